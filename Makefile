@@ -111,8 +111,8 @@ spark: $(SETUP) ## tests of the sources, sinks and jobs of Spark; uses JAVA_HOME
 spark-demo: $(SETUP) ## run the demo with the Spark jobs and check their results
 	python spark-jobs/demo.py
 
-faults: $(SETUP) ## inject faults for BATON_FAULT_MINUTES, drawn from BATON_FAULT_SEED; report in build/faults
-	python -m tools.faults
+faults: $(SETUP) ## inject faults for BATON_FAULT_MINUTES, drawn from BATON_FAULT_SEED; SCHEDULE=power-cuts for one class; report in build/faults
+	python -m tools.faults $(SCHEDULE)
 
 fuzz: $(SETUP)  ## 20,000 arbitrary calls to each service; every failure has a reason, sends go on
 	python -m tools.fuzz

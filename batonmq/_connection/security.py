@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 _TEXTS = ("ca_file", "cert_file", "key_file", "server_name", "token_file")
 _TRIES = 5
-_TOKEN_BYTES_MAX = 4_096
+_TOKEN_BYTES_MAX = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

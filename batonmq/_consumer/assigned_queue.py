@@ -54,7 +54,8 @@ class AssignedQueue:
         with_ownership: Whether the group's queues are owned. It is fixed: a group that switches
             reports MODE_CHANGED to all its queues.
         progress: Received, started and finished offsets; None if nothing is known or counts.
-        token: Fencing token of the grant; 0 without one.
+        token: Fencing token of the grant; 0 without one. It stays after the own deadline, until a
+            service refuses it.
         lease: The own deadline.
         bound_generation: Generation of the subscription that the grant is for; 0 for any.
         lineage: Number of the ownership with valid messages; rises when work is dropped.
@@ -88,6 +89,7 @@ class AssignedQueue:
         self.drained = Condition(self.wakeup, self._is_drained)
         self.resumed = Condition(self.wakeup, lambda: not self.paused)
         self._ownership = QueueOwnership()
+        self._grant_reported = False
 
     @property
     def key(self) -> queue_pb2.GroupQueue:
@@ -259,8 +261,9 @@ class AssignedQueue:
         self._receive(OwnershipInput.GRANTED)
 
     def withdraw(self) -> None:
-        """End without a grant."""
-        self._receive(OwnershipInput.WITHDRAWN)
+        """End without a grant; drain first if the token from before may still be valid."""
+        late = bool(self.token) and self.progress is not None
+        self._receive(OwnershipInput.WITHDRAWN_LATE if late else OwnershipInput.WITHDRAWN)
 
     def clear_buffer(self) -> None:
         """Drop the messages that wait; they are delivered again if the queue stays assigned."""
@@ -280,7 +283,7 @@ class AssignedQueue:
         self._receive(OwnershipInput.RELEASED)
 
     def stop(self) -> None:
-        """Leave the invalid token behind: no call is made under it any more."""
+        """Note that no pull is under way any more."""
         self._receive(OwnershipInput.STOPPED)
 
     def _receive(self, happened: OwnershipInput) -> None:
@@ -308,6 +311,10 @@ class AssignedQueue:
         self.on_work_dropped()
 
     def _report(self, kind: Literal["granted", "draining", "released", "fenced"]) -> None:
+        """Report a change, but the end of a grant only once: it may be handed over after that."""
+        if not (self._grant_reported or kind == "granted"):
+            return
+        self._grant_reported = kind in ("granted", "draining")
         session = self._session
         if session.metrics is not None:
             session.metrics.queue_changed(kind)

@@ -20,8 +20,16 @@ from batonmq._common.aio import unless
 from batonmq._common.batcher import Batcher
 from batonmq._common.rpc import answered, error_from_pb, from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
-from batonmq._consumer.session import Session, queue_of, queue_to_pb
+from batonmq._consumer.moved_group import GROUP_MOVED
+from batonmq._consumer.session import (
+    Session,
+    queue_of,
+    queue_to_pb,
+    ranges_from_pb,
+    ranges_to_pb,
+)
 from batonmq._core.queues import QueueRef
+from batonmq._core.ranges import normalize
 from batonmq.errors import BatonError, NotAssigned, Unreachable
 
 log = logging.getLogger(__name__)
@@ -42,10 +50,15 @@ class ReceivedGrant:
 
 @dataclass(eq=False, slots=True)
 class _PendingAcquire:
-    """A queue that is to be acquired, and the future of the outcome."""
+    """A queue that is to be acquired, and the future of the outcome.
+
+    Attributes:
+        granted: Whether the caller got a grant; without one, a grant may have been lost.
+    """
 
     queue: QueueRef
     item: lockmgr_pb.AcquireItem
+    granted: bool = False
     outcome: asyncio.Future[ReceivedGrant | BatonError] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -75,6 +88,7 @@ class BatchedCalls:
         self._arrived = asyncio.Event()
         self._under_way: dict[int, Sequence[_PendingAcquire]] = {}
         self._abandoned = False
+        self._claimed: dict[QueueRef, lockmgr_pb.AcquireItem] = {}
 
     async def run(self) -> None:
         """Make the calls until cancelled."""
@@ -142,8 +156,13 @@ class BatchedCalls:
     # ---- keep-alives
 
     async def release_orphans(self, holds: Sequence[lockmgr_pb.Hold]) -> None:
-        """Release grants with lost answers; nothing was delivered under them."""
-        await self._release(holds[:ITEMS_MAX])
+        """Close and release grants with lost answers; nothing was delivered under them."""
+        holds = holds[:ITEMS_MAX]
+        for hold in holds:
+            item = self._claimed.get(queue_of(hold.queue))
+            if item is not None:
+                await self._close_unused(item, hold.token, item.reset_epoch)
+        await self._release(holds)
 
     @property
     def seen_seq(self) -> int:
@@ -188,8 +207,24 @@ class BatchedCalls:
         finally:
             del self._under_way[seq]
             self._abandoned |= any(one.outcome.cancelled() for one in batch)
+            for one in batch:
+                self._note_outcome(one)
         for one in batch:
             one.settle(error)
+
+    def _note_outcome(self, one: _PendingAcquire) -> None:
+        """Remember what a request claimed if a grant for it may arrive late or never."""
+        if one.granted:
+            return
+        before = self._claimed.get(one.queue)
+        resume = list(one.item.resume)
+        if before is not None and before.reset_epoch == one.item.reset_epoch:
+            resume += before.resume
+        self._claimed[one.queue] = lockmgr_pb.AcquireItem(
+            queue=one.item.queue,
+            resume=ranges_to_pb(normalize(ranges_from_pb(resume))),
+            reset_epoch=one.item.reset_epoch,
+        )
 
     def _still_assigned(self, pending: Sequence[_PendingAcquire]) -> list[_PendingAcquire]:
         """Return the requests that the group's record allows; refuse the others.
@@ -226,6 +261,8 @@ class BatchedCalls:
                     tasks.create_task(self._release_unwanted(pending.item, answer.grant))
                 else:
                     session.epochs.observe(answer.grant.offsets_set, answer.grant.offsets_epoch)
+                    pending.granted = True
+                    self._claimed.pop(pending.queue, None)
                     pending.settle(ReceivedGrant(answer.grant, sent_ms))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
@@ -235,23 +272,34 @@ class BatchedCalls:
     ) -> None:
         """Release the grant of a cancelled caller.
 
-        The messages that the request claimed are in flight under the grant. They were dropped, so
-        the Close names them as unfinished, and the next owner gets them flagged. If a call fails,
-        the next keep-alive reports the grant as an orphan. Other grants do not wait for this.
+        If a call fails, the next keep-alive reports the grant as an orphan. Other grants do not
+        wait for this.
         """
         try:
-            if item.resume:
-                await self.close(
-                    offsets_pb.CloseItem(
-                        queue=item.queue,
-                        token=grant.token,
-                        reset_epoch=grant.reset_epoch,
-                        unfinished=item.resume,
-                    )
-                )
+            await self._close_unused(item, grant.token, grant.reset_epoch)
             await self.release(lockmgr_pb.Hold(queue=item.queue, token=grant.token))
         except BatonError as error:
             log.debug("unwanted grant not released queue=%s error=%s", item.queue, error)
+
+    async def _close_unused(
+        self, item: lockmgr_pb.AcquireItem, token: int, reset_epoch: int
+    ) -> None:
+        """Close a grant that is not used, so that the next owner waits for no lease.
+
+        What was in flight at this consumer before stays in flight under the grant. The fence has
+        flagged it, except the messages that the request claimed. These were dropped, so the Close
+        names them as unfinished. A refusal, as of a newer token, needs no other call.
+        """
+        outcome = await self.close(
+            offsets_pb.CloseItem(
+                queue=item.queue, token=token, reset_epoch=reset_epoch, unfinished=item.resume
+            )
+        )
+        if outcome.HasField("error"):
+            error = error_from_pb(outcome.error)
+            if isinstance(error, GROUP_MOVED):
+                raise error
+        self._claimed.pop(queue_of(item.queue), None)
 
     async def _query_extents(
         self, queues: Sequence[QueueRef]

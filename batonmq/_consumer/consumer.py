@@ -472,6 +472,7 @@ class Consumer:
         In that order the members that get the queues wait for them already.
         """
         self.stop()
+        self._session.leaving = True
         self._rotation.give_up()
         for queue in self._queues.values():
             queue.revoke()

@@ -81,7 +81,8 @@ class LeaseRenewer:
             ref = queue_of(report.queue)
             queue = self._queues.get(ref)
             if report.state == lockmgr_pb.HOLD_STATE_ORPHAN:
-                if not (queue and queue.token) and not self._calls.acquires(ref):
+                unused = queue is None or not (queue.token or queue.assigned)
+                if unused and not self._calls.acquires(ref):
                     orphans.append(lockmgr_pb.Hold(queue=report.queue, token=report.token))
             elif queue is None or queue.token != tokens.get(ref):
                 continue

@@ -19,7 +19,7 @@ from batonmq._consumer.session import Session, ranges_to_pb
 from batonmq._consumer.wakeup import Condition
 from batonmq._core.queue_progress import CloseContent
 from batonmq._core.queues import QueueRef
-from batonmq.errors import BatonError
+from batonmq.errors import BatonError, Retry
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class QueueReleaser:
             log.info("drain timed out queue=%s", self._queue)
 
     async def release(self, content: CloseContent, lease_ms: int) -> None:
-        """Close the token and release the lock; give up each call when the lease must be over."""
+        """Close the token and release the lock."""
         if content.unfinished:
             log.warning("drained with unfinished queue=%s %s", self._queue, content.unfinished)
         await self._close(content, lease_ms)
@@ -84,7 +84,12 @@ class QueueReleaser:
         await self._repeat(2 * lease_ms, call)
 
     async def _close(self, content: CloseContent, lease_ms: int) -> None:
-        """Repeat one frozen Close until it is answered, or the lease must be over."""
+        """Repeat one frozen Close until it is answered.
+
+        An outage may last longer than the lease: as long as the token is current, the Close spares
+        the next owner a wait for the lease. A consumer that leaves, or is refused for good, gives
+        up when the lease must be over.
+        """
         item = offsets_pb.CloseItem(
             queue=self._key,
             token=content.token,
@@ -102,22 +107,29 @@ class QueueReleaser:
                     raise error
                 log.warning("close refused queue=%s error=%s", self._queue, error)
 
-        await self._repeat(2 * lease_ms, call)
+        await self._repeat(2 * lease_ms, call, limited=lambda: self._session.leaving)
 
     async def _release(self, token: int) -> None:
         hold = lockmgr_pb.Hold(queue=self._key, token=token)
         await self._repeat(RELEASE_TIMEOUT_MS, lambda: self._calls.release(hold))
 
-    async def _repeat(self, limit_ms: int, call: Callable[[], Awaitable[None]]) -> None:
-        """Call until an answer arrives, for `limit_ms` at most."""
-        session, failures = self._session, 0
+    async def _repeat(
+        self,
+        limit_ms: int,
+        call: Callable[[], Awaitable[None]],
+        limited: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Call until an answer arrives; for `limit_ms` at most, while `limited` returns True."""
+        session, failures, refused = self._session, 0, False
         deadline_ms = session.clock.monotonic_ms() + limit_ms
-        while session.clock.monotonic_ms() < deadline_ms:
+        while session.clock.monotonic_ms() < deadline_ms or not (refused or limited()):
             try:
                 await call()
                 return
             except grpc.aio.AioRpcError as failure:
-                await session.directory.pause(from_rpc_error(failure), failures)
+                error = from_rpc_error(failure)
             except BatonError as failure:
-                await session.directory.pause(failure, failures)
+                error = failure
+            refused = error.retry is Retry.NEVER
+            await session.directory.pause(error, failures)
             failures += 1

@@ -36,9 +36,10 @@ class QueueRunner:
             if failures > 1:
                 again = Fenced("fenced repeatedly without progress")
                 await unless(queue.revoked, self._session.directory.pause(again, failures))
-            if not await self._acquire():
+            if await self._acquire():
+                await self._pull()
+            elif not queue.held:
                 return
-            await self._pull()
             if queue.state is OwnershipState.DRAINING:
                 await self._releaser.drain(queue.drained)
             if queue.state is OwnershipState.DRAINING:

@@ -34,7 +34,8 @@ class OwnershipEvent:
     Attributes:
         kind: `granted`: the consumer owns the queue. `draining`: no message is started any more.
             `released`: the next owner may have the queue. `fenced`: the token is not valid any
-            more, as another member or an operator took the queue, or the own deadline passed.
+            more, as another member or an operator took the queue, or the own deadline passed; no
+            `released` follows.
         token: Fencing token of the ownership; 0 in a group without ownership.
         monotonic_ms: When it changed, by the monotonic clock.
     """
@@ -61,6 +62,7 @@ class Session:
         start_at_unix_ms: The time that `consume_from` timestamp means.
         budget: Bytes of bodies that may wait, of all queues together.
         waiting_for_room: Wakeups of queues that wait for room in `budget`.
+        leaving: Whether the consumer closes, so that no call is repeated for ever.
         drain_timeout_ms: As in the settings, until `Consumer.close` sets another one.
         paused: Queues that the application has paused, assigned or not.
         running: The handler calls that have not returned.
@@ -87,6 +89,7 @@ class Session:
     limits: FlowLimits = field(init=False)
     budget: ByteBudget = field(init=False)
     waiting_for_room: dict[Wakeup, None] = field(default_factory=dict)
+    leaving: bool = False
     drain_timeout_ms: int | None = field(init=False)
     paused: set[QueueRef] = field(default_factory=set)
     running: RunningCalls = field(default_factory=RunningCalls)

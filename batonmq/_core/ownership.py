@@ -8,14 +8,18 @@ the group's progress was read, and "released" that it was committed for the last
 
 Theory of operation. A queue begins in ACQUIRING when the group's record assigns it to the consumer.
 OWNED is the only state in which it is pulled and in which a handler may start one of its messages.
-It leaves OWNED in one of two ways:
+It leaves OWNED in one of three ways:
 
 - The record assigns the queue to another member (REVOKED). The token stays valid, so the queue is
   handed over in order: handlers end (DRAINING), then the token is closed and the lock is released
   (CLOSING).
-- The token is not valid any more (FENCED, RESET, DEADLINE_PASSED, MODE_CHANGED). There is nothing
-  to hand over. While the queue is still assigned (FENCED) it is acquired again, and the request
-  claims the messages that are handled meanwhile; otherwise (LOST) they are dropped.
+- The token is not valid any more (FENCED, RESET, MODE_CHANGED). There is nothing to hand over.
+  While the queue is still assigned (FENCED) it is acquired again, and the request claims the
+  messages that are handled meanwhile; otherwise (LOST) they are dropped.
+- The own deadline has passed (DEADLINE_PASSED). The consumer starts nothing more, but no service
+  has said that the token is invalid. So the consumer keeps the token while it acquires the queue
+  again (EXPIRED, ACQUIRING). If the queue is revoked meanwhile, it is handed over in order under
+  that token, late, and the next owner waits for no lease.
 
 A queue never returns from DRAINING to OWNED: if the record assigns it again meanwhile, it is handed
 over first, and a new `QueueOwnership` acquires it.
@@ -39,6 +43,7 @@ class OwnershipState(Enum):
     OWNED = "Granted; the queue is pulled, and its messages are started."
     DRAINING = "Not assigned any more; no message is started, those in flight end."
     CLOSING = "Drained; the token is closed at offsets and the lock is released."
+    EXPIRED = "The own deadline has passed; the token may be valid; the queue is still assigned."
     FENCED = "The token is not valid any more; the queue is still assigned."
     LOST = "The token is not valid any more, and the queue is not assigned."
     RELEASED = "The end: the next owner may have the queue."
@@ -48,13 +53,14 @@ class OwnershipInput(Enum):
     """What happened to the queue; the value is the meaning."""
 
     GRANTED = "The lock manager granted the queue."
-    WITHDRAWN = "The request for the queue ended without a grant."
+    WITHDRAWN = "The request for the queue ended without a grant, and there is no token."
+    WITHDRAWN_LATE = "The request ended without a grant; the token from before it may be valid."
     REVOKED = "The group's record does not assign the queue to this consumer any more."
     FENCED = "A call under the token was refused, or the lock manager named another owner."
     RESET = "As FENCED, and the group's progress on the queue was replaced."
     DEADLINE_PASSED = "The own deadline of the lease has passed."
     MODE_CHANGED = "The group switched ownership on or off: nothing of the old mode counts."
-    STOPPED = "Under the invalid token no call is made any more."
+    STOPPED = "No pull is under way any more."
     DRAINED = "No handler runs, or the drain timed out."
     RELEASED = "Close and Release were answered, or were repeated long enough."
 
@@ -83,24 +89,25 @@ TABLE: Final[Mapping[OwnershipState, Mapping[OwnershipInput, Transition]]] = {
     _S.ACQUIRING: {
         _I.GRANTED: Transition(_S.OWNED, (_E.REPORT_GRANTED,)),
         _I.REVOKED: Transition(_S.WITHDRAWING),
-        # Refusals of a commit that was sent under the token before the fence arrive late.
-        _I.FENCED: Transition(_S.ACQUIRING),
-        _I.RESET: Transition(_S.ACQUIRING, (_E.FORGET_WORK,)),
-        _I.MODE_CHANGED: Transition(_S.WITHDRAWING, (_E.FORGET_WORK,)),
+        # The token from before may be refused now, also by a late answer to a commit.
+        _I.FENCED: Transition(_S.ACQUIRING, (_E.CLEAR_TOKEN,)),
+        _I.RESET: Transition(_S.ACQUIRING, (_E.CLEAR_TOKEN, _E.FORGET_WORK)),
+        _I.MODE_CHANGED: Transition(_S.WITHDRAWING, (_E.CLEAR_TOKEN, _E.FORGET_WORK)),
     },
     _S.WITHDRAWING: {
         # The grant was on its way. It is handed over like any other.
         _I.GRANTED: Transition(_S.DRAINING, (_E.REPORT_GRANTED,)),
         _I.WITHDRAWN: Transition(_S.RELEASED, (_E.FORGET_WORK,)),
+        _I.WITHDRAWN_LATE: Transition(_S.DRAINING),
         _I.REVOKED: Transition(_S.WITHDRAWING),
-        _I.FENCED: Transition(_S.WITHDRAWING),
-        _I.RESET: Transition(_S.WITHDRAWING, (_E.FORGET_WORK,)),
-        _I.MODE_CHANGED: Transition(_S.WITHDRAWING, (_E.FORGET_WORK,)),
+        _I.FENCED: Transition(_S.WITHDRAWING, (_E.CLEAR_TOKEN,)),
+        _I.RESET: Transition(_S.WITHDRAWING, (_E.CLEAR_TOKEN, _E.FORGET_WORK)),
+        _I.MODE_CHANGED: Transition(_S.WITHDRAWING, (_E.CLEAR_TOKEN, _E.FORGET_WORK)),
     },
     _S.OWNED: {
         _I.REVOKED: Transition(_S.DRAINING, (_E.REPORT_DRAINING,)),
         _I.FENCED: Transition(_S.FENCED, (_E.REPORT_FENCED,)),
-        _I.DEADLINE_PASSED: Transition(_S.FENCED, (_E.REPORT_FENCED,)),
+        _I.DEADLINE_PASSED: Transition(_S.EXPIRED, (_E.REPORT_FENCED,)),
         _I.RESET: Transition(_S.FENCED, (_E.REPORT_FENCED, _E.FORGET_WORK)),
         _I.MODE_CHANGED: Transition(_S.LOST, (_E.REPORT_FENCED, _E.FORGET_WORK)),
     },
@@ -119,6 +126,13 @@ TABLE: Final[Mapping[OwnershipState, Mapping[OwnershipInput, Transition]]] = {
         _I.FENCED: Transition(_S.CLOSING),
         _I.RESET: Transition(_S.CLOSING),
         _I.MODE_CHANGED: Transition(_S.CLOSING),
+    },
+    _S.EXPIRED: {
+        _I.STOPPED: Transition(_S.ACQUIRING),
+        _I.REVOKED: Transition(_S.DRAINING),
+        _I.FENCED: Transition(_S.FENCED),
+        _I.RESET: Transition(_S.FENCED, (_E.FORGET_WORK,)),
+        _I.MODE_CHANGED: Transition(_S.LOST, (_E.FORGET_WORK,)),
     },
     _S.FENCED: {
         _I.STOPPED: Transition(_S.ACQUIRING, (_E.CLEAR_TOKEN,)),
@@ -180,7 +194,7 @@ class QueueOwnership:
         return self.state in _HELD
 
 
-_ASSIGNED = frozenset({_S.ACQUIRING, _S.OWNED, _S.FENCED})
+_ASSIGNED = frozenset({_S.ACQUIRING, _S.OWNED, _S.EXPIRED, _S.FENCED})
 _HELD = frozenset({_S.OWNED, _S.DRAINING})
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from batonmq._core.message_trace import MessageState, MessageTrace, TraceEvent, TraceEventKind
     from batonmq._core.reset_targets import ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
     from batonmq.admin.access import (
+        AccessBlock,
         AccessCheck,
         AccessControl,
         IdentityGrants,
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcceptedLoss",
+    "AccessBlock",
     "AccessCheck",
     "AccessControl",
     "Admin",
@@ -168,6 +170,7 @@ __all__ = [
 
 _HOMES = {
     "AcceptedLoss": "batonmq.admin.replication",
+    "AccessBlock": "batonmq.admin.access",
     "AccessCheck": "batonmq.admin.access",
     "AccessControl": "batonmq.admin.access",
     "Admin": "batonmq.admin.admin",

@@ -1,4 +1,4 @@
-"""Authorization: grants of roles to identities, and bearer tokens."""
+"""Authorization: grants of roles to identities, bearer tokens, and blocks."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class IssuedToken:
         by: Identity that created the token; empty if authorization was off.
         expire_unix_ms: Wall clock from which on it is invalid; 0 for never.
         scopes: It gives only permissions that one of these covers, too; none: all of its identity.
+        certificate_sha256: Only client certificate with which it is valid; empty: any, or none.
     """
 
     token_id: str
@@ -51,6 +52,7 @@ class IssuedToken:
     by: str
     expire_unix_ms: int = 0
     scopes: tuple[RoleGrant, ...] = ()
+    certificate_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,23 @@ class AccessCheck:
     access_on: bool
 
 
+@dataclass(frozen=True, slots=True)
+class AccessBlock:
+    """A blocked identity or certificate.
+
+    Attributes:
+        subject: `identity:NAME`, `certificate:SHA256` or `serial:NUMBER`.
+        by: Identity that blocked it; empty if authorization was off.
+    """
+
+    subject: str
+    create_unix_ms: int
+    by: str
+    reason: str
+
+
 class AccessControl:
-    """Reads and changes grants and tokens. Failures raise classes of `batonmq.errors`.
+    """Reads and changes grants, tokens and blocks. Failures raise classes of `batonmq.errors`.
 
     Args:
         admin: Client of the cluster; the caller closes it.
@@ -153,7 +170,12 @@ class AccessControl:
         return AccessCheck(answer.identity, answer.allowed, by, answer.access_on)
 
     async def create_token(
-        self, identity: str, *, ttl_ms: int = 0, scopes: Iterable[RoleGrant] = ()
+        self,
+        identity: str,
+        *,
+        ttl_ms: int = 0,
+        scopes: Iterable[RoleGrant] = (),
+        certificate_sha256: str = "",
     ) -> NewToken:
         """Create a bearer token for an identity.
 
@@ -161,12 +183,17 @@ class AccessControl:
             ttl_ms: Time until it expires, in milliseconds, up to ten years; 0 for never.
             scopes: The token gives only permissions that one of these covers, too; none: all of the
                 identity.
+            certificate_sha256: SHA-256, in hex, of the only client certificate with which it is
+                valid; empty: any, or none.
 
         The call is not retried. If it fails, the token may exist although its secret is lost; find
         it with `list` and revoke it.
         """
         request = pb.CreateTokenRequest(
-            identity=identity, ttl_ms=ttl_ms, scopes=map(_to_pb, scopes)
+            identity=identity,
+            ttl_ms=ttl_ms,
+            scopes=map(_to_pb, scopes),
+            certificate_sha256=certificate_sha256,
         )
         answer = await answered(self._stub().CreateToken(request, timeout=CALL_TIMEOUT_S))
         return NewToken(answer.token_id, Secret(answer.token), answer.expire_unix_ms)
@@ -178,6 +205,48 @@ class AccessControl:
             lambda limit_s: self._stub().RevokeToken(request, timeout=limit_s)
         )
         return answer.revoked
+
+    async def block(self, subject: str, reason: str = "") -> bool:
+        """Block an identity or a certificate; return False if it is blocked already.
+
+        The services refuse its calls and end its streams when they receive the change from etcd,
+        normally within a second.
+
+        Args:
+            subject: `identity:NAME`; or `certificate:SHA256` or `serial:NUMBER` of a client
+                certificate, in hex.
+
+        Raises:
+            InvalidArgument: The subject is not valid, the caller itself, or a service.
+        """
+        request = pb.BlockRequest(subject=subject, reason=reason)
+        answer = await self._admin.ask(lambda limit_s: self._stub().Block(request, timeout=limit_s))
+        return answer.changed
+
+    async def unblock(self, subject: str) -> bool:
+        """End a block; return False if the subject is not blocked."""
+        request = pb.UnblockRequest(subject=subject)
+        answer = await self._admin.ask(
+            lambda limit_s: self._stub().Unblock(request, timeout=limit_s)
+        )
+        return answer.changed
+
+    async def blocks(self) -> tuple[AccessBlock, ...]:
+        """Return all blocks, ascending by subject."""
+
+        def page(page_token: str) -> Awaitable[pb.ListBlocksResponse]:
+            request = pb.ListBlocksRequest(page_token=page_token)
+            return self._admin.ask(
+                lambda limit_s: self._stub().ListBlocks(request, timeout=limit_s)
+            )
+
+        return tuple(
+            [
+                AccessBlock(found.subject, found.create_unix_ms, found.by, found.reason)
+                async for answer in iter_pages(page)
+                for found in answer.blocks
+            ]
+        )
 
     def _stub(self) -> pb_grpc.AccessServiceAsyncStub:
         return self._admin.directory.access()
@@ -200,4 +269,5 @@ def _token_from_pb(token: stored_access_pb2.StoredToken) -> IssuedToken:
         token.by,
         token.expire_unix_ms,
         tuple(map(_from_pb, token.scopes)),
+        token.certificate_sha256,
     )

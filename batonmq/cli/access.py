@@ -1,11 +1,13 @@
-"""`baton access …`: grants of roles, and bearer tokens, for clusters that check permissions."""
+"""`baton access …`: grants, bearer tokens and blocks, for clusters that check permissions."""
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import click
@@ -17,7 +19,9 @@ from batonmq.cli.command_classes import LazyGroup, argument
 from batonmq.cli.output import Columns, Item, OutputFormat, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 
-commands = LazyGroup("access", help="Grant roles, and create tokens.", no_args_is_help=True)
+commands = LazyGroup(
+    "access", help="Grant roles, create tokens, and block callers.", no_args_is_help=True
+)
 tokens = LazyGroup("token", help="Create and revoke bearer tokens.", no_args_is_help=True)
 commands.add_command(tokens)
 
@@ -46,7 +50,14 @@ _HELD: Columns = {
     "CREATED": lambda item: item["token_id"] and wall_time(item["create_unix_ms"]),
     "EXPIRES": lambda item: wall_time(item["expire_unix_ms"]) if item["expire_unix_ms"] else None,
     "SCOPES": lambda item: ", ".join(f"{s['role']} {s['resource']}" for s in item["scopes"] or ()),
+    "CERTIFICATE": lambda item: (item["certificate_sha256"] or "")[:16],
     "BY": "by",
+}
+_BLOCKS: Columns = {
+    "SUBJECT": "subject",
+    "SINCE": lambda item: wall_time(item["create_unix_ms"]),
+    "BY": "by",
+    "REASON": "reason",
 }
 
 
@@ -115,7 +126,7 @@ async def _list(session: CommandSession, identity: str) -> None:
 def _items(one: IdentityGrants) -> list[Item]:
     """Return an item for each grant and for each token."""
     names = ("role", "resource", "token_id", "create_unix_ms", "by", "expire_unix_ms", "scopes")
-    nothing = dict.fromkeys(names)
+    nothing = dict.fromkeys((*names, "certificate_sha256"))
     held = [*map(asdict, one.grants), *map(asdict, one.tokens)]
     return [{"identity": one.identity, **nothing, **item} for item in held]
 
@@ -168,6 +179,12 @@ async def _check(session: CommandSession, wanted: RoleGrant, identity: str) -> A
     metavar="ROLE RESOURCE",
     help="The token gives only permissions that this covers, too; may be given several times.",
 )
+@click.option(
+    "--bind-to",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="CERT_FILE",
+    help="The token is valid only with this client certificate, a PEM file.",
+)
 @cluster_session
 def create(
     session: CommandSession,
@@ -175,11 +192,13 @@ def create(
     file: Path | None,
     ttl: str,
     scopes: tuple[tuple[str, str], ...],
+    bind_to: Path | None,
 ) -> None:
     """Create a bearer token of an identity. It is shown once and not stored."""
     limits = _TokenLimits(
         parse_duration_ms(ttl) if ttl else 0,
         tuple(RoleGrant(Role(role), resource) for role, resource in scopes),
+        _fingerprint(bind_to) if bind_to is not None else "",
     )
     if file is not None and file.exists():
         session.output.failure("FILE_EXISTS", f"{file} exists already", "Give another name.")
@@ -191,6 +210,24 @@ def create(
 class _TokenLimits:
     ttl_ms: int
     scopes: tuple[RoleGrant, ...]
+    certificate_sha256: str
+
+
+def _fingerprint(file: Path) -> str:
+    """Return the SHA-256 of the first certificate in a PEM file.
+
+    Raises:
+        BadParameter: there is none.
+    """
+    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    try:
+        inside = file.read_text("ascii").partition(begin)[2].partition(end)[0]
+        der = ssl.PEM_cert_to_DER_cert(f"{begin}{inside}{end}") if inside else b""
+    except (OSError, ValueError):
+        der = b""
+    if not der:
+        raise click.BadParameter(f"{file} has no certificate in PEM form")
+    return sha256(der).hexdigest()
 
 
 async def _create(
@@ -201,7 +238,10 @@ async def _create(
     try:
         async with session.admin() as admin:
             made = await AccessControl(admin).create_token(
-                identity, ttl_ms=limits.ttl_ms, scopes=limits.scopes
+                identity,
+                ttl_ms=limits.ttl_ms,
+                scopes=limits.scopes,
+                certificate_sha256=limits.certificate_sha256,
             )
     except BaseException:
         if file is not None:
@@ -235,3 +275,75 @@ async def _revoke_token(session: CommandSession, token_id: str) -> None:
         revoked = await AccessControl(admin).revoke_token(token_id)
     text = f"token {token_id} revoked" if revoked else f"token {token_id} does not exist"
     session.output.line({"token_id": token_id, "revoked": revoked}, text)
+
+
+subject_argument = partial(
+    argument,
+    "subject",
+    required=False,
+    default="",
+    metavar="[SUBJECT]",
+    help="identity:NAME; or certificate:SHA256 or serial:NUMBER of a client certificate, in hex.",
+)
+cert_file_option = partial(
+    click.option,
+    "--certificate",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="CERT_FILE",
+    help="The client certificate in a PEM file, instead of SUBJECT.",
+)
+
+
+@commands.command()
+@subject_argument()
+@cert_file_option()
+@click.option("--reason", default="", help="Why; shown by baton access blocks.")
+@cluster_session
+def block(session: CommandSession, subject: str, certificate: Path | None, reason: str) -> None:
+    """Block an identity or a client certificate.
+
+    Services refuse its calls and end its streams, within about a second.
+    """
+    session.run(_block(session, _subject(subject, certificate), reason))
+
+
+async def _block(session: CommandSession, subject: str, reason: str) -> None:
+    async with session.admin() as admin:
+        changed = await AccessControl(admin).block(subject, reason)
+    text = f"{subject} is blocked" + ("" if changed else " already")
+    session.output.line({"subject": subject, "changed": changed}, text)
+
+
+@commands.command()
+@subject_argument()
+@cert_file_option()
+@cluster_session
+def unblock(session: CommandSession, subject: str, certificate: Path | None) -> None:
+    """End the block of an identity or a client certificate."""
+    session.run(_unblock(session, _subject(subject, certificate)))
+
+
+async def _unblock(session: CommandSession, subject: str) -> None:
+    async with session.admin() as admin:
+        changed = await AccessControl(admin).unblock(subject)
+    text = f"the block of {subject} has ended" if changed else f"{subject} is not blocked"
+    session.output.line({"subject": subject, "changed": changed}, text)
+
+
+@commands.command("blocks")
+@cluster_session
+def list_blocks(session: CommandSession) -> None:
+    """List the blocked identities and certificates."""
+    session.run(_list_blocks(session))
+
+
+async def _list_blocks(session: CommandSession) -> None:
+    async with session.admin() as admin:
+        found = await AccessControl(admin).blocks()
+    session.output.items(list(map(asdict, found)), _BLOCKS)
+
+
+def _subject(subject: str, certificate: Path | None) -> str:
+    if bool(subject) == (certificate is not None):
+        raise click.UsageError("SUBJECT is required, or else --certificate")
+    return subject if certificate is None else f"certificate:{_fingerprint(certificate)}"

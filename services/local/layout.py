@@ -183,8 +183,8 @@ class Layout:
 
     Raises:
         PortInUse: another process uses the port of the nameserver.
-        TlsSetupFailed: the package that issues certificates is missing; or a cluster with several
-            etcd members was created with TLS and is now used without, or the reverse.
+        TlsSetupFailed: a cluster with several etcd members was created with TLS and is now used
+            without, or the reverse; or access control is on without TLS.
     """
 
     def __init__(self, data_dir: Path, options: ClusterOptions) -> None:
@@ -300,12 +300,8 @@ async def _serves(address: str, security: Security | None) -> bool:
 
 def _certify(folder: Path, hosts: Sequence[str]) -> None:
     """Issue new certificates for all services and for the administrator."""
-    try:
-        from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject  # noqa: PLC0415  it needs cryptography, which may be missing
-    except ModuleNotFoundError as error:
-        raise TlsSetupFailed(
-            "cryptography is not installed: install batonmq-server[local], or leave out --secure"
-        ) from error
+    from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject  # noqa: PLC0415  slow to import, and often unused
+
     authority = CertificateAuthority(folder)
     for service in SERVICES:
         authority.issue(CertificateSubject(name=service, uri=f"service:{service}", hosts=hosts))

@@ -82,6 +82,9 @@ RULES: AccessRules = {
             "Check": AccessRule(lambda request: [OPERATE] if request.identity else [], known=True),
             "CreateToken": requires(OPERATE),
             "RevokeToken": requires(OPERATE),
+            "Block": requires(OPERATE),
+            "Unblock": requires(OPERATE),
+            "ListBlocks": requires(OPERATE),
         },
     ),
 }

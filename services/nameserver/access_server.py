@@ -1,4 +1,4 @@
-"""The servicer of AccessService: grants of roles, and tokens."""
+"""The servicer of AccessService: grants of roles, tokens and blocks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from baton.nameserver.v1 import access_service_pb2_grpc as pb_grpc
 from baton.nameserver.v1 import stored_access_pb2
 from batonmq.errors import InvalidArgument
 from batonmq_server.nameserver.access_store import AccessStore, IdentityAccess
+from batonmq_server.runtime.access.blocks import IDENTITY, check_fingerprint, check_subject
 from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.access.permissions import (
     SERVICE_PREFIX,
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 TOKEN_BYTES = 32
 TTL_MS_MAX = 10 * 365 * 24 * 3_600_000
 SCOPES_MAX = 100
+REASON_CHARACTERS_MAX = 200
 _TOKEN_PREFIX = "baton_"
 """Lets secret scanners recognize a token."""
 
@@ -111,16 +113,24 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
                 f"a token has at most {SCOPES_MAX} scopes, and that of a service has none",
                 facts={"field": "scopes"},
             )
+        bound_to = request.certificate_sha256 and check_fingerprint(request.certificate_sha256)
         token = f"{_TOKEN_PREFIX}{secrets.token_urlsafe(TOKEN_BYTES)}"
         stored = await self._store.add_token(
-            digest_of(token), identity, by, ttl_ms=request.ttl_ms, scopes=scopes
+            digest_of(token),
+            identity,
+            by,
+            ttl_ms=request.ttl_ms,
+            scopes=scopes,
+            certificate_sha256=bound_to,
         )
         log.info(
-            "token created identity=%s token_id=%s expire_unix_ms=%d scopes=%d by=%s",
+            "token created identity=%s token_id=%s expire_unix_ms=%d scopes=%d certificate=%s "
+            "by=%s",
             identity,
             stored.token_id,
             stored.expire_unix_ms,
             len(scopes),
+            bound_to,
             by,
         )
         return pb.CreateTokenResponse(
@@ -142,6 +152,47 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
                 self._guard.caller_identity(context),
             )
         return pb.RevokeTokenResponse(revoked=identity is not None)
+
+    async def Block(self, request: pb.BlockRequest, context: Context) -> pb.BlockResponse:
+        """See the proto."""
+        subject, by = check_subject(request.subject), self._guard.caller_identity(context)
+        if subject == f"{IDENTITY}:{by}":
+            raise InvalidArgument(
+                f"{by} would block itself",
+                remedy="Let another administrator do it.",
+                facts={"field": "subject"},
+            )
+        if len(request.reason) > REASON_CHARACTERS_MAX:
+            raise InvalidArgument(
+                f"reason has {len(request.reason)} characters; the limit is "
+                f"{REASON_CHARACTERS_MAX}",
+                facts={"field": "reason"},
+            )
+        changed = await self._store.block(subject, by, request.reason)
+        if changed:
+            log.info("blocked subject=%s by=%s reason=%r", subject, by, request.reason)
+        return pb.BlockResponse(changed=changed)
+
+    async def Unblock(self, request: pb.UnblockRequest, context: Context) -> pb.UnblockResponse:
+        """See the proto."""
+        subject = check_subject(request.subject)
+        changed = await self._store.unblock(subject)
+        if changed:
+            by = self._guard.caller_identity(context)
+            log.info("block ended subject=%s by=%s", subject, by)
+        return pb.UnblockResponse(changed=changed)
+
+    async def ListBlocks(
+        self, request: pb.ListBlocksRequest, context: Context
+    ) -> pb.ListBlocksResponse:
+        """See the proto."""
+        after = key_of_token(request.page_token)
+        blocks = await self._store.blocks()
+        page = page_of(
+            ((block.subject, block) for block in blocks if block.subject > after),
+            request.page_size,
+        )
+        return pb.ListBlocksResponse(blocks=page.entries, next_page_token=page.next_page_token)
 
 
 def _listed(identity: str, held: IdentityAccess) -> pb.IdentityAccess:

@@ -1,4 +1,4 @@
-"""Grants and tokens in etcd."""
+"""Grants, tokens and blocks in etcd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from batonmq.errors import LimitExceeded
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
 from batonmq_server.runtime.access.permissions import Grant
 from batonmq_server.runtime.access.stored_access import (
+    BLOCKS_PREFIX,
     PREFIX,
+    TOKENS_PREFIX,
+    block_key,
     grant_to_pb,
     grants_from_bytes,
     grants_key,
@@ -38,7 +41,7 @@ class IdentityAccess:
 
 
 class AccessStore:
-    """Reads and compare-and-swap writes of grants and tokens.
+    """Reads and compare-and-swap writes of grants, tokens and blocks.
 
     All methods raise `NoQuorum` if etcd does not answer.
     """
@@ -77,11 +80,13 @@ class AccessStore:
         *,
         ttl_ms: int = 0,
         scopes: Iterable[Grant] = (),
+        certificate_sha256: str = "",
     ) -> pb.StoredToken:
         """Store a new token of `identity`, which etcd deletes when it has expired; return it.
 
         Args:
             ttl_ms: Time until it expires; 0 for never.
+            certificate_sha256: Certificate that it is bound to; empty for none.
         """
         now_unix_ms = self._etcd.clock.unix_ms()
         token = pb.StoredToken(
@@ -91,6 +96,7 @@ class AccessStore:
             by=by,
             expire_unix_ms=now_unix_ms + ttl_ms if ttl_ms else 0,
             scopes=map(grant_to_pb, sorted(scopes)),
+            certificate_sha256=certificate_sha256,
         )
         lease = await self._etcd.lease(ttl_ms) if ttl_ms else None
         await self._etcd.put(token_key(digest), token.SerializeToString(), lease)
@@ -113,12 +119,35 @@ class AccessStore:
         for stored in found:
             if identity := identity_of(stored.key.removeprefix(PREFIX)):
                 by_identity.setdefault(identity, IdentityAccess()).grants = _grants(stored)
-            else:
+            elif stored.key.startswith(TOKENS_PREFIX):
                 token = pb.StoredToken.FromString(stored.value)
                 by_identity.setdefault(token.identity, IdentityAccess()).tokens.append(token)
         for held in by_identity.values():
             held.tokens.sort(key=lambda token: (token.create_unix_ms, token.token_id))
         return dict(sorted(by_identity.items()))
+
+    async def block(self, subject: str, by: str, reason: str) -> bool:
+        """Block a subject; return False if it is blocked already."""
+        block = pb.StoredBlock(
+            subject=subject, create_unix_ms=self._etcd.clock.unix_ms(), by=by, reason=reason
+        )
+        key = block_key(subject)
+        put = [Put(key, block.SerializeToString())]
+        return bool(await self._etcd.txn(compare=[unchanged(key, None)], put=put))
+
+    async def unblock(self, subject: str) -> bool:
+        """End a block; return False if the subject is not blocked."""
+        key = block_key(subject)
+        if await self._etcd.get(key) is None:
+            return False
+        await self._etcd.delete(key)
+        return True
+
+    async def blocks(self) -> list[pb.StoredBlock]:
+        """Return all blocks, ascending by subject."""
+        found, _ = await self._etcd.get_prefix(BLOCKS_PREFIX)
+        blocks = [pb.StoredBlock.FromString(stored.value) for stored in found]
+        return sorted(blocks, key=lambda block: block.subject)
 
     async def _change(
         self, identity: str, change: Callable[[frozenset[Grant]], frozenset[Grant]]

@@ -59,6 +59,22 @@ class AccessMetrics:
         ).set(on)
 
 
+class OidcMetrics:
+    """Metrics of the keys of the OIDC issuer."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.read = Gauge(
+            "baton_oidc_keys_read_timestamp_seconds",
+            "Time of the last successful read of the OIDC issuer's keys, in Unix seconds; 0: none.",
+            registry=registry,
+        )
+        self.failures = Counter(
+            "baton_oidc_key_failures",
+            "Failed reads of the OIDC issuer's keys.",
+            registry=registry,
+        )
+
+
 def certificate_expiry(registry: CollectorRegistry) -> Gauge:
     """Register the gauge of the expiry times of certificates."""
     return Gauge(

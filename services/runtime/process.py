@@ -161,6 +161,8 @@ async def _following_etcd(runtime: Runtime) -> AsyncIterator[None]:
         loops = [runtime.etcd.run, runtime.nodes.run]
         if runtime.guard.on:
             loops += [runtime.guard.mirror.run, runtime.guard.quota_mirror.run]
+        if runtime.oidc is not None:
+            loops.append(runtime.oidc.keys.run)
         running = [tasks.create_task(loop()) for loop in loops]
         yield
         for task in running:

@@ -14,11 +14,13 @@ from prometheus_client import CollectorRegistry
 from batonmq._common.aio import unless
 from batonmq._connection.channels import connect
 from batonmq._telemetry.event_hub import EventHub
+from batonmq_server.runtime.access.audit_events import AuditEvents
 from batonmq_server.runtime.access.audit_log import AuditLog
 from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.node_entry import NodeEntry
+from batonmq_server.runtime.oidc_settings import oidc_tokens
 from batonmq_server.runtime.refusal import refuses
 from batonmq_server.runtime.settings import ServiceSettings
 
@@ -40,6 +42,7 @@ class Runtime:
     Attributes:
         nodes: Mirror of the nodes that are registered in etcd.
         node_entry: This node's entry among them.
+        oidc: The tokens of the OIDC issuer; None for none.
         stop_requested: Set when SIGTERM or SIGINT arrives.
     """
 
@@ -61,24 +64,23 @@ class Runtime:
         self.stop_requested = asyncio.Event()
         self.nodes = EtcdMirror(etcd, "nodes/")
         self.node_entry = NodeEntry(service, settings, etcd, self.nodes)
+        source = f"{service}/{settings.node_id}"
+        self.hub = EventHub(source, self.random.getrandbits(63) or 1, self.clock)
+        self.oidc = oidc_tokens(settings, self.clock, self.registry)
         self.guard = Guard(
             etcd,
             self.registry,
             on=settings.access,
             admins=settings.access_admins.split(","),
             certificates=settings.tls_require_client_cert,
-            audit=self._audit_log(),
+            oidc=self.oidc,
         )
-        self.hub = EventHub(
-            f"{service}/{settings.node_id}", self.random.getrandbits(63) or 1, self.clock
-        )
-
-    def _audit_log(self) -> AuditLog | None:
-        settings = self.settings
-        if not (settings.access and settings.audit_file):
-            return None
-        source = f"{self.service}/{settings.node_id}"
-        return AuditLog(settings.audit_file, settings.audit_bytes_max, source, self.clock)
+        if settings.access:
+            self.guard.audits.append(AuditEvents(self.hub, self.clock))
+        if settings.access and settings.audit_file:
+            self.guard.audits.append(
+                AuditLog(settings.audit_file, settings.audit_bytes_max, source, self.clock)
+            )
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of `work`, which may wait for etcd without a bound.

@@ -9,8 +9,15 @@ from pydantic import Field, model_validator
 
 from batonmq._connection.security import Security
 from batonmq._process.config import Settings
+from batonmq_server.runtime.access.permissions import SERVICE_PREFIX
 
+OIDC_ALGORITHMS = ("RS256", "ES256", "EdDSA")
 _ADDRESS = r"^([^,\s]+:\d+)?$"
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """Return the names in a text that separates them by commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 class ServiceSettings(Settings):
@@ -67,6 +74,31 @@ class ServiceSettings(Settings):
     """Whether callers must authenticate and need a grant for each call."""
     access_admins: str = ""
     """Identities with the role admin on the cluster without a grant, separated by commas."""
+    oidc_issuer: str = ""
+    """OIDC issuer whose tokens are accepted, as in their claim `iss`; empty: none. It needs
+    `access`, `oidc_audience`, and `oidc_jwks_file` or `oidc_jwks_url`."""
+    oidc_audience: str = ""
+    """Audiences, separated by commas; the claim `aud` must have one of them."""
+    oidc_jwks_file: str = ""
+    """File with the public keys of the issuer, as a JWK set; read again when it changes."""
+    oidc_jwks_url: str = Field("", pattern=r"^(https://\S+)?$")
+    """https URL of the public keys of the issuer, as a JWK set."""
+    oidc_ca_file: str = ""
+    """PEM file with the authorities that sign the certificate of `oidc_jwks_url`; empty: those of
+    the system."""
+    oidc_identity_claim: str = Field("sub", min_length=1)
+    """Claim with the name of the identity."""
+    oidc_identity_prefix: str = Field("oidc:", pattern=r"^[a-z][a-z0-9+.-]{0,62}:$")
+    """What precedes that name in the identity. A certificate with such an identity is refused."""
+    oidc_algorithms: str = "RS256,ES256,EdDSA"
+    """Accepted signature algorithms, separated by commas: RS256, ES256 and EdDSA."""
+    oidc_leeway_ms: int = Field(30_000, ge=0, le=300_000)
+    """Tolerated difference between the clocks of the issuer and the process, in milliseconds."""
+    oidc_refresh_ms: int = Field(300_000, ge=1_000)
+    """Time between two reads of `oidc_jwks_url`, in milliseconds; a token with an unknown key
+    causes a read earlier, at most every 10 s."""
+    oidc_stale_ms_max: int = Field(24 * 3_600_000, ge=60_000)
+    """Time for which the keys are used without a successful read, in milliseconds."""
     audit_file: str = ""
     """File for the audit log: refused calls and calls that need the role admin, as JSON lines;
     empty: none. It needs `access`."""
@@ -99,6 +131,30 @@ class ServiceSettings(Settings):
         if self.tls_cert_file and self.tls_require_client_cert and not self.tls_ca_file:
             raise ValueError(
                 "tls_require_client_cert needs tls_ca_file: the authorities of the certificates"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_oidc(self) -> Self:
+        if not self.oidc_issuer:
+            if self.oidc_audience or self.oidc_jwks_file or self.oidc_jwks_url:
+                raise ValueError("oidc_audience, oidc_jwks_file and oidc_jwks_url need oidc_issuer")
+            return self
+        if not self.access:
+            raise ValueError("oidc_issuer needs access: without it no caller is authenticated")
+        if not names_of(self.oidc_audience):
+            raise ValueError("oidc_issuer needs oidc_audience: the name of this cluster in tokens")
+        if bool(self.oidc_jwks_file) == bool(self.oidc_jwks_url):
+            raise ValueError("oidc_issuer needs either oidc_jwks_file or oidc_jwks_url")
+        if self.oidc_identity_prefix == SERVICE_PREFIX:
+            raise ValueError(
+                f"oidc_identity_prefix must not be {SERVICE_PREFIX}, the prefix of services"
+            )
+        unknown = set(names_of(self.oidc_algorithms)) - set(OIDC_ALGORITHMS)
+        if unknown or not names_of(self.oidc_algorithms):
+            raise ValueError(
+                f"oidc_algorithms must be some of {', '.join(OIDC_ALGORITHMS)}, got "
+                f"{self.oidc_algorithms!r}"
             )
         return self
 

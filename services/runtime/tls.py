@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import ssl
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from batonmq._connection.security import CredentialFiles, Pems, Security
 from batonmq._process.config import ConfigError, ConfigProblem
 from batonmq.errors import InvalidArgument
+from batonmq_server.runtime.access.oidc_keys import parse_keys
 from batonmq_server.runtime.certificate_expiry import expiry_unix_s
 from batonmq_server.runtime.metrics import certificate_expiry
 from batonmq_server.runtime.settings import ServiceSettings
@@ -22,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def check_files(settings: ServiceSettings) -> None:
-    """Read the certificate, key and token files that the settings name; open the audit log.
+    """Read the files of certificates, keys and tokens in the settings; open the audit log.
 
     Raises:
         ConfigError: a file can't be used.
@@ -37,11 +39,23 @@ def check_files(settings: ServiceSettings) -> None:
             except InvalidArgument as error:
                 text = f"{error.message}. {error.remedy}"
                 raise ConfigError(ConfigProblem(name, text)) from error
+    if settings.oidc_jwks_file:
+        try:
+            parse_keys(Path(settings.oidc_jwks_file).read_bytes())
+        except (OSError, ValueError) as error:
+            text = f"oidc_jwks_file: {error}"
+            raise ConfigError(ConfigProblem("oidc_jwks_file", text)) from error
+    if settings.oidc_ca_file:
+        try:
+            ssl.create_default_context(cafile=settings.oidc_ca_file)
+        except OSError as error:
+            text = f"oidc_ca_file: {settings.oidc_ca_file}: {error}"
+            raise ConfigError(ConfigProblem("oidc_ca_file", text)) from error
     if settings.audit_file:
         try:
             Path(settings.audit_file).open("a").close()
         except OSError as error:
-            raise ConfigError(ConfigProblem("audit_file", str(error))) from error
+            raise ConfigError(ConfigProblem("audit_file", f"audit_file: {error}")) from error
 
 
 def export_expiry(settings: ServiceSettings, registry: CollectorRegistry) -> None:

@@ -127,6 +127,10 @@ def _differences(event: Any) -> str:
     return json.dumps(rows) if rows else ""
 
 
+def _needs(event: Any) -> str:
+    return ", ".join(event.needs)
+
+
 def _moves(event: Any) -> str:
     rows = [
         {
@@ -256,5 +260,13 @@ KINDS: Mapping[str, Kind] = {
     "volume_state": Kind({"byte_count": "used_bytes"}, {"free_bytes": "free_bytes"}),
     "handled": Kind(_CLIENT, {"failed_count": "failed_count"}),
     "sent": Kind({**_CLIENT, "byte_count": "byte_count"}, {"failed_count": "failed_count"}),
+    "access_refused": Kind(
+        {"reason": "reason", "count": "count"},
+        {"call": "call", "identity": "identity", "message": "message"},
+    ),
+    "operator_called": Kind(
+        {"reason": "outcome", "count": "count"},
+        {"call": "call", "identity": "identity", "needs": _needs, "request": "request"},
+    ),
 }
 """Kinds by the name of the field in the oneof of MetricEvent."""

@@ -17,20 +17,23 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from batonmq._common.clock import Clock
-from batonmq._connection.channels import OPTIONS, connect
-from batonmq.errors import Unauthenticated
+from batonmq._connection.channels import OPTIONS, connector
+from batonmq._connection.security import Security
+from batonmq.errors import BatonError, Unauthenticated
 from batonmq_server.lockmgr.access import RULES as LOCKMGR
 from batonmq_server.nameserver.access import RULES as NAMESERVER
 from batonmq_server.nameserver.access_store import AccessStore
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.offsets.access import RULES as OFFSETS
 from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.access.oidc import OidcTokens
 from batonmq_server.runtime.access.permissions import AccessRole, Grant
 from batonmq_server.runtime.access.rules import COMMON_RULES, AccessRules
 from batonmq_server.runtime.access.stored_access import digest_of
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.health import Health
 from batonmq_server.runtime.interceptor import EdgeInterceptor
+from batonmq_server.runtime.tls import server_credentials
 from batonmq_server.storage.access import RULES as STORAGE
 from tests.storage.batches import batch
 from tests.support.conditions import until
@@ -74,6 +77,8 @@ class Scene:
         read: Full paths of the calls with a parsed request.
         served: Full paths of the calls that reached a servicer, with their requests.
         holds: Calls of these paths end only when they are cancelled.
+        fails: Errors that the servicers of these paths raise.
+        address: host:port of the server.
     """
 
     guard: Guard
@@ -83,7 +88,9 @@ class Scene:
     read: list[str] = field(default_factory=list)
     served: list[tuple[str, Any]] = field(default_factory=list)
     holds: set[str] = field(default_factory=set)
+    fails: dict[str, BatonError] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
+    address: str = ""
 
     async def know(self, identity: str, *grants: tuple[str, str]) -> None:
         """Give an identity a token and grants, and wait until the guard has them."""
@@ -112,19 +119,25 @@ class Scene:
         token = self.tokens.get(identity, identity and f"{identity} is no token")
         return [("authorization", f"Bearer {token}")] if token else []
 
-    async def call(self, path: str, request: Message, identity: str) -> Any:
-        """Return the answer, or the first one of a stream; raises AioRpcError."""
-        method = METHODS[path]
+    async def call(
+        self, path: str, request: Message, identity: str, channel: grpc.aio.Channel | None = None
+    ) -> Any:
+        """Return the answer, or the first one of a stream; raises AioRpcError.
+
+        Args:
+            channel: Another channel than that of the scene.
+        """
+        method, channel = METHODS[path], channel or self.channel
         codec = (lambda m: m.SerializeToString(), GetMessageClass(method.output_type).FromString)
         metadata = self.metadata(identity)
         if method.server_streaming:
-            stream = self.channel.unary_stream(path, *codec)
+            stream = channel.unary_stream(path, *codec)
             call = stream(request, metadata=metadata, timeout=TIMEOUT_S)
             async for answer in call:
                 call.cancel()
                 return answer
             return None
-        unary = self.channel.unary_unary(path, *codec)
+        unary = channel.unary_unary(path, *codec)
         return await unary(request, metadata=metadata, timeout=TIMEOUT_S)
 
     def refused_count(self, service: str, reason: str) -> float:
@@ -143,16 +156,23 @@ METHODS: Mapping[str, MethodDescriptor] = dict(_methods())
 
 @asynccontextmanager
 async def scene(
-    etcd: EtcdSession, *long_polls: str, rules: AccessRules = ALL, certificates: bool = True
+    etcd: EtcdSession,
+    *long_polls: str,
+    rules: AccessRules = ALL,
+    certificates: bool = True,
+    tls: Security | None = None,
+    oidc: OidcTokens | None = None,
 ) -> AsyncIterator[Scene]:
     """A server with servicers of all contracts, health and reflection.
 
     Args:
         long_polls: Names of the methods that are long polls.
         certificates: Whether clients must show a certificate.
+        tls: Certificate of the server, for `localhost`; None for no TLS.
+        oidc: The tokens of an OIDC issuer.
     """
     registry = CollectorRegistry()
-    guard = Guard(etcd, registry, on=True, admins=["root"], certificates=certificates)
+    guard = Guard(etcd, registry, on=True, admins=["root"], certificates=certificates, oidc=oidc)
     guard.add_rules(rules)
     made = Scene(guard, AccessStore(etcd, CompareAndSwap(etcd.random)), registry)
     edge = EdgeInterceptor(Clock(), registry, frozenset(long_polls), guard)
@@ -166,9 +186,14 @@ async def scene(
     contracts = reflection.aio.ReflectionServicer([reflection.SERVICE_NAME])
     add_reflection: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
     add_reflection(contracts, recording)
-    port = server.add_insecure_port("127.0.0.1:0")
+    if tls is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        credentials = server_credentials(tls, require_client_cert=certificates)
+        port = server.add_secure_port("localhost:0", credentials)
     await server.start()
-    async with asyncio.TaskGroup() as tasks, connect(f"127.0.0.1:{port}") as channel:
+    made.address = f"{'127.0.0.1' if tls is None else 'localhost'}:{port}"
+    async with asyncio.TaskGroup() as tasks, connector(tls)(made.address) as channel:
         made.channel = channel
         following = tasks.create_task(guard.mirror.run())
         await guard.mirror.ready()
@@ -225,6 +250,8 @@ def _handler(
 
     async def answer(request: Any) -> Any:
         made.served.append((path, request))
+        if path in made.fails:
+            raise made.fails[path]
         if path in made.holds:
             await asyncio.Event().wait()
         answered: Any = kind()

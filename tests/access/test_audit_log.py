@@ -82,7 +82,8 @@ async def test_calls_of_an_operator_and_refusals_are_in_the_log(
 ) -> None:
     path = tmp_path / "audit"
     async with scene(etcd) as here:
-        here.guard.audit = AuditLog(str(path), 1 << 20, "nameserver/a", Clock())
+        audit = AuditLog(str(path), 1 << 20, "nameserver/a", Clock())
+        here.guard.audits.append(audit)
         await here.know("carol", ("admin", "cluster"))
         await here.know("app", ("consume", "topic:orders"))
         grant = stored_access_pb2.AccessGrant(role=stored_access_pb2.ROLE_CONSUME)
@@ -91,7 +92,7 @@ async def test_calls_of_an_operator_and_refusals_are_in_the_log(
         await refusal(here.call(GRANT, request, "app"))
         await refusal(here.call(APPEND, request_of(METHODS[APPEND]), "app"))
         await refusal(here.call(GRANT, request, "unknown"))
-        here.guard.audit.close()
+        audit.close()
     found = [(one["kind"], one["call"], one["identity"], one["reason"]) for one in lines(path)]
     assert found == [
         ("operated", GRANT, "carol", "OK"),

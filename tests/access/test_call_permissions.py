@@ -130,6 +130,9 @@ AccessService       ListAccess
 AccessService       Check              known
 AccessService       CreateToken
 AccessService       RevokeToken
+AccessService       Block
+AccessService       Unblock
+AccessService       ListBlocks
 MetricsService      Watch              watcher
 """
 

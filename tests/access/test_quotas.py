@@ -21,7 +21,7 @@ from grpc_status import rpc_status
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import Throttled
-from batonmq_server.runtime.access.guard import Caller, Context
+from batonmq_server.runtime.access.authenticator import Caller, Context
 from batonmq_server.runtime.access.quotas import (
     CONNECTION_AGE_MS,
     DEFAULT,

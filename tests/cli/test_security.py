@@ -227,6 +227,46 @@ def test_other_clients_of_a_secure_cluster_need_grants(
     assert json.loads(shown.out) == json.loads(baton("--format", "json", "quota", "list").out)[0]
     assert baton("quota", "set", "billing").code == 2, "a limit is required"
     until_now(lambda: baton(*asked).code == 0)
+    blocked = baton("access", "block", "identity:billing", "--reason", "left")
+    assert blocked.out == "identity:billing is blocked\n"
+    listed = json.loads(baton("--format", "json", "access", "blocks").out)
+    assert [(one["subject"], one["reason"], one["by"]) for one in listed] == [
+        ("identity:billing", "left", "admin")
+    ]
+    until_now(lambda: reason() == "UNAUTHENTICATED")
+    assert baton("access", "unblock", "identity:billing").code == 0
+    until_now(lambda: baton(*asked).code == 0)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_bound_token_works_with_its_certificate_and_blocked_certificates_do_not(
+    secure: tuple[RunningCluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, contexts = secure
+    monkeypatch.setenv("BATON_CONFIG", str(contexts))
+    authority = CertificateAuthority(running.stderr.parent / "data" / "tls")
+    shop, thief = (authority.issue(CertificateSubject(name=name)) for name in ("shop", "thief"))
+    token = tmp_path / "shop.token"
+    made = ("access", "token", "create", "shop", "--bind-to", shop.cert_file, "--file", str(token))
+    assert baton(*made).code == 0
+    assert baton("access", "grant", "shop", "admin", "cluster").code == 0
+
+    def reason(files: Security) -> str:
+        certificate = ("--cert-file", files.cert_file, "--key-file", files.key_file)
+        asked = ("--token-file", str(token), *certificate, "--format", "json", "topic", "list")
+        done = baton(*asked)
+        if done.code == 0:
+            return "OK"
+        return str(json.loads(done.err.splitlines()[-1])["error"]["reason"])
+
+    until_now(lambda: reason(shop) == "OK")
+    assert reason(thief) == "UNAUTHENTICATED"
+    assert baton("access", "block", "--certificate", shop.cert_file).code == 0
+    until_now(lambda: reason(shop) == "UNAUTHENTICATED")
+    assert baton("access", "unblock", "--certificate", shop.cert_file).code == 0
+    assert baton("access", "block").code == 2, "a subject or a certificate is required"
+    assert baton("access", "block", "--certificate", str(token)).code == 2
 
 
 @pytest.mark.e2e

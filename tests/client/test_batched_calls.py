@@ -314,6 +314,37 @@ async def test_unwanted_grant_with_claimed_work_is_closed_before_its_release() -
         assert await waits == 71
 
 
+async def test_orphaned_grant_is_closed_with_all_claims_of_its_requests_before_its_release() -> (
+    None
+):
+    """The lost grant may belong to any request since the last grant that arrived."""
+    async with scene() as (calls, lockmgr, others):
+        lockmgr.failing = True
+        for first_offset in (3, 8):
+            resume = queue_pb2.OffsetRange(first_offset=first_offset, next_offset=first_offset + 1)
+            item = pb.AcquireItem(queue=_key(0), resume=[resume], reset_epoch=2)
+            with pytest.raises(Unreachable):
+                await calls.acquire(queue(0), item)
+        await calls.release_orphans([pb.Hold(queue=_key(0), token=70)])
+        (closed,) = others.offsets.items
+        unfinished = [(r.first_offset, r.next_offset) for r in closed.unfinished]
+        assert (closed.token, closed.reset_epoch, unfinished) == (70, 2, [(3, 4), (8, 9)])
+        assert lockmgr.releases == [[70]]
+
+
+async def test_claims_of_earlier_requests_are_forgotten_when_a_grant_arrives() -> None:
+    async with scene() as (calls, lockmgr, others):
+        lockmgr.failing = True
+        resume = queue_pb2.OffsetRange(first_offset=3, next_offset=5)
+        with pytest.raises(Unreachable):
+            await calls.acquire(queue(0), pb.AcquireItem(queue=_key(0), resume=[resume]))
+        lockmgr.failing = False
+        lockmgr.answer({0: 70})
+        assert await acquired(calls, 0) == 70
+        await calls.release_orphans([pb.Hold(queue=_key(0), token=71)])
+        assert (others.offsets.items, lockmgr.releases) == ([], [[71]])
+
+
 async def test_acquire_that_ends_without_outcomes_fails_all_waiting_requests() -> None:
     async with scene() as (calls, lockmgr, _):
         lockmgr.failing = True

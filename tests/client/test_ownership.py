@@ -594,6 +594,70 @@ async def test_close_names_messages_that_outlast_the_drain_timeout_as_unfinished
         assert [(r.first_offset, r.next_offset) for r in closing.unfinished] == [(0, 1)]
 
 
+async def pass_own_deadline(at: Twins, running: RunningConsumer) -> None:
+    """Let the own deadline of queue 0 pass while the lock manager refuses it."""
+    at.lockmgr.refusals[0] = [Held("no", retry_after_ms=60_000)]
+    (queue,) = running.consumer._queues.values()
+    queue.lease.deadline_ms = 0
+    at.storage.send(0, "late")
+    await until(lambda: running.kinds(0) == ["granted", "fenced"])
+    await until(lambda: not at.lockmgr.refusals[0])
+
+
+async def kept_token(at: Twins, running: RunningConsumer) -> list[int]:
+    """Return the tokens of a keep-alive that is sent now."""
+    count = len(at.lockmgr.kept)
+    running.consumer._session.keep_alive_soon.set()
+    await until(lambda: len(at.lockmgr.kept) > count)
+    return [hold.token for hold in at.lockmgr.kept[-1]]
+
+
+async def test_queue_revoked_after_the_own_deadline_is_drained_closed_and_released_late() -> None:
+    """No service has refused the token, so the next owner need not wait for the lease."""
+    async with twins(1) as at, running_consumer(at) as running:
+        running.gate.clear()
+        at.nameserver.give("a", [0])
+        at.storage.send(0, "runs", "waits")
+        await until(lambda: running.started == ["runs"])
+        await pass_own_deadline(at, running)
+        assert await kept_token(at, running) == [1], "the lease is renewed meanwhile"
+        at.nameserver.give("b", [0])
+        await until(lambda: running.consumer.assignment != ())
+        assert at.offsets.closes == []
+        running.gate.set()
+        await until(lambda: at.lockmgr.releases == [0])
+        (closing,) = at.offsets.closes
+        assert (closing.token, closing.committed_offset, list(closing.unfinished)) == (1, 1, [])
+        assert running.started == ["runs"], "what waited is not started"
+        assert running.kinds(0) == ["granted", "fenced"], "the end of a grant is reported once"
+
+
+async def test_late_close_names_handlers_that_outlast_the_drain_timeout() -> None:
+    async with twins(1) as at, running_consumer(at, drain_timeout_ms=0) as running:
+        running.gate.clear()
+        at.nameserver.give("a", [0])
+        at.storage.send(0, "runs")
+        await until(lambda: running.started == ["runs"])
+        await pass_own_deadline(at, running)
+        at.nameserver.give("b", [0])
+        await until(lambda: at.lockmgr.releases == [0])
+        (closing,) = at.offsets.closes
+        assert [(r.first_offset, r.next_offset) for r in closing.unfinished] == [(0, 1)]
+
+
+async def test_token_that_was_refused_after_the_own_deadline_is_not_closed() -> None:
+    async with twins(1) as at, running_consumer(at) as running:
+        at.nameserver.give("a", [0])
+        await wait_for_held_pulls(at, 0)
+        await pass_own_deadline(at, running)
+        at.lockmgr.states[0] = lockmgr_pb.HoldReport(state=lockmgr_pb.HOLD_STATE_NOT_OWNER)
+        assert await kept_token(at, running) == [1]
+        assert await kept_token(at, running) == []
+        at.nameserver.give("b", [0])
+        await until(lambda: running.consumer._queues == {})
+        assert (at.offsets.closes, at.lockmgr.releases) == ([], [])
+
+
 # ---- ownership off (section 15)
 
 

@@ -23,19 +23,20 @@ from batonmq._core.ownership import (
 )
 
 INPUTS = (
-    "GRANTED", "WITHDRAWN", "REVOKED", "FENCED", "RESET", "DEADLINE_PASSED", "MODE_CHANGED",
-    "STOPPED", "DRAINED", "RELEASED",
+    "GRANTED", "WITHDRAWN", "WITHDRAWN_LATE", "REVOKED", "FENCED", "RESET", "DEADLINE_PASSED",
+    "MODE_CHANGED", "STOPPED", "DRAINED", "RELEASED",
 )  # fmt: skip
 # `-` is a refusal, `=` stays in the state; in the order of INPUTS.
 EXPECTED = {
-    "ACQUIRING": "OWNED - WITHDRAWING = = - WITHDRAWING - - -",
-    "WITHDRAWING": "DRAINING RELEASED = = = - = - - -",
-    "OWNED": "- - DRAINING FENCED FENCED FENCED LOST - - -",
-    "DRAINING": "- - = LOST LOST - LOST - CLOSING -",
-    "CLOSING": "- - = = = - = - - RELEASED",
-    "FENCED": "- - LOST = = - LOST ACQUIRING - -",
-    "LOST": "- - = = = - = RELEASED - -",
-    "RELEASED": "- - = = = - = - - -",
+    "ACQUIRING": "OWNED - - WITHDRAWING = = - WITHDRAWING - - -",
+    "WITHDRAWING": "DRAINING RELEASED DRAINING = = = - = - - -",
+    "OWNED": "- - - DRAINING FENCED FENCED EXPIRED LOST - - -",
+    "DRAINING": "- - - = LOST LOST - LOST - CLOSING -",
+    "CLOSING": "- - - = = = - = - - RELEASED",
+    "EXPIRED": "- - - DRAINING FENCED FENCED - LOST ACQUIRING - -",
+    "FENCED": "- - - LOST = = - LOST ACQUIRING - -",
+    "LOST": "- - - = = = - = RELEASED - -",
+    "RELEASED": "- - - = = = - = - - -",
 }
 CELLS = [
     (state, happened, target)
@@ -76,10 +77,11 @@ def test_new_queue_is_being_acquired() -> None:
     assert QueueOwnership().state is OwnershipState.ACQUIRING
 
 
-def test_only_acquiring_owned_and_fenced_queues_are_assigned() -> None:
+def test_only_acquiring_owned_expired_and_fenced_queues_are_assigned() -> None:
     assert {state for state in OwnershipState if in_state(state).assigned} == {
         OwnershipState.ACQUIRING,
         OwnershipState.OWNED,
+        OwnershipState.EXPIRED,
         OwnershipState.FENCED,
     }
 
@@ -99,11 +101,35 @@ def test_revoked_queue_is_never_assigned_again() -> None:
                 assert not in_state(target).assigned, (state, happened)
 
 
-def test_owned_and_draining_are_entered_by_a_grant_only() -> None:
+def test_owned_is_entered_by_a_grant_only() -> None:
     for state in OwnershipState:
         for happened, (target, _) in TABLE[state].items():
-            if in_state(target).held and not in_state(state).held:
+            if target is OwnershipState.OWNED:
                 assert happened is OwnershipInput.GRANTED
+
+
+def test_draining_is_entered_by_a_grant_a_revocation_or_with_a_token_from_before() -> None:
+    entries = {
+        (state, happened)
+        for state in OwnershipState
+        for happened, (target, _) in TABLE[state].items()
+        if target is OwnershipState.DRAINING is not state
+    }
+    assert entries == {
+        (OwnershipState.WITHDRAWING, OwnershipInput.GRANTED),
+        (OwnershipState.WITHDRAWING, OwnershipInput.WITHDRAWN_LATE),
+        (OwnershipState.OWNED, OwnershipInput.REVOKED),
+        (OwnershipState.EXPIRED, OwnershipInput.REVOKED),
+    }
+
+
+def test_token_of_an_expired_lease_is_kept_until_it_is_refused() -> None:
+    """The consumer may close it, which spares the next owner the wait for the lease."""
+    kept = TABLE[OwnershipState.EXPIRED][OwnershipInput.STOPPED]
+    assert kept.effects == ()
+    for state in (OwnershipState.ACQUIRING, OwnershipState.WITHDRAWING):
+        for refused in (OwnershipInput.FENCED, OwnershipInput.RESET, OwnershipInput.MODE_CHANGED):
+            assert OwnershipEffect.CLEAR_TOKEN in TABLE[state][refused].effects
 
 
 def test_released_queue_was_closed_or_lost_its_token_or_was_never_granted() -> None:
@@ -123,9 +149,13 @@ def test_released_queue_was_closed_or_lost_its_token_or_was_never_granted() -> N
 def test_grant_is_reported_once_and_its_end_once() -> None:
     for state in OwnershipState:
         for happened, (target, effects) in TABLE[state].items():
-            gained = in_state(target).held and not in_state(state).held
+            gained = happened is OwnershipInput.GRANTED
             assert (OwnershipEffect.REPORT_GRANTED in effects) == gained, (state, happened)
-            lost = in_state(state).held and target in (OwnershipState.FENCED, OwnershipState.LOST)
+            lost = in_state(state).held and target in (
+                OwnershipState.EXPIRED,
+                OwnershipState.FENCED,
+                OwnershipState.LOST,
+            )
             assert (OwnershipEffect.REPORT_FENCED in effects) == lost, (state, happened)
             assert (OwnershipEffect.REPORT_RELEASED in effects) == (
                 happened is OwnershipInput.RELEASED
@@ -178,4 +208,4 @@ def test_module_prints_its_diagram() -> None:
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert printed == mermaid_diagram() + "\n"
     assert "    OWNED --> DRAINING: revoked\n" in printed
-    assert "    OWNED --> FENCED: fenced, deadline_passed, reset\n" in printed
+    assert "    OWNED --> FENCED: fenced, reset\n" in printed

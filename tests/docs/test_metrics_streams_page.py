@@ -25,6 +25,7 @@ _WHERE = {
     "lockmgr": "services/lockmgr",
     "nameserver": "services/nameserver",
     "clients": "batonmq",
+    "each service": "services/runtime",
 }
 
 

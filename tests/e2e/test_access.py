@@ -1,7 +1,8 @@
 """Goal: a cluster with access on admits exactly the granted calls.
 
-A granted message passes all retries; a revocation stops a consumer within a second; services still
-call each other, replicas included; the commands show and change grants.
+A granted message passes all retries; a revocation stops a consumer within a second; tokens of an
+OIDC issuer are credentials; services still call each other, replicas included; the commands show
+and change grants.
 Method: real clusters over TLS with access on; programs with tokens, the operator with a
 certificate; the steps of an administrator.
 """
@@ -13,7 +14,7 @@ import json
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 from baton.common.v1 import error_pb2 as error_pb
+from baton.metrics.v1 import metrics_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from batonmq._common.clock import Clock
 from batonmq._connection.security import Security
@@ -31,9 +33,11 @@ from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.access import AccessControl, Role, RoleGrant
 from batonmq.admin.admin import Admin
+from batonmq.admin.event_watch import EventWatch
 from batonmq.errors import PermissionDenied, Unauthenticated
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
+from tests.access.issuer import AUDIENCE, ISSUER, Issuer
 from tests.storage.batches import batch
 from tests.support.cluster import SEGMENT_BYTES, fork_server
 from tests.support.conditions import until
@@ -46,12 +50,20 @@ REVOCATIONS = 5
 """Number of measurements of a revocation; the fastest counts, as a busy machine delays some."""
 
 
-def guarded(folder: Path, **options: Any) -> LocalCluster:
-    """Start a cluster whose administrator has the identity of the client certificate."""
-    settings = {
+def guarded(
+    folder: Path, more: Mapping[str, Mapping[str, object]] | None = None, **options: Any
+) -> LocalCluster:
+    """Start a cluster whose administrator has the identity of the client certificate.
+
+    Args:
+        more: Further settings by service.
+    """
+    settings: dict[str, dict[str, object]] = {
         "storage": {"segment_bytes": SEGMENT_BYTES},
         "nameserver": {"heartbeat_interval_ms": 1_000},
     }
+    for service, values in (more or {}).items():
+        settings.setdefault(service, {}).update(values)
     known = ClusterOptions(secure=True, access=True, settings=settings, **options)
     return LocalCluster(folder, known, start=fork_server().start)
 
@@ -363,3 +375,69 @@ async def until_in_sync(run: Any) -> None:
         return bool(found) and "PERMISSION_DENIED" not in json.dumps(found)
 
     await until(in_sync, timeout_s=30)
+
+
+async def test_token_of_an_oidc_issuer_is_a_credential_until_its_identity_is_blocked(
+    tmp_path: Path,
+) -> None:
+    issuer = Issuer(Clock())
+    issuer.add_key("one")
+    keys, token = tmp_path / "keys.json", tmp_path / "token"
+    keys.write_bytes(issuer.document())
+    token.write_text(issuer.token(sub="shop"))
+    oidc = {
+        "oidc_issuer": ISSUER,
+        "oidc_audience": AUDIENCE,
+        "oidc_jwks_file": str(keys),
+    }
+    services = dict.fromkeys(("storage", "offsets", "lockmgr", "nameserver"), oidc)
+    events: list[pb.MetricEvent] = []
+    async with (
+        guarded(tmp_path / "cluster", services) as cluster,
+        Admin(cluster.nameserver, security=security_of(cluster)) as admin,
+        asyncio.TaskGroup() as tasks,
+    ):
+        watch = EventWatch(
+            cluster.nameserver,
+            lambda batch: events.extend(batch.events),
+            security=security_of(cluster),
+        )
+        watching = tasks.create_task(watch.run())
+        control = AccessControl(admin)
+        await admin.create_topic(TOPIC, 2)
+        await control.grant("oidc:shop", RoleGrant(Role.PRODUCE, f"topic:{TOPIC}"))
+        await control.grant("oidc:shop", RoleGrant(Role.CONSUME, f"topic:{TOPIC}"))
+        await control.grant("oidc:shop", RoleGrant(Role.CONSUME, f"group:{GROUP}"))
+        security = replace(security_of(cluster), token_file=str(token))
+        reads = ConsumerSettings(security=security, consume_from="first")
+        async with Producer(cluster.nameserver, ProducerSettings(security=security)) as producer:
+            await until(lambda: sent(producer, PROBE))
+            await until(lambda: is_admitted(cluster, reads), timeout_s=60)
+
+            seen: list[bytes] = []
+
+            async def handle(message: ReceivedMessage) -> None:
+                seen.append(message.body)
+
+            async def read_until_blocked() -> None:
+                with pytest.raises(Unauthenticated):
+                    async with Consumer(cluster.nameserver, GROUP, {TOPIC: "*"}, reads) as consumer:
+                        await consumer.run(handle)
+
+            reading = tasks.create_task(read_until_blocked())
+            await producer.send(TOPIC, b"last")
+            await until(lambda: b"last" in seen, timeout_s=60)
+            await control.block("identity:oidc:shop", "laptop stolen")
+            await until(lambda: is_unauthenticated(producer))
+            await until(reading.done, timeout_s=60)
+        await until(lambda: told_of_block(events), timeout_s=60)
+        watching.cancel()
+
+
+def told_of_block(events: list[pb.MetricEvent]) -> bool:
+    """Return whether the stream has the call of the operator, and a refusal of the identity."""
+    blocked = [event.operator_called for event in events if event.HasField("operator_called")]
+    refused = [event.access_refused for event in events if event.HasField("access_refused")]
+    return any("laptop stolen" in one.request for one in blocked) and any(
+        one.identity == "oidc:shop" and "is blocked" in one.message for one in refused
+    )

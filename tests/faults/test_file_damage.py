@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from tools.faults.file_damage import flip, tear
+from tools.faults.file_damage import KINDS, flip, tear
 
 SEGMENT_BYTES = 65_536
 
@@ -72,7 +72,46 @@ def test_tear_removes_the_end_of_one_file(broker: Path) -> None:
     assert hit == before.keys() - {"lock", "log/00000000000000065536"}
 
 
-def test_damage_to_offsets_affects_its_only_file(tmp_path: Path) -> None:
-    made(tmp_path, {"progress/data.mdb": b"m" * 9_000, "progress/lock.mdb": b"l", "x": b"x"})
-    assert "progress/data.mdb" in flip(tmp_path, Random(1))
-    assert "progress/data.mdb" in tear(tmp_path, Random(1))
+OFFSETS = {
+    "progress/data.mdb": b"m" * 9_000,
+    "progress/newest": b"n" * 44,
+    "progress/lock.mdb": b"l",
+}
+
+
+def test_damage_to_offsets_affects_the_files_that_it_reads(tmp_path: Path) -> None:
+    for damage in (flip, tear):
+        damaged = set()
+        for seed in range(40):
+            before = contents(made(tmp_path, OFFSETS))
+            damage(tmp_path, Random(seed))
+            damaged |= {name for name, _ in before.items() - contents(tmp_path).items()}
+        assert damaged == {"progress/data.mdb", "progress/newest"}
+
+
+@pytest.mark.parametrize("kind", [*KINDS["storage"]])
+def test_flip_affects_the_given_kind_of_file(broker: Path, kind: str) -> None:
+    made(broker, {"floors": b"f" * 20})
+    before = contents(broker)
+    assert flip(broker, Random(1), kind)
+    [(name, _)] = contents(broker).items() - before.items()
+    assert name in {
+        str(one.relative_to(broker)) for one in broker.glob(KINDS["storage"][kind].pattern)
+    }
+
+
+def test_flip_of_meta_pages_spares_the_other_pages(tmp_path: Path) -> None:
+    made(tmp_path, {"progress/data.mdb": b"m" * 20_000})
+    for kind, wanted in (("meta pages", range(8_192)), ("pages", range(8_192, 20_000))):
+        for seed in range(50):
+            before = contents(tmp_path)["progress/data.mdb"]
+            flip(tmp_path, Random(seed), kind)
+            now = contents(tmp_path)["progress/data.mdb"]
+            [at] = [at for at, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
+            assert at in wanted
+
+
+def test_flip_of_a_kind_without_a_file_changes_nothing(broker: Path) -> None:
+    before = contents(broker)
+    assert flip(broker, Random(1), "floors") == ""
+    assert contents(broker) == before

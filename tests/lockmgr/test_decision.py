@@ -122,19 +122,20 @@ def test_queue_without_an_entry_is_granted_from_the_token_at_offsets() -> None:
     for token in (0, 4):
         observation = Observation(token=token)
         assert decision_for(None, other(), observation) == GrantDecision(
-            (CLOSED_OR_DRAINED, IDLE), token
+            (CLOSED_OR_DRAINED, SAME_HOLDER, IDLE), token
         )
 
 
-def test_free_queue_is_granted_on_condition_that_it_is_drained_or_idle() -> None:
+def test_free_queue_is_granted_if_it_is_drained_or_idle_or_the_requester_holds_its_token() -> None:
     for observation in (DRAINED, IN_FLIGHT, CLOSED):
         assert decision_for(free(), other(), observation) == GrantDecision(
-            (CLOSED_OR_DRAINED, IDLE), 7
+            (CLOSED_OR_DRAINED, SAME_HOLDER, IDLE), 7
         )
 
 
 def test_free_queue_with_a_phantom_token_is_granted_from_that_token() -> None:
-    assert decision_for(free(), other(), PHANTOM) == GrantDecision((CLOSED_OR_DRAINED, IDLE), 8)
+    conditions = (CLOSED_OR_DRAINED, SAME_HOLDER, IDLE)
+    assert decision_for(free(), other(), PHANTOM) == GrantDecision(conditions, 8)
 
 
 @pytest.mark.parametrize("generation", [5, 6])
@@ -378,7 +379,7 @@ def test_token_that_offsets_does_not_know_is_cleared_only_after_its_lease(token:
 @pytest.mark.parametrize("now_ms", [0, LEASE_END_MS + 1])
 def test_owner_from_a_deleted_topic_of_the_same_name_does_not_keep_the_queue(now_ms: int) -> None:
     decision = decision_for(owned(), other(), RECREATED, now_ms)
-    assert decision == GrantDecision((CLOSED_OR_DRAINED, IDLE), 9)
+    assert decision == GrantDecision((CLOSED_OR_DRAINED, SAME_HOLDER, IDLE), 9)
 
 
 def test_requests_of_the_owner_are_decided_alike_in_a_recreated_topic() -> None:

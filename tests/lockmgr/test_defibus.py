@@ -45,6 +45,7 @@ START_MS = 1_000
 END_MS = START_MS + DEFIBUS_SILENCE_MS
 
 CLOSED_OR_DRAINED, IDLE = FenceCondition.CLOSED_OR_DRAINED, FenceCondition.IDLE
+SAME_HOLDER = FenceCondition.SAME_HOLDER
 DRAINED = Observation(token=7, committed=10, delivered=10)
 IN_FLIGHT = Observation(token=7, committed=10, delivered=14, unacked_count=4)
 
@@ -76,7 +77,7 @@ def test_queue_without_an_owner_is_granted_to_the_first_poll(
     entry: LockEntry | None, seen: Observation
 ) -> None:
     decision, count = poll(entry, seen)
-    assert decision == GrantDecision((CLOSED_OR_DRAINED, IDLE), 7)
+    assert decision == GrantDecision((CLOSED_OR_DRAINED, SAME_HOLDER, IDLE), 7)
     assert count == PollCount(seen.delivered, 0)
 
 

@@ -332,6 +332,23 @@ async def test_new_request_of_the_owner_gets_a_new_token_and_flags_dropped_messa
     assert flagged == [(0, 2), (5, 10)]
 
 
+async def test_holder_of_a_free_queue_gets_it_again_at_once_with_dropped_messages_flagged(
+    scene: Scene,
+) -> None:
+    """The entry is free, the token at offsets is open: the holder lives, as it asks."""
+    node, a, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
+    generation = await scene.set_group(a, b)
+    await a.acquire(node, generation)
+    await scene.deliver(1, 0, 10)
+    assert await a.release(node, 1) == 1
+    with pytest.raises(Unacked):
+        await b.acquire(node, generation)
+    again = await a.acquire(node, generation, resume=[(2, 5)])
+    assert again.token == 2
+    flagged = [(r.first_offset, r.next_offset) for r in again.maybe_seen]
+    assert flagged == [(0, 2), (5, 10)]
+
+
 async def test_story_08_late_request_of_the_owner_is_denied_without_a_fence(scene: Scene) -> None:
     node, a = await scene.leader(), Member("a")
     generation = await scene.set_group(a)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 import pytest_asyncio
@@ -24,9 +25,11 @@ from batonmq.admin.access import AccessControl, Role, RoleGrant
 from batonmq.admin.admin import Admin
 from batonmq.errors import InvalidArgument, InvalidName, LimitExceeded
 from batonmq_server.nameserver import access_store
+from batonmq_server.nameserver.access_server import AccessServicer, Context
 from batonmq_server.nameserver.access_store import AccessStore
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.runtime.access import stored_access
+from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.access.permissions import AccessRole as StoredRole
 from batonmq_server.runtime.access.permissions import Grant as StoredGrant
 from batonmq_server.runtime.etcd.session import EtcdSession
@@ -192,3 +195,61 @@ async def test_invalid_limits_of_a_token_are_refused_by_name(
         await control.create_token(identity, ttl_ms=ttl_ms, scopes=scopes)
     assert refused.value.facts["field"] == field
     assert not await control.list()
+
+
+# ---- bound tokens, and blocks
+
+
+async def test_token_is_listed_with_the_certificate_that_it_is_bound_to(
+    control: AccessControl,
+) -> None:
+    await control.create_token("app", certificate_sha256=":".join(["AB"] * 32))
+    (found,) = await control.list()
+    assert found.tokens[0].certificate_sha256 == "ab" * 32
+    with pytest.raises(InvalidArgument) as refused:
+        await control.create_token("app", certificate_sha256="ab")
+    assert refused.value.facts["field"] == "certificate_sha256"
+
+
+async def test_block_is_listed_until_it_ends(control: AccessControl) -> None:
+    await control.grant("app", READ)
+    assert await control.block("identity:app", "left the company")
+    assert not await control.block("identity:app"), "again"
+    assert await control.block("serial:0A:1B")
+    blocks = await control.blocks()
+    assert [(one.subject, one.reason) for one in blocks] == [
+        ("identity:app", "left the company"),
+        ("serial:a1b", ""),
+    ]
+    assert blocks[0].create_unix_ms > 0
+    assert [one.identity for one in await control.list()] == ["app"], "a block is no token"
+    assert await control.unblock("serial:a1b")
+    assert not await control.unblock("serial:a1b")
+    assert [one.subject for one in await control.blocks()] == ["identity:app"]
+
+
+@pytest.mark.parametrize(
+    ("subject", "reason", "field"),
+    [("app", "", "subject"), ("identity:service:storage", "", "subject"),
+     ("identity:app", "x" * 201, "reason")],
+)  # fmt: skip
+async def test_invalid_block_is_refused_by_name(
+    control: AccessControl, subject: str, reason: str, field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        await control.block(subject, reason)
+    assert refused.value.facts["field"] == field
+    assert not await control.blocks()
+
+
+async def test_administrator_cannot_block_itself(etcd: EtcdSession) -> None:
+    store = AccessStore(etcd, CompareAndSwap(etcd.random))
+
+    class CalledByCarol:
+        def caller_identity(self, _: object) -> str:
+            return "carol"
+
+    servicer = AccessServicer(store, cast("Guard", CalledByCarol()))
+    with pytest.raises(InvalidArgument, match="carol would block itself"):
+        await servicer.Block(pb.BlockRequest(subject="identity:carol"), cast("Context", None))
+    assert await store.blocks() == []

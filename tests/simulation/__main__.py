@@ -1,4 +1,4 @@
-"""`python -m tests.simulation SEED [graceful|storage]` plays one run and prints it."""
+"""`python -m tests.simulation SEED [graceful|storage|moves|outage]` plays one run and prints it."""
 
 from __future__ import annotations
 

@@ -72,6 +72,28 @@ def close_not_frozen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(QueueReleaser, "_close", close)
 
 
+def token_dropped_at_the_deadline(patch: pytest.MonkeyPatch) -> None:
+    """A client forgets its token at its own deadline, and gives a revoked queue up silently."""
+
+    def stop(self: AssignedQueue) -> None:
+        real_stop(self)
+        self.token = 0
+
+    real_stop = AssignedQueue.stop
+    patch.setattr(AssignedQueue, "stop", stop)
+
+
+def late_close_without_unfinished(patch: pytest.MonkeyPatch) -> None:
+    """A client whose deadline has passed closes its queue as if every handler had ended."""
+    close = AssignedQueue.close
+
+    def closed(self: AssignedQueue) -> CloseContent:
+        late, content = not self._grant_reported, close(self)
+        return replace(content, unfinished=()) if late else content
+
+    patch.setattr(AssignedQueue, "close", closed)
+
+
 def commit_all_received(patch: pytest.MonkeyPatch) -> None:
     """A client commits all received messages, handled or not."""
 

@@ -110,6 +110,22 @@ def maybe_seen_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Progress, "fence", fence)
 
 
+def same_holder_without_flags(patch: pytest.MonkeyPatch) -> None:
+    """A fence for the same holder does not record what the holder dropped (story 9)."""
+    real = Progress.fence
+
+    def fence(self: Progress, wish: FenceAttempt, now: Instant) -> TableGrant:
+        before = self.maybe_seen
+        same_holder = not self.closed and self.holder == wish.holder
+        grant = real(self, wish, now)
+        if grant.changed and same_holder:
+            self.maybe_seen = before
+            self.grant = grant = grant._replace(maybe_seen=before)
+        return grant
+
+    patch.setattr(Progress, "fence", fence)
+
+
 def acked_ranges_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A new owner starts at the committed offset and repeats what is acked above it."""
     real = Progress.fence

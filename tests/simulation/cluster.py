@@ -32,6 +32,7 @@ from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.handler_adapters import Handler
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import OwnershipEvent
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, read_header
 from batonmq._core.subscription import TagFilter
 from batonmq.errors import BatonError
@@ -201,6 +202,11 @@ class ConsumerProcess(SimulatedProcess):
         self._settings, self._handle = settings, handle
         self._consumer: Consumer | None = None
         self.run(self._consume)
+
+    @property
+    def assignment(self) -> tuple[QueueRef, ...]:
+        """The queues that it owns."""
+        return () if self._consumer is None else self._consumer.assignment
 
     async def _consume(self) -> None:
         while not self.stopping.is_set():

@@ -121,6 +121,12 @@ TO_AND_FRO = RunOptions(
     faults=Faults(slow=0.3, duplicate=0.8, slow_ms_max=5_000),
 )  # fmt: skip
 STOLEN = RunOptions(steps=60, thefts=12, identities=True, slow_handlers=0.1)
+OUTAGE = RunOptions(steps=20, joins=4, leaves=2, outage_ms=14_000, slow_handlers=0.3)
+HANGING_OUTAGE = RunOptions(
+    steps=30, queues=6, consumers=4, joins=4, leaves=2, outage_ms=14_000, slow_handlers=0.5,
+    slow_handler_s=30.0,
+)  # fmt: skip
+FAILING_OUTAGE = replace(HANGING_OUTAGE, slow_handler_s=6.0, fails=0.5)
 FORGED = RunOptions(steps=60, forgeries=8, faults=Faults(loss=0.02, duplicate=0.1))
 
 MUTANTS = (
@@ -145,6 +151,26 @@ MUTANTS = (
     Mutant("no deadline", broken_clients.no_deadline, ZOMBIES, ("V3", "V6", "V7"), first=3),
     Mutant("close without draining", broken_clients.close_without_draining, SLOW, ("V6", "V7")),
     Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=3),
+    Mutant(
+        "token dropped at the deadline",
+        broken_clients.token_dropped_at_the_deadline,
+        OUTAGE,
+        ("L4",),
+        first=4,
+    ),
+    Mutant(
+        "late close without unfinished",
+        broken_clients.late_close_without_unfinished,
+        HANGING_OUTAGE,
+        ("V6", "V7"),
+        first=1,
+    ),
+    Mutant(
+        "same holder without flags",
+        broken_offsets.same_holder_without_flags,
+        FAILING_OUTAGE,
+        ("V7",),
+    ),
     Mutant("count per contender", broken_lockmgr.count_per_contender, CROWDED, ("section 7",)),
     Mutant(
         "forget the table", broken_lockmgr.forget_the_table, FAILOVER, ("section 7", "section 12")

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from batonmq.errors import BatonError
-from batonmq_server.runtime.access.guard import Caller, Guard, Metadata
+from batonmq_server.runtime.access.authenticator import Caller, Metadata
+from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.access.permissions import Permission
 
 

@@ -23,7 +23,8 @@ Fault model. The cluster must keep its promises while
   the group for a while; a new version with another subscription is rolled out;
 - a stranger writes under the ids of the producer, and makes calls for members with their
   incarnations and tokens;
-- the group is moved between two sets of offsets, whose nodes are killed, frozen and cut off.
+- the group is moved between two sets of offsets, whose nodes are killed, frozen and cut off;
+- all services are unreachable for longer than the own deadline of the members.
 
 Not part of it: an etcd that loses what it has stored, monotonic clocks that run at different
 rates, a damaged disk without another copy.
@@ -76,6 +77,7 @@ class RunOptions:
         commit_on_pull: Whether acks are sent within pulls.
         pause_ms_max: Longest pause or cut.
         slow_handlers: Probability that a handler runs longer than the drain timeout.
+        slow_handler_s: Longest time that such a handler runs.
         power_cuts: Whether a killed storage node loses or tears what it had not synced.
         strategy: Assignment strategy of the group.
         fails: Probability that a handler fails and sends the message back. 0: there is no
@@ -101,6 +103,8 @@ class RunOptions:
         forgeries: Weight of a batch that a stranger sends under an id of the producer.
         thefts: Weight of a call that a stranger makes for a member; only with `identities`.
         identities: Whether services know the identities of their callers.
+        outage_ms: How long all services are unreachable after the actions; 0 for not at all. Soon
+            after the outage every queue must have an owner again.
     """
 
     steps: int = 30
@@ -128,6 +132,7 @@ class RunOptions:
     commit_on_pull: bool = True
     pause_ms_max: int = 25_000
     slow_handlers: float = 0.0
+    slow_handler_s: float = 6.0
     power_cuts: bool = False
     strategy: Strategy = "STICKY"
     fails: float = 0.0
@@ -148,6 +153,7 @@ class RunOptions:
     forgeries: int = 0
     thefts: int = 0
     identities: bool = False
+    outage_ms: int = 0
 
     @staticmethod
     def drawn(random: Random, steps: int) -> RunOptions:
@@ -231,6 +237,25 @@ class RunOptions:
         drawn = RunOptions.drawn(random, steps)
         return replace(
             drawn, moves=12, replicated=False, leader_faults=0, two_steps=0, splits=0, lost_disks=0
+        )
+
+    @staticmethod
+    def of_outages(random: Random, steps: int) -> RunOptions:
+        """Draw options without faults but an outage of all services, at the end of the actions."""
+        return RunOptions(
+            steps=steps,
+            queues=random.randint(2, 6),
+            consumers=random.randint(2, 4),
+            parallel=random.randint(1, 4),
+            faults=Faults(delay_ms_max=random.choice([3, 20, 80])),
+            watch_breaks=random.choice([0, 2]),
+            commit_on_pull=random.random() < 0.5,
+            slow_handlers=random.choice([0, 0.05, 0.2]),
+            slow_handler_s=random.choice([6, 6, 25]),
+            strategy=random.choice(get_args(Strategy)),
+            fails=random.choice([0, 0.1]),
+            replicated=random.random() < 0.3,
+            outage_ms=random.choice([10_000, 14_000, 20_000]),
         )
 
     def with_stranger(self, random: Random) -> RunOptions:

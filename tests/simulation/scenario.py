@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from batonmq._common.aio import unless
+from batonmq._core.queues import QueueRef
 from batonmq_server.testing.memory_network import Faults
 from batonmq_server.testing.virtual_time import run_virtual
-from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.cluster import BROKER, TOPIC, SimulatedCluster
 from tests.simulation.expected_state import Violation
 from tests.simulation.options import RunOptions
 from tests.simulation.run_context import Later, RunContext
@@ -26,6 +27,8 @@ SETTLE_S = 240
 """After the last fault all work must be finished within this time."""
 ALIKE_S = 30
 """After that all copies must be equal within this time."""
+RETAKE_S = 8
+"""After an outage every queue must have an owner within this time, which is less than a lease."""
 ASK_S = 20
 """Interval at which the operator diagnoses the queues meanwhile."""
 
@@ -170,12 +173,16 @@ class SimulationRun:
         }
 
     async def _settle(self, tasks: asyncio.TaskGroup) -> None:
-        """End all faults and check that the remaining work is finished (L1, L2)."""
+        """End all faults and check that the remaining work is finished (L1, L2, L4)."""
+        if self.options.outage_ms:
+            await self._service_faults.make_unreachable(self.options.outage_ms)
         self.cluster.trace.note("director", "faults cease")
         self.cluster.network.faults = Faults()
         self._service_faults.settle()
         self._members.settle()
         self._later.append(tasks.create_task(self._operator.settle()))
+        if self.options.outage_ms:
+            await self._check_retaken()
         for _ in range(0, SETTLE_S, ASK_S):
             await self.context.until(self._done, ASK_S)
             if self._done():
@@ -185,6 +192,20 @@ class SimulationRun:
             await self.context.until(replicas.alike, ALIKE_S)
             replicas.check_alike()
         self.cluster.checker.check_complete(self._producer.acked)
+
+    async def _check_retaken(self) -> None:
+        """L4: the members live, so no queue waits for a lease to expire."""
+        queues = {QueueRef(TOPIC, BROKER, number) for number in range(self.options.queues)}
+
+        def missing() -> list[QueueRef]:
+            owned = {queue for member in self._members.present() for queue in member.assignment}
+            return sorted(queues - owned)
+
+        await self.context.until(lambda: not missing(), RETAKE_S)
+        if without := missing():
+            names = ", ".join(map(str, without))
+            text = f"{RETAKE_S} s after the outage no member owns {names}"
+            self.cluster.checker.expected.fail("L4", text)
 
     def _done(self) -> bool:
         settled = not self._producer.unsettled and not self._operator.busy

@@ -25,6 +25,8 @@ SETTINGS = load(SimSettings, "BATON_SIM")
 SEEDS = range(SETTINGS.first_seed, SETTINGS.first_seed + SETTINGS.seeds)
 STORAGE_SEEDS = SEEDS[: max(1, SETTINGS.seeds * 3 // 20)]
 """Seeds of runs in which the broker is a replica set."""
+OUTAGE_SEEDS = SEEDS[: max(1, SETTINGS.seeds // 10)]
+"""Seeds of runs in which all services are unreachable for a while."""
 MOVES_SEEDS = SEEDS[: max(1, SETTINGS.seeds // 10)]
 """Seeds of runs in which the group moves between two sets of offsets."""
 
@@ -46,6 +48,11 @@ def moves_options_of(seed: int) -> RunOptions:
     return RunOptions.of_moves(Random(f"{seed}/moves"), SETTINGS.steps)
 
 
+def outage_options_of(seed: int) -> RunOptions:
+    """Return the options of a run with an outage of all services."""
+    return RunOptions.of_outages(Random(f"{seed}/outage"), SETTINGS.steps)
+
+
 def graceful_options_of(seed: int) -> RunOptions:
     """Return the options of a run without faults."""
     return RunOptions.graceful(Random(f"{seed}/options"), SETTINGS.steps)
@@ -56,5 +63,6 @@ KINDS = {
     "graceful": graceful_options_of,
     "storage": storage_options_of,
     "moves": moves_options_of,
+    "outage": outage_options_of,
 }
 """The options by KIND of `python -m tests.simulation SEED KIND`."""

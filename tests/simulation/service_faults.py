@@ -47,6 +47,23 @@ class ServiceFaults:
             if not self._running[service.name].alive:
                 self._start(service)
 
+    async def make_unreachable(self, duration_ms: int) -> None:
+        """Make all services unreachable for a while; until `settle` if they are killed."""
+        random, network = self._context.random, self._context.cluster.network
+        if random.random() < 0.7:
+            self._context.note("all services are killed", "outages")
+            for process in self._running.values():
+                process.kill(noticed=random.random() < 0.7)
+                self._crash_disk(process)
+            await asyncio.sleep(duration_ms / 1000)
+            return
+        self._context.note("no member reaches a service", "outages")
+        pairs = [(member, name) for member in self._members.names for name in self._running]
+        links = {*pairs, *((name, member) for member, name in pairs)}
+        network.cut |= links
+        await asyncio.sleep(duration_ms / 1000)
+        network.cut -= links
+
     def kill(self) -> Later:
         """Kill a service and restart it."""
         if not self._up():

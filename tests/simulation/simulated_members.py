@@ -150,7 +150,7 @@ class SimulatedMembers:
         random = process.random
         if random.random() < self._context.options.slow_handlers:
             self._context.counts["slow handlers"] += 1
-            await asyncio.sleep(random.uniform(1, 6))
+            await asyncio.sleep(random.uniform(1, self._context.options.slow_handler_s))
         else:
             await asyncio.sleep(random.choice([0.002, 0.02, 0.2]) * random.random())
         if message.attempts < ATTEMPTS_MAX and random.random() < self._context.options.fails:

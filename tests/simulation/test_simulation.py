@@ -2,8 +2,8 @@
 
 Method: real services and clients in one loop of virtual time, with a simulated network, disks and
 etcd (`cluster`), and faults drawn from a seed (`scenario`). Every change is checked as it happens
-against an expected state (`checker`): protocol sections 13, 14 and 16, V1 to V11, and L2 at the
-end. Runs with too few events to prove anything fail as well.
+against an expected state (`checker`): protocol sections 13, 14 and 16, V1 to V11, and L2 and L4 at
+the end. Runs with too few events to prove anything fail as well.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from tests.simulation.scenario import RunResult, play
 from tests.simulation.seeds import (
     KINDS,
     MOVES_SEEDS,
+    OUTAGE_SEEDS,
     SEEDS,
     STORAGE_SEEDS,
     graceful_options_of,
     moves_options_of,
     options_of,
+    outage_options_of,
     storage_options_of,
 )
 
@@ -91,6 +93,14 @@ def test_promises_hold_under_faults_during_a_group_move() -> None:
     for seed in MOVES_SEEDS:
         counts.update(played(seed, moves_options_of(seed)))
     assert counts["moves"] >= 2 * len(MOVES_SEEDS), "too quiet to prove anything"
+
+
+def test_queues_have_owners_again_soon_after_an_outage_of_all_services() -> None:
+    counts: Counter[str] = Counter()
+    for seed in OUTAGE_SEEDS:
+        counts.update(played(seed, outage_options_of(seed)))
+    assert counts["outages"] == len(OUTAGE_SEEDS)
+    assert counts["own deadline"] >= len(OUTAGE_SEEDS), "too quiet to prove anything"
 
 
 @pytest.mark.parametrize(

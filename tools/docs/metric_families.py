@@ -33,7 +33,7 @@ from batonmq_server.runtime.descriptors import open_descriptors, share_descripto
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.metrics import export_descriptors
+from batonmq_server.runtime.metrics import OidcMetrics, export_descriptors
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.tls import export_expiry
 from batonmq_server.storage.metrics import StorageMetrics
@@ -105,6 +105,7 @@ def _common(registry: CollectorRegistry) -> object:
     export_expiry(settings, registry)
     export_descriptors(registry, share_descriptors(1_024))
     ConnectionLimiter(0, 1, registry, open_descriptors)
+    OidcMetrics(registry)
     return EdgeInterceptor(Clock(), registry), Guard(etcd, registry)
 
 

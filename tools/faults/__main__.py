@@ -2,12 +2,16 @@
 
     BATON_FAULT_SEED=17 BATON_FAULT_MINUTES=3 python -m tools.faults
     python -m tools.faults selection        every kind of fault once, in about three minutes
+    python -m tools.faults one-way-cuts     one class of faults (named_schedules.py): one-way-cuts,
+                                            two-steps, power-cuts, flipped-bits
     python -m tools.faults page 17          the report of seed 17, in docs/explanation/faults/
 
-Without a seed one is drawn and printed. The run gets a private network, which needs Linux, `ip` and
+Without a seed one is drawn and printed. The report of a named schedule is `<schedule>-<seed>`. The
+run gets a private network, which needs Linux, `ip` and
 the right to make namespaces (root has it, other users often do); without it, the run prints a
-warning and does not cut the network. The exit status is 1 if the history is not valid; then logs
-and journals stay in build/faults/<seed>/.
+warning and does not cut the network. A schedule that needs what this machine does not allow ends
+with status 2. The exit status is 1 if the history is not valid; then logs and journals stay in
+build/faults/<seed>/.
 """
 
 from __future__ import annotations
@@ -24,8 +28,10 @@ from pydantic import Field
 from batonmq._process.config import Settings, load
 from batonmq_server.local import parent_death
 from batonmq_server.local.cluster import to_stderr
+from tools.faults.named_schedules import SCHEDULES, NamedSchedule
 from tools.faults.network import found_launcher
 from tools.faults.page import write_page
+from tools.faults.power import can_cut_power
 from tools.faults.process_faults import FOLDER as FAULTS_FOLDER
 from tools.faults.run import PROCESS_FAULTS
 
@@ -73,7 +79,8 @@ def play(name: str, folder: Path, *arguments: str) -> int:
 def main() -> None:
     """Read the command line and the environment, and execute the verb."""
     parser = argparse.ArgumentParser(prog="tools.faults", description=__doc__)
-    parser.add_argument("verb", nargs="?", default="play", choices=["play", "selection", "page"])
+    verbs = ["play", "selection", *SCHEDULES, "page"]
+    parser.add_argument("verb", nargs="?", default="play", choices=verbs)
     parser.add_argument("names", nargs="*", help="names of the reports to make pages of")
     options = parser.parse_args()
     if options.verb == "page":
@@ -83,12 +90,23 @@ def main() -> None:
     if options.verb == "selection":
         sys.exit(play("selection", FOLDER))
     to_stderr(f"seed {settings.seed}, {settings.minutes:g} minutes")
-    sys.exit(
-        play(
-            str(settings.seed), FOLDER,
-            "--seed", str(settings.seed), "--minutes", str(settings.minutes),
-        )
-    )  # fmt: skip
+    drawn = ["--seed", str(settings.seed), "--minutes", str(settings.minutes)]
+    if options.verb == "play":
+        sys.exit(play(str(settings.seed), FOLDER, *drawn))
+    if missing := _missing(SCHEDULES[options.verb]):
+        to_stderr(f"{options.verb} can't run: {missing}")
+        sys.exit(2)
+    drawn += ["--schedule", options.verb]
+    sys.exit(play(f"{options.verb}-{settings.seed}", FOLDER, *drawn))
+
+
+def _missing(schedule: NamedSchedule) -> str:
+    """Return what a schedule needs and this machine does not allow; empty if it can run."""
+    if schedule.cuts and not found_launcher():
+        return "no private network can be made here: it takes Linux, `ip` and the right to it"
+    if schedule.power and not can_cut_power():
+        return "no image can be mounted here: it takes root, loop devices and `mkfs.ext4`"
+    return ""
 
 
 if __name__ == "__main__":

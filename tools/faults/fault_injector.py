@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -15,21 +17,30 @@ from tools.faults.fault_schedule import (
     CLOCK,
     CUTS,
     DISK,
+    ETCD,
+    EVERYTHING,
     LEASE_S,
     MEMBER,
     NETWORK,
+    ONE_WAY,
+    POWER,
+    RUNNING_FLIP,
     SPLITS,
+    TWO_STEPS,
     Fault,
 )
 from tools.faults.file_damage import flip, tear
 from tools.faults.history import MemberOutage
 from tools.faults.member_pool import MemberPool, PoolMember
 from tools.faults.network import HUB, Network, Pair, both_ways, bridge, halves, ring
+from tools.faults.power import PowerDisks
 from tools.faults.process_faults import NO_FAULT, ProcessFault
 
 _MARGIN_S = 5
 """A client that is cut off for a lease minus this long keeps its queues."""
 _FAILED_S = 30.0
+SERVES_S = 30.0
+"""While the leader of a set is dead, the other nodes serve after at most this long."""
 
 
 @dataclass(slots=True)
@@ -39,6 +50,9 @@ class FaultInjector:
     Attributes:
         network: None if the network cannot be cut.
         process_faults: Folder of the fault files of the processes.
+        serves_since: Returns whether a message that was sent after this time was stored, and
+            progress was committed since.
+        disks: None if the power cannot be cut.
         notes: Details of the injected faults, for the report.
         problems: Faults that could not be injected or undone.
     """
@@ -47,13 +61,23 @@ class FaultInjector:
     pool: MemberPool
     network: Network | None
     process_faults: Path
+    serves_since: Callable[[int], Awaitable[bool]]
+    disks: PowerDisks | None = None
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     async def inject(self, fault: Fault, name: str) -> None:
         """Inject a fault into the named process; return when it is undone."""
         try:
-            if fault.part == MEMBER:
+            if fault.kind == ONE_WAY:
+                await self._cut_one_way(fault, name)
+            elif fault.kind == POWER:
+                await self._cut_power(fault)
+            elif fault.kind == TWO_STEPS:
+                await self._fail_in_two_steps(fault, name)
+            elif fault.kind == RUNNING_FLIP:
+                await self._damage_running(fault, name)
+            elif fault.part == MEMBER:
                 await self._inject_into_member(fault, name)
             elif fault.part == NETWORK or fault.kind in CUTS:
                 await self._cut_for(fault, name)
@@ -80,11 +104,85 @@ class FaultInjector:
 
     async def _damage(self, fault: Fault, name: str) -> None:
         await self.cluster.kill(name)
-        harm = tear if fault.kind == "torn file" else flip
-        done = harm(self.cluster.data_dir / name, Random(fault.amount))
-        self.notes.append(f"{name}: {done}")
+        folder, random = self.cluster.data_dir / name, Random(fault.amount)
+        done = (
+            tear(folder, random)
+            if fault.kind == "torn file"
+            else flip(folder, random, fault.target)
+        )
+        self._note_damage(fault, name, done)
         await _for_ms(fault.hold_ms)
         await self.cluster.start(name)
+
+    async def _damage_running(self, fault: Fault, name: str) -> None:
+        """Flip a bit, let the process go on, then restart it from what it has on disk."""
+        done = flip(self.cluster.data_dir / name, Random(fault.amount), fault.target)
+        self._note_damage(fault, name, done)
+        await _for_ms(fault.hold_ms)
+        await self.cluster.kill(name)
+        await self.cluster.start(name)
+
+    def _note_damage(self, fault: Fault, name: str, done: str) -> None:
+        self.notes.append(f"{fault.kind}, {name}: {done or f'there is no {fault.target}'}")
+
+    async def _fail_in_two_steps(self, fault: Fault, name: str) -> None:
+        """Cut the leader off from its set, kill it, and require that the others serve."""
+        assert self.network is not None
+        pairs = both_ways(
+            [name], [one for one in replica_sets(self.cluster)[fault.part] if one != name]
+        )
+        await self.network.cut(pairs)
+        await _for_ms(fault.hold_ms)
+        killed_us = now_us()
+        await self.cluster.kill(name)
+        await self.network.heal(pairs)
+        try:
+            async with asyncio.timeout(SERVES_S):
+                while not await self.serves_since(killed_us):
+                    await _for_ms(50)
+        except TimeoutError:
+            self.problems.append(f"{fault.part} did not serve {SERVES_S:g} s after {name} had died")
+        else:
+            served_ms = (now_us() - killed_us) // 1000
+            self.notes.append(f"{fault.part} served {served_ms} ms after {name} had died")
+        await _for_ms(fault.amount)
+        await self.cluster.start(name)
+
+    async def _each(self, call: Callable[[str], Awaitable[None]], names: Sequence[str]) -> None:
+        """Call for every name at once; return when all calls have ended."""
+
+        async def called(name: str) -> None:
+            try:
+                await call(name)
+            except NotReady as error:
+                self.problems.append(str(error))
+
+        async with asyncio.TaskGroup() as tasks:
+            for name in names:
+                tasks.create_task(called(name))
+
+    async def _cut_power(self, fault: Fault) -> None:
+        """End processes and lose what they had not synced; start them again."""
+        assert self.disks is not None
+        sets = replica_sets(self.cluster)
+        whole = fault.part == EVERYTHING
+        names = [one for those in sets.values() for one in those] if whole else sets[fault.part]
+        with_disk = [one for one in names if one.startswith(("storage", "offsets", ETCD))]
+        for name in names:
+            self.cluster.pause(name)
+        await asyncio.to_thread(self.disks.cut, with_disk)
+        await self._each(self.cluster.kill, names)
+        survived = await asyncio.to_thread(self.disks.restore, with_disk)
+        if survived:
+            self.problems.append(f"an unsynced file survived the power cut of {survived}")
+        lost = len(with_disk) - len(survived)
+        self.notes.append(
+            f"{fault.kind}: an unsynced file was lost on {lost} of {len(with_disk)} disks"
+        )
+        await _for_ms(fault.hold_ms)
+        etcds = [one for one in names if one.startswith(ETCD)]
+        await self._each(self.cluster.start, etcds)
+        await self._each(self.cluster.start, [one for one in names if one not in etcds])
 
     async def _inject_process_fault(self, fault: Fault, name: str) -> None:
         process_fault = {
@@ -125,6 +223,18 @@ class FaultInjector:
         await self.network.cut(pairs)
         await _for_ms(fault.hold_ms)
         await self.network.heal(pairs)
+
+    async def _cut_one_way(self, fault: Fault, sender: str) -> None:
+        assert self.network is not None
+        receiver = fault.target
+        if receiver == MEMBER:
+            member = self.pool.pick(fault.rank)
+            if member is None:
+                return
+            receiver = member.client_id
+        await self.network.cut({(sender, receiver)})
+        await _for_ms(fault.hold_ms)
+        await self.network.heal({(sender, receiver)})
 
     def _pairs(self, fault: Fault, name: str) -> set[Pair]:
         nodes = [one.name for one in self.cluster.endpoints()]
@@ -177,6 +287,15 @@ class FaultInjector:
         await self.network.cut(pairs)
         await _for_ms(fault.hold_ms)
         await self.network.heal(pairs)
+
+
+def replica_sets(cluster: LocalCluster) -> dict[str, list[str]]:
+    """Return the process names of each part."""
+    sets = defaultdict(list)
+    for member in cluster.options.instances:
+        sets[f"{member.service} {member.settings.get('broker', '')}".strip()].append(member.name)
+    etcds = [one.name for one in cluster.endpoints() if one.name.startswith(ETCD)]
+    return {**sets, ETCD: etcds}
 
 
 async def _for_ms(hold_ms: int) -> None:

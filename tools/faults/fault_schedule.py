@@ -26,6 +26,16 @@ SPLITS = ("halves", "bridge", "ring")
 DISK = ("slow sync", "failed sync", "full disk")
 CLOCK = ("clock jump", "clock strobe")
 BYTES = ("torn file", "flipped bit")
+RUNNING_FLIP = "flipped bit, running"
+"""A bit of a file is flipped while its process runs; then the process is killed and restarted."""
+ONE_WAY = "one way"
+"""Everything that one process sends to one other process is lost."""
+TWO_STEPS = "two steps"
+"""A leader is cut off from its replica set, not from etcd, and then dies."""
+POWER = "power cut"
+"""Processes end, and their disks lose everything that was not synced."""
+EVERYTHING = "everything"
+"""The part of a power cut that ends all services and etcd."""
 OF_MEMBER = ("kill", "pause")
 CUTS_OF_MEMBER = ("unplug", "brokers only", "no broker")
 """Cuts of a consumer: from everything; from lockmgr and nameserver; from storage."""
@@ -40,11 +50,14 @@ class Fault:
 
     Attributes:
         kind: One of the constants above.
-        part: A replica set, `etcd`, `member` or `network`.
+        part: A replica set, `etcd`, `member`, `network` or `everything`; for a one-way cut the
+            name of the sender, or `member`.
         rank: Selects the process of the part, modulo its size: 0 is the leader, the others follow
             by name; etcd and members are sorted by name only. For the network: the shuffle seed.
         hold_ms: Duration; ignored by a graceful restart.
         amount: Delay of a sync or error of a clock, in ms; for damaged files, the seed.
+        target: For a one-way cut, the name of the receiver, or `member`; for a flipped bit, the
+            kind of file (`KINDS` of file_damage.py), drawn if empty.
     """
 
     kind: str
@@ -52,6 +65,7 @@ class Fault:
     rank: int
     hold_ms: int
     amount: int = 0
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,4 +177,4 @@ class FaultSchedule:
 
 def is_cut(fault: Fault) -> bool:
     """Return whether the fault needs a network that can be cut."""
-    return fault.kind in (*CUTS, *SPLITS, *CUTS_OF_MEMBER)
+    return fault.kind in (*CUTS, *SPLITS, *CUTS_OF_MEMBER, ONE_WAY, TWO_STEPS)

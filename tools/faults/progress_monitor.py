@@ -115,17 +115,17 @@ async def read_all(nameserver: str) -> list[LoggedMessage]:
 
 
 def difference(copies: Iterable[Path]) -> str:
-    """Return the first difference of the logs of two nodes of a broker; empty without one.
+    """Return the first difference of the logs of the nodes of a broker; empty without one.
 
-    The node that was stopped first may lack the end.
+    A node that was stopped earlier may lack the end.
     """
-    (one, one_begin, one_log), (two, two_begin, two_log) = map(_log, copies)
-    begin = max(one_begin, two_begin)
-    end = min(one_begin + len(one_log), two_begin + len(two_log))
-    mine, other = one_log[begin - one_begin : end - one_begin], two_log[begin - two_begin :]
-    for at, (left, right) in enumerate(zip(mine, other, strict=False)):
-        if left != right:
-            return f"{one} and {two} differ at position {begin + at}"
+    (one, one_begin, one_log), *others = map(_log, copies)
+    for two, two_begin, two_log in others:
+        begin = max(one_begin, two_begin)
+        mine, other = one_log[begin - one_begin :], two_log[begin - two_begin :]
+        for at, (left, right) in enumerate(zip(mine, other, strict=False)):
+            if left != right:
+                return f"{one} and {two} differ at position {begin + at}"
     return ""
 
 

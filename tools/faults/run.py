@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -19,13 +19,24 @@ from batonmq_server.local.layout import ClusterOptions, highly_available
 from batonmq_server.local.process_host import LOOPBACK, ProcessHost
 from tests.support.cluster import REPO
 from tests.support.member import now_us
-from tools.faults.fault_injector import FaultInjector
-from tools.faults.fault_schedule import ETCD, MEMBER, NETWORK, Fault, FaultGroup, FaultSchedule
+from tools.faults.fault_injector import FaultInjector, replica_sets
+from tools.faults.fault_schedule import (
+    ETCD,
+    MEMBER,
+    NETWORK,
+    ONE_WAY,
+    POWER,
+    Fault,
+    FaultGroup,
+    FaultSchedule,
+)
 from tools.faults.history import FaultRecord, History, LoggedMessage
 from tools.faults.load import HASTY, PATIENT, Load
 from tools.faults.member import GROUP, TOPIC
 from tools.faults.member_pool import MemberPool, member_pool
+from tools.faults.named_schedules import NamedSchedule
 from tools.faults.network import Network
+from tools.faults.power import PowerDisks
 from tools.faults.progress_monitor import ProgressMonitor, difference, read_all
 
 QUEUES = 8
@@ -45,12 +56,14 @@ class RunPlan:
     Attributes:
         duration_s: No fault starts later than this after the first one.
         groups: These faults instead of those drawn from the seed.
+        schedule: Its faults and its cluster, instead of those drawn from all classes.
         churns: Whether members join and leave during the run.
     """
 
     seed: int
     duration_s: float
     groups: tuple[FaultGroup, ...] = ()
+    schedule: NamedSchedule | None = None
     churns: bool = True
 
 
@@ -70,9 +83,11 @@ class FaultRun:
     async def make(self, group: FaultGroup) -> bool:
         """Inject the faults of a group; return whether the cluster has healed in time."""
         victims = [(one, await self._victim(one)) for one in group.faults]
-        what = ", ".join(f"{one.kind} {name}".strip() for one, name in victims)
+        what = ", ".join(
+            " ".join(filter(None, (one.kind, name, one.target))) for one, name in victims
+        )
         self.say(f"{what} for {max(one.hold_ms for one in group.faults)} ms")
-        kinds = [(one.kind, one.part.split()[0]) for one in group.faults]
+        kinds = [(one.kind, re.split("[ -]", one.part)[0]) for one in group.faults]
         record = FaultRecord(what=what, kinds=kinds, begin_us=now_us())
         self.records.append(record)
         async with asyncio.TaskGroup() as tasks:
@@ -92,6 +107,10 @@ class FaultRun:
         """Return the name of the process that is now at the rank of the part."""
         if fault.part == NETWORK:
             return ""
+        if fault.kind == POWER:
+            return fault.part
+        if fault.kind == ONE_WAY and fault.part != MEMBER:
+            return fault.part
         if fault.part == MEMBER:
             await _within(_HEAL_S, lambda: self.pool.pick(0) is not None)
             member = self.pool.pick(fault.rank)
@@ -135,7 +154,25 @@ async def play(
     """
     (folder / PROCESS_FAULTS).mkdir(parents=True)
     place = network.place if network is not None else lambda _: LOOPBACK
-    options = _options(place)
+    options = _options(place, plan)
+    with ExitStack() as exits:
+        disks = None
+        if plan.schedule is not None and plan.schedule.power:
+            names = [*_etcds(options), *options.names_of("storage"), *options.names_of("offsets")]
+            folders = {name: folder / "cluster" / name for name in names}
+            disks = exits.enter_context(PowerDisks(folder / "images", folders))
+        return await _play(plan, options, folder, say, network, disks)
+
+
+async def _play(
+    plan: RunPlan,
+    options: ClusterOptions,
+    folder: Path,
+    say: Callable[[str], None],
+    network: Network | None,
+    disks: PowerDisks | None,
+) -> History:
+    place = network.place if network is not None else lambda _: LOOPBACK
     async with LocalCluster(folder / "cluster", options, report=say) as cluster:
         say("the cluster serves")
         load, monitor = Load(cluster.nameserver), ProgressMonitor(cluster.nameserver)
@@ -144,7 +181,12 @@ async def play(
             member_pool(cluster.nameserver, folder, place) as pool,
         ):
             await admin.create_topic(TOPIC, QUEUES)
-            injector = FaultInjector(cluster, pool, network, folder / PROCESS_FAULTS)
+
+            async def serves_since(at_us: int) -> bool:
+                return _serves_since(load, monitor, at_us)
+
+            faults = folder / PROCESS_FAULTS
+            injector = FaultInjector(cluster, pool, network, faults, serves_since, disks)
             sets = replica_sets(cluster)
             run = FaultRun(cluster, admin, pool, injector, say, sets)
             history = History(begin_us=now_us())
@@ -174,8 +216,9 @@ async def play(
     return history
 
 
-def _options(place: Callable[[str], ProcessHost]) -> ClusterOptions:
-    options = highly_available(
+def _options(place: Callable[[str], ProcessHost], plan: RunPlan) -> ClusterOptions:
+    layout = plan.schedule.layout if plan.schedule is not None else highly_available
+    options = layout(
         ClusterOptions(
             settings={"storage": {"segment_bytes": SEGMENT_BYTES}},
             auto_restart=False,
@@ -183,8 +226,36 @@ def _options(place: Callable[[str], ProcessHost]) -> ClusterOptions:
             folder=REPO,
         )
     )
-    etcds = [f"etcd-{number}" if number else ETCD for number in range(options.etcds)]
-    return replace(options, hosts={name: place(name) for name in (*etcds, *options.names)})
+    names = (*_etcds(options), *options.names)
+    return replace(options, hosts={name: place(name) for name in names})
+
+
+def _etcds(options: ClusterOptions) -> list[str]:
+    return [f"etcd-{number}" if number else ETCD for number in range(options.etcds)]
+
+
+def _serves_since(load: Load, monitor: ProgressMonitor, at_us: int) -> bool:
+    """Return whether every broker stored a message that was sent later, and progress rose."""
+    brokers = {send.queue[0] for send in load.sends if send.queue is not None}
+    stored = {
+        send.queue[0] for send in load.sends if send.queue is not None and send.begin_us > at_us
+    }
+    samples = [sum(one.committed.values()) for one in monitor.samples if one.begin_us > at_us]
+    return stored == brokers and len(samples) > 1 and samples[0] < samples[-1]
+
+
+def _groups(plan: RunPlan, run: FaultRun) -> Iterator[FaultGroup]:
+    """Yield the faults of a run."""
+    random, cuts = Random(plan.seed), run.injector.network is not None
+    if plan.groups:
+        yield from plan.groups
+    elif plan.schedule is not None:
+        names = [one.name for one in run.cluster.endpoints()]
+        yield from plan.schedule.groups(random, names)
+    else:
+        schedule = FaultSchedule(random, [name for name in run.sets if name != ETCD], cuts=cuts)
+        while True:
+            yield schedule.draw()
 
 
 async def _read_copies(run: FaultRun) -> list[LoggedMessage] | None:
@@ -221,19 +292,8 @@ def _differences(data_dir: Path, sets: Mapping[str, Sequence[str]]) -> list[str]
     return [found for found in map(difference, copies) if found]
 
 
-def replica_sets(cluster: LocalCluster) -> dict[str, list[str]]:
-    """Return the process names of each part."""
-    sets = defaultdict(list)
-    for member in cluster.options.instances:
-        sets[f"{member.service} {member.settings.get('broker', '')}".strip()].append(member.name)
-    etcds = [one.name for one in cluster.endpoints() if one.name.startswith(ETCD)]
-    return {**sets, ETCD: etcds}
-
-
 async def _work(plan: RunPlan, run: FaultRun, load: Load) -> None:
     """Send and handle messages while faults are injected; return when every send has an outcome."""
-    sets = [name for name in run.sets if name != ETCD]
-    schedule = FaultSchedule(Random(plan.seed), sets, cuts=run.injector.network is not None)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(load.produce("keyed", PATIENT, keyed=True))
         tasks.create_task(load.produce("free", PATIENT, keyed=False))
@@ -243,10 +303,8 @@ async def _work(plan: RunPlan, run: FaultRun, load: Load) -> None:
             churning = [tasks.create_task(run.pool.churn(Random(f"{plan.seed}/members")))]
         if await _within(_HEAL_S, lambda: _has_begun(run.pool, load)):
             end_us = now_us() + int(plan.duration_s * 1_000_000)
-            groups = iter(plan.groups)
-            while now_us() < end_us:
-                group = next(groups, None) if plan.groups else schedule.draw()
-                if group is None or not await run.make(group):
+            for group in _groups(plan, run):
+                if now_us() >= end_us or not await run.make(group):
                     break
         else:
             run.problems.append(f"nothing was handled {_HEAL_S:g} s after the start")

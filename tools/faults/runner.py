@@ -13,6 +13,7 @@ from batonmq_server.local.cluster import to_stderr
 from tools.faults.checker import check
 from tools.faults.history import History
 from tools.faults.member import SPAN_MAX
+from tools.faults.named_schedules import SCHEDULES
 from tools.faults.network import Network
 from tools.faults.plot import draw
 from tools.faults.report import describe
@@ -43,13 +44,20 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, help="without a seed the selection runs")
     parser.add_argument("--minutes", type=float)
+    parser.add_argument("--schedule", choices=[*SCHEDULES])
     options = parser.parse_args()
     network = Network() if options.network else None
     if options.seed is None:
         groups = selection(cuts=network is not None)
         plan = RunPlan(seed=1, duration_s=LONGEST_S, groups=groups, churns=False)
     else:
-        plan = RunPlan(seed=options.seed, duration_s=60 * options.minutes)
+        schedule = SCHEDULES.get(options.schedule)
+        plan = RunPlan(
+            seed=options.seed,
+            duration_s=60 * options.minutes,
+            schedule=schedule,
+            churns=not schedule,
+        )
     folder = options.folder / options.name
     history = asyncio.run(play(plan, folder, to_stderr, network))
     if network is None:

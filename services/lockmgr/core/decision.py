@@ -189,6 +189,9 @@ _UNUSED, _IDLE = (FenceCondition.CLOSED_OR_DRAINED,), (FenceCondition.IDLE,)
 _RESUME = (FenceCondition.SAME_HOLDER, *_UNUSED, *_IDLE)
 """The owner's own new request. Always a fence, never the stored token: messages that the earlier
 request left in flight must not be delivered again unflagged (story 5)."""
+FREE = (*_UNUSED, FenceCondition.SAME_HOLDER, *_IDLE)
+"""A request for a queue without owner. If the token is open and has messages in flight, its holder
+may be the requester itself, which then does not wait for its own lease."""
 
 # fmt: off
 TABLE: tuple[DecisionRow, ...] = (
@@ -199,7 +202,7 @@ TABLE: tuple[DecisionRow, ...] = (
     DecisionRow(_SELF,  _NEWER,    _OLDER,  ANY,        ANY,      _DENY,  NotAssigned),
     DecisionRow(_SELF,  _NEWER,    ANY,     ANY,        ANY,      _GRANT, _RESUME),
     DecisionRow(_NONE,  ANY,       _OLDER,  ANY,        ANY,      _DENY,  NotAssigned),
-    DecisionRow(_NONE,  ANY,       ANY,     ANY,        ANY,      _GRANT, _UNUSED + _IDLE),
+    DecisionRow(_NONE,  ANY,       ANY,     ANY,        ANY,      _GRANT, FREE),
     DecisionRow(_OTHER, ANY,       _OLDER,  ANY,        ANY,      _DENY,  NotAssigned),
     DecisionRow(_OTHER, ANY,       ANY,     _CLOSED,    _EXPIRED, _GRANT, _UNUSED + _IDLE),
     DecisionRow(_OTHER, ANY,       _NEWER,  _QUIET,     _EXPIRED, _GRANT, _UNUSED + _IDLE),
@@ -243,7 +246,7 @@ def decide(
         now_ms: Of the clock that `entry.lease_start_ms` was read from.
     """
     if entry is None:
-        return GrantDecision(_UNUSED + _IDLE, observation.token)
+        return GrantDecision(FREE, observation.token)
     request = _Request(entry, requester, observation, now_ms, policy)
     return _decide(request, request.situation())
 

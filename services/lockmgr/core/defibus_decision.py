@@ -12,6 +12,7 @@ incarnation, not a client id; a keep-alive counts as a poll, since the lock mana
 from __future__ import annotations
 
 from batonmq_server.lockmgr.core.decision import (
+    FREE,
     Decision,
     FenceCondition,
     GrantDecision,
@@ -51,8 +52,7 @@ def decide_defibus(
     """
     granted = PollCount(observation.delivered)
     if entry is None or is_ownerless(entry, observation):
-        conditions = [FenceCondition.CLOSED_OR_DRAINED, FenceCondition.IDLE]
-        return GrantDecision(tuple(conditions), observation.token), granted
+        return GrantDecision(FREE, observation.token), granted
     if entry.lock.owner == requester.incarnation:
         decision = decide_own(entry, requester, observation, policy)
         return decision, PollCount(observation.delivered, entry.poll_count.unchanged)

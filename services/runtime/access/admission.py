@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 import grpc
-import grpc.aio
 
 from batonmq.errors import BatonError
 from batonmq_server.runtime.access import owner
-from batonmq_server.runtime.access.guard import Caller, Guard, Metadata
+from batonmq_server.runtime.access.authenticator import Caller, Context, Metadata
+from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.access.permissions import (
     ANY_GRANT,
     SERVICE_PREFIX,
@@ -32,8 +32,6 @@ _BY_CHARACTERS_MAX = 200
 
 EXPIRY_MARGIN_S = 0.1
 """Time after the expiry of a token at which its open calls end: the loop has another clock."""
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Admission:
@@ -75,8 +73,6 @@ class Admission:
         ) -> Any:
             if per_item is not None:
                 return await self._by_item(path, caller, per_item, call, request, context)
-            if not long_poll and self._guard.audit is None:
-                return await call(request, context)
             if not long_poll:
                 with self._audited(path, caller, permissions, request):
                     return await call(request, context)
@@ -183,11 +179,11 @@ class Admission:
     def _audited(
         self, path: str, caller: Caller, permissions: Sequence[Permission], request: Any
     ) -> Iterator[None]:
-        """Record the call inside in the audit log if it needs the role admin."""
-        audit = self._guard.audit
+        """Count a refusal by the servicer inside; audit the call if it needs the role admin."""
         needs = [one for one in permissions if one.roles == (AccessRole.ADMIN,)]
-        if audit is None or not needs or caller.identity.startswith(SERVICE_PREFIX):
-            yield
+        if not needs or caller.identity.startswith(SERVICE_PREFIX):
+            with self._counted(path, caller.identity):
+                yield
             return
         reason = "UNKNOWN"
         try:
@@ -195,15 +191,17 @@ class Admission:
             reason = "OK"
         except BatonError as error:
             reason = error.reason
+            self._guard.count_rejection(path, error, caller.identity)
             raise
         finally:
-            audit.operated(path, caller.identity, needs, request, reason)
+            for audit in self._guard.audits:
+                audit.operated(path, caller.identity, needs, request, reason)
 
     @contextmanager
     def _until_revoked(
         self, path: str, caller: Caller, permissions: Sequence[Permission]
     ) -> Iterator[None]:
-        """End the code inside when a permission of the caller is revoked or its token expires."""
+        """End the code inside when a permission or credential of the caller ends."""
         task = asyncio.current_task()
         assert task is not None
         self._open[task] = partial(self._guard.recheck, path, caller, permissions)
@@ -219,7 +217,7 @@ class Admission:
             if error is None:
                 raise
             task.uncancel()
-            with self._counted(path):
+            with self._counted(path, caller.identity):
                 raise error from None
         finally:
             if timer is not None:
@@ -238,11 +236,11 @@ class Admission:
             task.cancel()
 
     @contextmanager
-    def _counted(self, path: str) -> Iterator[None]:
+    def _counted(self, path: str, identity: str = "") -> Iterator[None]:
         try:
             yield
         except BatonError as error:
-            self._guard.count_rejection(path, error)
+            self._guard.count_rejection(path, error, identity)
             raise
 
 

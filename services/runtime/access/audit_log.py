@@ -18,21 +18,18 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 
-from google.protobuf import text_format
-from google.protobuf.message import Message
-
 from batonmq._common.clock import Clock
 from batonmq.errors import BatonError
+from batonmq_server.runtime.access.audit import request_text
 from batonmq_server.runtime.access.permissions import Permission
 from batonmq_server.runtime.log_limiter import LogLimiter
 
 FILES = 5
 LINE_INTERVAL_MS = 60_000
-REQUEST_CHARACTERS_MAX = 2_000
 
 
 class AuditLog:
-    """Appends lines to a file; see the module.
+    """Appends lines to a file; see the module and AuditSink.
 
     Args:
         path: The file; the older ones are `path.1` to `path.4`.
@@ -48,11 +45,7 @@ class AuditLog:
         )
 
     def refused(self, call: str, identity: str, error: BatonError) -> None:
-        """Record a call that was refused for missing permissions or credentials.
-
-        Args:
-            identity: Identity of the caller; empty if it is not known.
-        """
+        """See AuditSink."""
         count = self._limiter.count((call, identity, error.reason))
         if count:
             told = {"reason": error.reason, "message": error.message, "count": count}
@@ -61,18 +54,11 @@ class AuditLog:
     def operated(
         self, call: str, identity: str, needs: Sequence[Permission], request: object, reason: str
     ) -> None:
-        """Record a call that needs the role admin, with its outcome.
-
-        Args:
-            reason: OK, or the reason of the error.
-        """
-        text = ""
-        if isinstance(request, Message):
-            text = text_format.MessageToString(request, as_one_line=True)
+        """See AuditSink."""
         told = {
             "needs": [str(one) for one in needs],
             "reason": reason,
-            "request": text[:REQUEST_CHARACTERS_MAX],
+            "request": request_text(request),
         }
         self._write("operated", call, identity, told)
 

@@ -1,29 +1,28 @@
 """The guard of a process: authenticates callers and checks the access rules of methods.
 
-A caller is identified by the bearer token, if it sends one, else by the client certificate. Grants
-and tokens are followed in etcd; while etcd does not answer, the last known ones hold.
+Grants, tokens and blocks are followed in etcd; while it does not answer, the last known ones hold.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from batonmq.errors import BatonError, NotServing, PermissionDenied, Throttled, Unauthenticated
 from batonmq_server.runtime.access import stored_access, stored_quotas
-from batonmq_server.runtime.access.audit_log import AuditLog
-from batonmq_server.runtime.access.permissions import (
-    NO_SCOPES,
-    SERVICE_PREFIX,
-    Authorizer,
-    BearerToken,
-    Permission,
-    Scopes,
+from batonmq_server.runtime.access.audit import AuditSink
+from batonmq_server.runtime.access.authenticator import (
+    Authenticator,
+    Caller,
+    Context,
+    Metadata,
 )
+from batonmq_server.runtime.access.blocks import BlockList
+from batonmq_server.runtime.access.oidc import OidcTokens
+from batonmq_server.runtime.access.permissions import SERVICE_PREFIX, Authorizer, Permission
 from batonmq_server.runtime.access.quotas import QuotaLedger, Traffic
 from batonmq_server.runtime.access.rules import COMMON_RULES, AccessRule, AccessRules
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
@@ -33,18 +32,10 @@ from batonmq_server.runtime.metrics import AccessMetrics
 
 log = logging.getLogger(__name__)
 
-_AUTHORIZATION, _BEARER = "authorization", "bearer "
-_URI = "peer_uri"
-_NAMES = (_URI, "peer_dns", "x509_common_name")
-"""Names of a certificate in order; the first one present is the identity. An authority often signs
-any common name, so a common name is never the identity of a service."""
-
 _ANSWER_BYTES_DEFAULT = 1024 * 1024
 """What `bytes_max` of 0 means in calls that read messages."""
 _LINE_INTERVAL_MS = 60_000
 """Time between two lines of log about one limit of one identity."""
-Context = grpc.aio.ServicerContext[Any, Any]
-Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class PermissionCheck(Protocol):
@@ -53,21 +44,6 @@ class PermissionCheck(Protocol):
     def __call__(self, context: Context, *permissions: Permission) -> None:
         """Return if every permission is granted; raise PermissionDenied otherwise."""
         ...
-
-
-class Caller(NamedTuple):
-    """An authenticated caller.
-
-    Attributes:
-        digest: Digest of its token; empty if it was identified by a certificate.
-        expire_unix_ms: Wall clock at which the token expires; 0 for never.
-        scopes: Scopes of the token.
-    """
-
-    identity: str
-    digest: str = ""
-    expire_unix_ms: int = 0
-    scopes: Scopes = NO_SCOPES
 
 
 def _limit_answer(request: Any, bytes_max: int) -> None:
@@ -83,11 +59,12 @@ class Guard:
         on: Whether access control is on. If not, every call is allowed.
         admins: Identities with the role admin on the cluster, without a grant.
         certificates: Whether clients must show a certificate. If not, only tokens identify callers.
-        audit: The audit log; None for none.
+        oidc: The tokens of the OIDC issuer; None for none.
 
     Attributes:
+        audits: Record refused calls and calls of operators.
         quotas: The quotas of all identities; without effect while access control is off.
-        on_change: Called when grants or tokens have changed.
+        on_change: Called when grants or credentials have changed.
     """
 
     def __init__(
@@ -98,13 +75,19 @@ class Guard:
         on: bool = False,
         admins: Iterable[str] = (),
         certificates: bool = True,
-        audit: AuditLog | None = None,
+        oidc: OidcTokens | None = None,
     ) -> None:
-        self.audit = audit
-        self._etcd, self._certificates = etcd, certificates
+        self.audits: list[AuditSink] = []
+        self._etcd = etcd
         self.on, self._rules = on, dict(COMMON_RULES)
         self.admins = tuple(name.strip() for name in admins)
         self.authorizer = Authorizer(self.admins)
+        self.blocks = BlockList()
+        self._authenticator = Authenticator(
+            self.authorizer, self.blocks, etcd.clock, certificates=certificates, oidc=oidc
+        )
+        if oidc is not None:
+            oidc.keys.on_change.append(self._credentials_changed)
         self.mirror = EtcdMirror(etcd, stored_access.PREFIX)
         self.mirror.on_change.append(self._changed)
         self.on_change: list[Callable[[], None]] = []
@@ -131,21 +114,12 @@ class Guard:
         """Return the caller of a call.
 
         Raises:
-            Unauthenticated: neither a valid token nor a certificate identifies it.
-            NotServing: the grants were not read from etcd yet.
+            Unauthenticated: neither a valid token nor a certificate identifies it, or it is
+                blocked.
+            NotServing: the grants, or the keys of the OIDC issuer, were not read yet.
         """
-        if (caller := self._by_token(context.invocation_metadata() or ())) is not None:
-            return caller
-        found = context.auth_context()
-        for name in _NAMES:
-            if values := found.get(name):
-                identity = next(iter(values)).decode(errors="replace")
-                if name != _URI and identity.startswith(SERVICE_PREFIX):
-                    raise Unauthenticated(
-                        "the identity of a service must be a URI in its certificate"
-                    )
-                return Caller(identity)
-        raise Unauthenticated("the call has neither a bearer token nor a client certificate")
+        self._check_read()
+        return self._authenticator.caller(context)
 
     def authentication_error(self, metadata: Metadata) -> BatonError | None:
         """Return the authentication error for these metadata; None if there is none.
@@ -153,8 +127,8 @@ class Guard:
         It is found before the request body is read.
         """
         try:
-            if self._by_token(metadata) is None and not self._certificates:
-                raise Unauthenticated("the call has no bearer token")
+            self._check_read()
+            self._authenticator.check_metadata(metadata)
         except BatonError as error:
             return error
         return None
@@ -192,8 +166,7 @@ class Guard:
     ) -> BatonError | None:
         """Return why a call that was admitted would be rejected now; None if it would not."""
         try:
-            if caller.digest and self._token(caller.digest).identity != caller.identity:
-                raise Unauthenticated("the bearer token now belongs to another identity")
+            self._authenticator.check_still_valid(caller)
             self.check(path, caller, permissions)
         except BatonError as error:
             return error
@@ -248,7 +221,7 @@ class Guard:
 
         Only a token names the caller so early; other callers are checked by `begin_call`.
         """
-        caller = self._by_token(metadata) if self.quotas.has_quotas else None
+        caller = self._authenticator.by_token(metadata) if self.quotas.has_quotas else None
         if caller is None:
             return None
         return self.quotas.debt_error(caller.identity, traffic, self._clock.monotonic_ms())
@@ -263,41 +236,25 @@ class Guard:
         if count := self._throttled_lines.count((identity, limit)):
             log.info("calls throttled identity=%s quota=%s count=%d", identity, limit, count)
 
-    def count_rejection(self, path: str, error: BatonError) -> None:
-        """Count and audit an error of authentication or authorization; ignore other errors."""
+    def count_rejection(self, path: str, error: BatonError, identity: str = "") -> None:
+        """Count and audit an error of authentication or authorization; ignore other errors.
+
+        Args:
+            identity: Identity of the caller, if the error does not name it.
+        """
         if isinstance(error, Unauthenticated | PermissionDenied):
             service = path.split("/")[1].rpartition(".")[2]
             self._metrics.refused.labels(service, error.reason).inc()
-            if self.audit is not None:
-                self.audit.refused(path, error.facts.get("identity", ""), error)
+            for audit in self.audits:
+                audit.refused(path, str(error.facts.get("identity", identity)), error)
 
     def _is_one_of(self, rule: AccessRule, caller: Caller) -> bool:
         prefix, _, name = caller.identity.partition(":")
         return f"{prefix}:" == SERVICE_PREFIX and name in rule.services
 
-    def _by_token(self, metadata: Metadata) -> Caller | None:
-        """Return the caller that the token identifies; None without a token.
-
-        Raises:
-            Unauthenticated, NotServing: see `caller`.
-        """
+    def _check_read(self) -> None:
         if not self.mirror.revision:
             raise NotServing("grants were not read from etcd yet", retry_after_ms=200)
-        for key, value in metadata:
-            if key == _AUTHORIZATION:
-                return self._of_token(value)
-        return None
-
-    def _of_token(self, value: str | bytes) -> Caller:
-        text = value if isinstance(value, str) else value.decode(errors="replace")
-        if text[: len(_BEARER)].lower() != _BEARER:
-            raise Unauthenticated("the authorization metadata of the call are not a bearer token")
-        digest = stored_access.digest_of(text[len(_BEARER) :].strip())
-        token = self._token(digest)
-        return Caller(token.identity, digest, token.expire_unix_ms, token.scopes)
-
-    def _token(self, digest: str) -> BearerToken:
-        return self.authorizer.token_of(digest, self._etcd.clock.unix_ms())
 
     def _quotas_changed(self, keys: frozenset[str]) -> None:
         for key in keys:
@@ -307,6 +264,10 @@ class Guard:
     def _changed(self, keys: frozenset[str]) -> None:
         for key in keys:
             stored = self.mirror.values.get(key)
-            stored_access.apply(self.authorizer, key, stored.value if stored is not None else b"")
+            value = stored.value if stored is not None else b""
+            stored_access.apply(self.authorizer, self.blocks, key, value)
+        self._credentials_changed()
+
+    def _credentials_changed(self) -> None:
         for callback in self.on_change:
             callback()

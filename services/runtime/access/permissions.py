@@ -148,12 +148,14 @@ class BearerToken:
         token_id: Name by which operators refer to it.
         expire_unix_ms: Wall clock from which on it is invalid; 0 for never.
         scopes: It gives only permissions that one of these covers, too; none: all of its identity.
+        certificate_sha256: Certificate that it is bound to; empty for none.
     """
 
     identity: str
     token_id: str
     expire_unix_ms: int = 0
     scopes: frozenset[Grant] = frozenset()
+    certificate_sha256: str = ""
 
 
 class Authorizer:
@@ -196,6 +198,7 @@ class Authorizer:
             raise Unauthenticated(
                 f"the bearer token {token.token_id} of {token.identity} has expired",
                 remedy="Create a new token: baton access token create.",
+                facts={"identity": token.identity},
             )
         return token
 

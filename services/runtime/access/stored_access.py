@@ -1,4 +1,7 @@
-"""Grants and tokens in etcd: `access/grants/<identity>` and `access/tokens/<digest>`."""
+"""Grants, tokens and blocks in etcd.
+
+access/grants/<identity>    access/tokens/<digest>    access/blocks/<subject>
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ from urllib.parse import quote, unquote
 from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import stored_access_pb2 as pb
+from batonmq_server.runtime.access.blocks import BlockList
 from batonmq_server.runtime.access.permissions import AccessRole, Authorizer, BearerToken, Grant
 
 log = logging.getLogger(__name__)
 
 PREFIX = "access/"
-_GRANTS, _TOKENS = "grants/", "tokens/"
+_GRANTS, _TOKENS, _BLOCKS = "grants/", "tokens/", "blocks/"
+TOKENS_PREFIX, BLOCKS_PREFIX = f"{PREFIX}{_TOKENS}", f"{PREFIX}{_BLOCKS}"
 _ROLES = {
     pb.ROLE_PRODUCE: AccessRole.PRODUCE,
     pb.ROLE_CONSUME: AccessRole.CONSUME,
@@ -36,7 +41,12 @@ def grants_key(identity: str) -> str:
 
 def token_key(digest: str) -> str:
     """Return the key of a token, relative to the cluster."""
-    return f"{PREFIX}{_TOKENS}{digest}"
+    return f"{TOKENS_PREFIX}{digest}"
+
+
+def block_key(subject: str) -> str:
+    """Return the key of a blocked subject, relative to the cluster."""
+    return f"{BLOCKS_PREFIX}{quote(subject, safe='')}"
 
 
 def identity_of(key: str) -> str:
@@ -72,8 +82,10 @@ def grant_to_pb(grant: Grant) -> pb.AccessGrant:
     return pb.AccessGrant(role=_TO_PB[grant.role], resource=grant.resource)
 
 
-def apply(authorizer: Authorizer, key: str, value: bytes) -> None:
-    """Update `authorizer` from a key of etcd; an unreadable value grants nothing.
+def apply(authorizer: Authorizer, blocks: BlockList, key: str, value: bytes) -> None:
+    """Update `authorizer` and `blocks` from a key of etcd.
+
+    An unreadable value grants nothing, and blocks its subject: that is in the key.
 
     Args:
         key: Relative to the prefix.
@@ -83,6 +95,8 @@ def apply(authorizer: Authorizer, key: str, value: bytes) -> None:
         if identity := identity_of(key):
             authorizer.set_grants(identity, ())
             authorizer.set_grants(identity, grants_from_bytes(value))
+        elif key.startswith(_BLOCKS):
+            blocks.set_blocked(unquote(key.removeprefix(_BLOCKS)), blocked=bool(value))
         elif key.startswith(_TOKENS):
             digest = key.removeprefix(_TOKENS)
             authorizer.set_token(digest, None)
@@ -93,6 +107,7 @@ def apply(authorizer: Authorizer, key: str, value: bytes) -> None:
                     stored.token_id,
                     stored.expire_unix_ms,
                     frozenset(map(grant_from_pb, stored.scopes)),
+                    stored.certificate_sha256,
                 )
                 authorizer.set_token(digest, token)
     except (DecodeError, KeyError):

@@ -145,6 +145,8 @@ class MetricEvent(_message.Message):
     VOLUME_STATE_FIELD_NUMBER: _builtins.int
     HANDLED_FIELD_NUMBER: _builtins.int
     SENT_FIELD_NUMBER: _builtins.int
+    ACCESS_REFUSED_FIELD_NUMBER: _builtins.int
+    OPERATOR_CALLED_FIELD_NUMBER: _builtins.int
     unix_ms: _builtins.int
     """Wall clock of the source."""
     @_builtins.property
@@ -247,6 +249,14 @@ class MetricEvent(_message.Message):
     def sent(self) -> Global___Sent:
         """Messages were sent by a producer."""
 
+    @_builtins.property
+    def access_refused(self) -> Global___AccessRefused:
+        """Calls were refused for missing credentials or permissions."""
+
+    @_builtins.property
+    def operator_called(self) -> Global___OperatorCalled:
+        """A call that needs the role admin was made."""
+
     def __init__(
         self,
         *,
@@ -276,12 +286,14 @@ class MetricEvent(_message.Message):
         volume_state: Global___VolumeState | None = ...,
         handled: Global___Handled | None = ...,
         sent: Global___Sent | None = ...,
+        access_refused: Global___AccessRefused | None = ...,
+        operator_called: Global___OperatorCalled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "volume_state", b"volume_state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "volume_state", b"volume_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "unix_ms", b"unix_ms", "volume_state", b"volume_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "unix_ms", b"unix_ms", "volume_state", b"volume_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["appended", "delivered", "committed", "lock_granted", "lock_denied", "lock_released", "group_changed", "subscription_refused", "subscription_changed", "lock_forced", "progress_reset", "stuck_changed", "handed_over", "fenced", "member_seen", "member_expired", "rebalanced", "latency", "retried", "dead_lettered", "queue_lag", "volume_state", "handled", "sent"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["appended", "delivered", "committed", "lock_granted", "lock_denied", "lock_released", "group_changed", "subscription_refused", "subscription_changed", "lock_forced", "progress_reset", "stuck_changed", "handed_over", "fenced", "member_seen", "member_expired", "rebalanced", "latency", "retried", "dead_lettered", "queue_lag", "volume_state", "handled", "sent", "access_refused", "operator_called"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1050,6 +1062,95 @@ class Sent(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Sent: _TypeAlias = Sent  # noqa: Y015
+
+@_typing.final
+class AccessRefused(_message.Message):
+    """Calls of one identity were refused for missing credentials or permissions: all of one method and one
+    reason within about ten seconds. At most 20 such events are published in this time; one more, with
+    neither identity nor call, has the number of all others.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    call: _builtins.str
+    """Full name of the method, `/baton.storage.v1.StorageService/Append`."""
+    identity: _builtins.str
+    """Identity of the caller; empty if it is not known."""
+    reason: _error_pb2.Reason.ValueType
+    """Why."""
+    message: _builtins.str
+    """The first error in a sentence, which names the missing permission."""
+    count: _builtins.int
+    """Refused calls, and refused items of batched calls."""
+    def __init__(
+        self,
+        *,
+        call: _builtins.str = ...,
+        identity: _builtins.str = ...,
+        reason: _error_pb2.Reason.ValueType = ...,
+        message: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "count", b"count", "identity", b"identity", "message", b"message", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AccessRefused: _TypeAlias = AccessRefused  # noqa: Y015
+
+@_typing.final
+class OperatorCalled(_message.Message):
+    """A client made a call that needs the role admin: grants, tokens, resets, forced releases, pauses, and
+    the like. Of calls that only read, those of one identity and method within about ten seconds share an
+    event. At most 200 such events are published in this time; one more, with neither identity nor call,
+    has the number of all others.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    NEEDS_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    call: _builtins.str
+    """Full name of the method, `/baton.nameserver.v1.AccessService/Grant`."""
+    identity: _builtins.str
+    """Identity of the caller."""
+    outcome: _builtins.str
+    """Outcome: `OK`, or the reason of the error."""
+    request: _builtins.str
+    """The beginning of the request, as text."""
+    count: _builtins.int
+    """Calls."""
+    @_builtins.property
+    def needs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The permissions that the call needs, such as `admin on group:billing`."""
+
+    def __init__(
+        self,
+        *,
+        call: _builtins.str = ...,
+        identity: _builtins.str = ...,
+        outcome: _builtins.str = ...,
+        needs: _abc.Iterable[_builtins.str] | None = ...,
+        request: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "count", b"count", "identity", b"identity", "needs", b"needs", "outcome", b"outcome", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OperatorCalled: _TypeAlias = OperatorCalled  # noqa: Y015
 
 @_typing.final
 class LockReleased(_message.Message):

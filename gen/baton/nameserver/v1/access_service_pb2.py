@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.nameserver.v1 import stored_access_pb2 as baton_dot_nameserver_dot_v1_dot_stored__access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(baton/nameserver/v1/access_service.proto\x12\x13\x62\x61ton.nameserver.v1\x1a\'baton/nameserver/v1/stored_access.proto\"Q\n\x0cGrantRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12/\n\x05grant\x18\x02 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\" \n\rGrantResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\"R\n\rRevokeRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12/\n\x05grant\x18\x02 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\"\'\n\x0eRevokeResponse\x12\x15\n\rrevoked_count\x18\x01 \x01(\r\"L\n\x11ListAccessRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"f\n\x12ListAccessResponse\x12\x37\n\nidentities\x18\x01 \x03(\x0b\x32#.baton.nameserver.v1.IdentityAccess\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x86\x01\n\x0eIdentityAccess\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x30\n\x06grants\x18\x02 \x03(\x0b\x32 .baton.nameserver.v1.AccessGrant\x12\x30\n\x06tokens\x18\x03 \x03(\x0b\x32 .baton.nameserver.v1.StoredToken\"R\n\x0c\x43heckRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x30\n\x06wanted\x18\x02 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\"s\n\rCheckResponse\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x0f\n\x07\x61llowed\x18\x02 \x01(\x08\x12,\n\x02\x62y\x18\x03 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\x12\x11\n\taccess_on\x18\x04 \x01(\x08\"h\n\x12\x43reateTokenRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x03\x12\x30\n\x06scopes\x18\x03 \x03(\x0b\x32 .baton.nameserver.v1.AccessGrant\"N\n\x13\x43reateTokenResponse\x12\r\n\x05token\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\t\x12\x16\n\x0e\x65xpire_unix_ms\x18\x03 \x01(\x03\"&\n\x12RevokeTokenRequest\x12\x10\n\x08token_id\x18\x01 \x01(\t\"&\n\x13RevokeTokenResponse\x12\x0f\n\x07revoked\x18\x01 \x01(\x08\x32\xa5\x04\n\rAccessService\x12N\n\x05Grant\x12!.baton.nameserver.v1.GrantRequest\x1a\".baton.nameserver.v1.GrantResponse\x12Q\n\x06Revoke\x12\".baton.nameserver.v1.RevokeRequest\x1a#.baton.nameserver.v1.RevokeResponse\x12]\n\nListAccess\x12&.baton.nameserver.v1.ListAccessRequest\x1a\'.baton.nameserver.v1.ListAccessResponse\x12N\n\x05\x43heck\x12!.baton.nameserver.v1.CheckRequest\x1a\".baton.nameserver.v1.CheckResponse\x12`\n\x0b\x43reateToken\x12\'.baton.nameserver.v1.CreateTokenRequest\x1a(.baton.nameserver.v1.CreateTokenResponse\x12`\n\x0bRevokeToken\x12\'.baton.nameserver.v1.RevokeTokenRequest\x1a(.baton.nameserver.v1.RevokeTokenResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(baton/nameserver/v1/access_service.proto\x12\x13\x62\x61ton.nameserver.v1\x1a\'baton/nameserver/v1/stored_access.proto\"Q\n\x0cGrantRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12/\n\x05grant\x18\x02 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\" \n\rGrantResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\"R\n\rRevokeRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12/\n\x05grant\x18\x02 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\"\'\n\x0eRevokeResponse\x12\x15\n\rrevoked_count\x18\x01 \x01(\r\"L\n\x11ListAccessRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"f\n\x12ListAccessResponse\x12\x37\n\nidentities\x18\x01 \x03(\x0b\x32#.baton.nameserver.v1.IdentityAccess\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x86\x01\n\x0eIdentityAccess\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x30\n\x06grants\x18\x02 \x03(\x0b\x32 .baton.nameserver.v1.AccessGrant\x12\x30\n\x06tokens\x18\x03 \x03(\x0b\x32 .baton.nameserver.v1.StoredToken\"R\n\x0c\x43heckRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x30\n\x06wanted\x18\x02 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\"s\n\rCheckResponse\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x0f\n\x07\x61llowed\x18\x02 \x01(\x08\x12,\n\x02\x62y\x18\x03 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\x12\x11\n\taccess_on\x18\x04 \x01(\x08\"\x84\x01\n\x12\x43reateTokenRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x03\x12\x30\n\x06scopes\x18\x03 \x03(\x0b\x32 .baton.nameserver.v1.AccessGrant\x12\x1a\n\x12\x63\x65rtificate_sha256\x18\x04 \x01(\t\"N\n\x13\x43reateTokenResponse\x12\r\n\x05token\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\t\x12\x16\n\x0e\x65xpire_unix_ms\x18\x03 \x01(\x03\"&\n\x12RevokeTokenRequest\x12\x10\n\x08token_id\x18\x01 \x01(\t\"&\n\x13RevokeTokenResponse\x12\x0f\n\x07revoked\x18\x01 \x01(\x08\"/\n\x0c\x42lockRequest\x12\x0f\n\x07subject\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\" \n\rBlockResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\"!\n\x0eUnblockRequest\x12\x0f\n\x07subject\x18\x01 \x01(\t\"\"\n\x0fUnblockResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\":\n\x11ListBlocksRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"_\n\x12ListBlocksResponse\x12\x30\n\x06\x62locks\x18\x01 \x03(\x0b\x32 .baton.nameserver.v1.StoredBlock\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xaa\x06\n\rAccessService\x12N\n\x05Grant\x12!.baton.nameserver.v1.GrantRequest\x1a\".baton.nameserver.v1.GrantResponse\x12Q\n\x06Revoke\x12\".baton.nameserver.v1.RevokeRequest\x1a#.baton.nameserver.v1.RevokeResponse\x12]\n\nListAccess\x12&.baton.nameserver.v1.ListAccessRequest\x1a\'.baton.nameserver.v1.ListAccessResponse\x12N\n\x05\x43heck\x12!.baton.nameserver.v1.CheckRequest\x1a\".baton.nameserver.v1.CheckResponse\x12`\n\x0b\x43reateToken\x12\'.baton.nameserver.v1.CreateTokenRequest\x1a(.baton.nameserver.v1.CreateTokenResponse\x12`\n\x0bRevokeToken\x12\'.baton.nameserver.v1.RevokeTokenRequest\x1a(.baton.nameserver.v1.RevokeTokenResponse\x12N\n\x05\x42lock\x12!.baton.nameserver.v1.BlockRequest\x1a\".baton.nameserver.v1.BlockResponse\x12T\n\x07Unblock\x12#.baton.nameserver.v1.UnblockRequest\x1a$.baton.nameserver.v1.UnblockResponse\x12]\n\nListBlocks\x12&.baton.nameserver.v1.ListBlocksRequest\x1a\'.baton.nameserver.v1.ListBlocksResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,14 +50,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHECKREQUEST']._serialized_end=749
   _globals['_CHECKRESPONSE']._serialized_start=751
   _globals['_CHECKRESPONSE']._serialized_end=866
-  _globals['_CREATETOKENREQUEST']._serialized_start=868
-  _globals['_CREATETOKENREQUEST']._serialized_end=972
-  _globals['_CREATETOKENRESPONSE']._serialized_start=974
-  _globals['_CREATETOKENRESPONSE']._serialized_end=1052
-  _globals['_REVOKETOKENREQUEST']._serialized_start=1054
-  _globals['_REVOKETOKENREQUEST']._serialized_end=1092
-  _globals['_REVOKETOKENRESPONSE']._serialized_start=1094
-  _globals['_REVOKETOKENRESPONSE']._serialized_end=1132
-  _globals['_ACCESSSERVICE']._serialized_start=1135
-  _globals['_ACCESSSERVICE']._serialized_end=1684
+  _globals['_CREATETOKENREQUEST']._serialized_start=869
+  _globals['_CREATETOKENREQUEST']._serialized_end=1001
+  _globals['_CREATETOKENRESPONSE']._serialized_start=1003
+  _globals['_CREATETOKENRESPONSE']._serialized_end=1081
+  _globals['_REVOKETOKENREQUEST']._serialized_start=1083
+  _globals['_REVOKETOKENREQUEST']._serialized_end=1121
+  _globals['_REVOKETOKENRESPONSE']._serialized_start=1123
+  _globals['_REVOKETOKENRESPONSE']._serialized_end=1161
+  _globals['_BLOCKREQUEST']._serialized_start=1163
+  _globals['_BLOCKREQUEST']._serialized_end=1210
+  _globals['_BLOCKRESPONSE']._serialized_start=1212
+  _globals['_BLOCKRESPONSE']._serialized_end=1244
+  _globals['_UNBLOCKREQUEST']._serialized_start=1246
+  _globals['_UNBLOCKREQUEST']._serialized_end=1279
+  _globals['_UNBLOCKRESPONSE']._serialized_start=1281
+  _globals['_UNBLOCKRESPONSE']._serialized_end=1315
+  _globals['_LISTBLOCKSREQUEST']._serialized_start=1317
+  _globals['_LISTBLOCKSREQUEST']._serialized_end=1375
+  _globals['_LISTBLOCKSRESPONSE']._serialized_start=1377
+  _globals['_LISTBLOCKSRESPONSE']._serialized_end=1472
+  _globals['_ACCESSSERVICE']._serialized_start=1475
+  _globals['_ACCESSSERVICE']._serialized_end=2285
 # @@protoc_insertion_point(module_scope)

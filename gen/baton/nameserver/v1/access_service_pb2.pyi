@@ -290,10 +290,15 @@ class CreateTokenRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
     SCOPES_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_SHA256_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """Identity of the token. Required."""
     ttl_ms: _builtins.int
     """Time until it expires, up to ten years; 0 for never."""
+    certificate_sha256: _builtins.str
+    """SHA-256 of the only client certificate with which it is valid, 64 digits in hex; empty: it is valid
+    with any certificate, and without one.
+    """
     @_builtins.property
     def scopes(self) -> _containers.RepeatedCompositeFieldContainer[_stored_access_pb2.AccessGrant]:
         """The token gives only permissions that one of these covers, too, at most 100; none: all of its
@@ -306,10 +311,11 @@ class CreateTokenRequest(_message.Message):
         identity: _builtins.str = ...,
         ttl_ms: _builtins.int = ...,
         scopes: _abc.Iterable[_stored_access_pb2.AccessGrant] | None = ...,
+        certificate_sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "scopes", b"scopes", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_sha256", b"certificate_sha256", "identity", b"identity", "scopes", b"scopes", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -388,3 +394,153 @@ class RevokeTokenResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RevokeTokenResponse: _TypeAlias = RevokeTokenResponse  # noqa: Y015
+
+@_typing.final
+class BlockRequest(_message.Message):
+    """See AccessService.Block."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    subject: _builtins.str
+    """`identity:NAME`; `certificate:` and the SHA-256 of a client certificate; or `serial:` and its serial
+    number. Numbers in hex, with or without colons. Required.
+    """
+    reason: _builtins.str
+    """Why, for people; at most 200 characters."""
+    def __init__(
+        self,
+        *,
+        subject: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "subject", b"subject"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockRequest: _TypeAlias = BlockRequest  # noqa: Y015
+
+@_typing.final
+class BlockResponse(_message.Message):
+    """See AccessService.Block."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGED_FIELD_NUMBER: _builtins.int
+    changed: _builtins.bool
+    """False if it was blocked already."""
+    def __init__(
+        self,
+        *,
+        changed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockResponse: _TypeAlias = BlockResponse  # noqa: Y015
+
+@_typing.final
+class UnblockRequest(_message.Message):
+    """See AccessService.Unblock."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    subject: _builtins.str
+    """As in Block. Required."""
+    def __init__(
+        self,
+        *,
+        subject: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["subject", b"subject"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnblockRequest: _TypeAlias = UnblockRequest  # noqa: Y015
+
+@_typing.final
+class UnblockResponse(_message.Message):
+    """See AccessService.Unblock."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGED_FIELD_NUMBER: _builtins.int
+    changed: _builtins.bool
+    """False if it was not blocked."""
+    def __init__(
+        self,
+        *,
+        changed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnblockResponse: _TypeAlias = UnblockResponse  # noqa: Y015
+
+@_typing.final
+class ListBlocksRequest(_message.Message):
+    """See AccessService.ListBlocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Entries in the answer at most; 0 means 1,000, more than 10,000 means 10,000. A page may have
+    fewer, even if more follow.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty for the first page."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBlocksRequest: _TypeAlias = ListBlocksRequest  # noqa: Y015
+
+@_typing.final
+class ListBlocksResponse(_message.Message):
+    """See AccessService.ListBlocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty if this is the last page."""
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_stored_access_pb2.StoredBlock]:
+        """What is blocked, by subject, ascending."""
+
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[_stored_access_pb2.StoredBlock] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBlocksResponse: _TypeAlias = ListBlocksResponse  # noqa: Y015

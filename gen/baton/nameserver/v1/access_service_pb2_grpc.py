@@ -68,6 +68,21 @@ class AccessServiceStub:
                 request_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeTokenRequest.SerializeToString,
                 response_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeTokenResponse.FromString,
                 _registered_method=True)
+        self.Block = channel.unary_unary(
+                '/baton.nameserver.v1.AccessService/Block',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.BlockRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.BlockResponse.FromString,
+                _registered_method=True)
+        self.Unblock = channel.unary_unary(
+                '/baton.nameserver.v1.AccessService/Unblock',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.UnblockRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.UnblockResponse.FromString,
+                _registered_method=True)
+        self.ListBlocks = channel.unary_unary(
+                '/baton.nameserver.v1.AccessService/ListBlocks',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.ListBlocksRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.ListBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class AccessServiceServicer:
@@ -135,6 +150,35 @@ class AccessServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Block(self, request, context):
+        """Blocks an identity or a certificate: services reject its calls with UNAUTHENTICATED as soon as they
+        have the change from etcd, and end its streams and calls that wait. Repeating it does no harm.
+
+        Statuses: INVALID_ARGUMENT (also for the caller's own identity and that of a service),
+        UNAVAILABLE (NO_QUORUM).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unblock(self, request, context):
+        """Ends a block. Repeating it does no harm.
+
+        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListBlocks(self, request, context):
+        """Lists what is blocked, by subject, in pages.
+
+        Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NO_QUORUM).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AccessServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -167,6 +211,21 @@ def add_AccessServiceServicer_to_server(servicer, server):
                     servicer.RevokeToken,
                     request_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeTokenRequest.FromString,
                     response_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeTokenResponse.SerializeToString,
+            ),
+            'Block': grpc.unary_unary_rpc_method_handler(
+                    servicer.Block,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.BlockRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.BlockResponse.SerializeToString,
+            ),
+            'Unblock': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unblock,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.UnblockRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.UnblockResponse.SerializeToString,
+            ),
+            'ListBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBlocks,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.ListBlocksRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.ListBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -335,6 +394,87 @@ class AccessService:
             '/baton.nameserver.v1.AccessService/RevokeToken',
             baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeTokenRequest.SerializeToString,
             baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeTokenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Block(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.AccessService/Block',
+            baton_dot_nameserver_dot_v1_dot_access__service__pb2.BlockRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_access__service__pb2.BlockResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unblock(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.AccessService/Unblock',
+            baton_dot_nameserver_dot_v1_dot_access__service__pb2.UnblockRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_access__service__pb2.UnblockResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.AccessService/ListBlocks',
+            baton_dot_nameserver_dot_v1_dot_access__service__pb2.ListBlocksRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_access__service__pb2.ListBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -71,6 +71,23 @@ class AccessServiceStub:
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM).
     """
+    Block: _grpc.UnaryUnaryMultiCallable[_access_service_pb2.BlockRequest, _access_service_pb2.BlockResponse]
+    """Blocks an identity or a certificate: services reject its calls with UNAUTHENTICATED as soon as they
+    have the change from etcd, and end its streams and calls that wait. Repeating it does no harm.
+
+    Statuses: INVALID_ARGUMENT (also for the caller's own identity and that of a service),
+    UNAVAILABLE (NO_QUORUM).
+    """
+    Unblock: _grpc.UnaryUnaryMultiCallable[_access_service_pb2.UnblockRequest, _access_service_pb2.UnblockResponse]
+    """Ends a block. Repeating it does no harm.
+
+    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM).
+    """
+    ListBlocks: _grpc.UnaryUnaryMultiCallable[_access_service_pb2.ListBlocksRequest, _access_service_pb2.ListBlocksResponse]
+    """Lists what is blocked, by subject, in pages.
+
+    Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NO_QUORUM).
+    """
 
 @_typing.type_check_only
 class AccessServiceAsyncStub(AccessServiceStub):
@@ -114,6 +131,23 @@ class AccessServiceAsyncStub(AccessServiceStub):
     """Revokes a token by its id. Repeating it does no harm.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM).
+    """
+    Block: _aio.UnaryUnaryMultiCallable[_access_service_pb2.BlockRequest, _access_service_pb2.BlockResponse]  # type: ignore[assignment]
+    """Blocks an identity or a certificate: services reject its calls with UNAUTHENTICATED as soon as they
+    have the change from etcd, and end its streams and calls that wait. Repeating it does no harm.
+
+    Statuses: INVALID_ARGUMENT (also for the caller's own identity and that of a service),
+    UNAVAILABLE (NO_QUORUM).
+    """
+    Unblock: _aio.UnaryUnaryMultiCallable[_access_service_pb2.UnblockRequest, _access_service_pb2.UnblockResponse]  # type: ignore[assignment]
+    """Ends a block. Repeating it does no harm.
+
+    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM).
+    """
+    ListBlocks: _aio.UnaryUnaryMultiCallable[_access_service_pb2.ListBlocksRequest, _access_service_pb2.ListBlocksResponse]  # type: ignore[assignment]
+    """Lists what is blocked, by subject, in pages.
+
+    Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NO_QUORUM).
     """
 
 class AccessServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -191,6 +225,41 @@ class AccessServiceServicer(metaclass=_abc_1.ABCMeta):
         """Revokes a token by its id. Repeating it does no harm.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM).
+        """
+
+    @_abc_1.abstractmethod
+    def Block(
+        self,
+        request: _access_service_pb2.BlockRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_access_service_pb2.BlockResponse, _abc.Awaitable[_access_service_pb2.BlockResponse]]:
+        """Blocks an identity or a certificate: services reject its calls with UNAUTHENTICATED as soon as they
+        have the change from etcd, and end its streams and calls that wait. Repeating it does no harm.
+
+        Statuses: INVALID_ARGUMENT (also for the caller's own identity and that of a service),
+        UNAVAILABLE (NO_QUORUM).
+        """
+
+    @_abc_1.abstractmethod
+    def Unblock(
+        self,
+        request: _access_service_pb2.UnblockRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_access_service_pb2.UnblockResponse, _abc.Awaitable[_access_service_pb2.UnblockResponse]]:
+        """Ends a block. Repeating it does no harm.
+
+        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM).
+        """
+
+    @_abc_1.abstractmethod
+    def ListBlocks(
+        self,
+        request: _access_service_pb2.ListBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_access_service_pb2.ListBlocksResponse, _abc.Awaitable[_access_service_pb2.ListBlocksResponse]]:
+        """Lists what is blocked, by subject, in pages.
+
+        Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NO_QUORUM).
         """
 
 def add_AccessServiceServicer_to_server(servicer: AccessServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

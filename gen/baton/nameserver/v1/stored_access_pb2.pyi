@@ -113,6 +113,7 @@ class StoredToken(_message.Message):
     BY_FIELD_NUMBER: _builtins.int
     EXPIRE_UNIX_MS_FIELD_NUMBER: _builtins.int
     SCOPES_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_SHA256_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """Identity of the token."""
     token_id: _builtins.str
@@ -123,6 +124,10 @@ class StoredToken(_message.Message):
     """Identity that created it; empty if authorization was off."""
     expire_unix_ms: _builtins.int
     """Wall clock from which on it is invalid; 0 for never."""
+    certificate_sha256: _builtins.str
+    """SHA-256 of the only client certificate with which it is valid, 64 digits in hex; empty: it is valid
+    with any certificate, and without one.
+    """
     @_builtins.property
     def scopes(self) -> _containers.RepeatedCompositeFieldContainer[Global___AccessGrant]:
         """The token gives only permissions that one of these covers, too; none: all of its identity."""
@@ -136,11 +141,50 @@ class StoredToken(_message.Message):
         by: _builtins.str = ...,
         expire_unix_ms: _builtins.int = ...,
         scopes: _abc.Iterable[Global___AccessGrant] | None = ...,
+        certificate_sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "create_unix_ms", b"create_unix_ms", "expire_unix_ms", b"expire_unix_ms", "identity", b"identity", "scopes", b"scopes", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "certificate_sha256", b"certificate_sha256", "create_unix_ms", b"create_unix_ms", "expire_unix_ms", b"expire_unix_ms", "identity", b"identity", "scopes", b"scopes", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoredToken: _TypeAlias = StoredToken  # noqa: Y015
+
+@_typing.final
+class StoredBlock(_message.Message):
+    """A blocked identity or certificate, under access/blocks/<subject> in etcd, the subject
+    percent-encoded.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    CREATE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    subject: _builtins.str
+    """`identity:NAME`, `certificate:` and the SHA-256 of a certificate, or `serial:` and its serial
+    number; numbers in hex, lower case.
+    """
+    create_unix_ms: _builtins.int
+    """Wall clock of the block."""
+    by: _builtins.str
+    """Identity that blocked it; empty if authorization was off."""
+    reason: _builtins.str
+    """Why, for people."""
+    def __init__(
+        self,
+        *,
+        subject: _builtins.str = ...,
+        create_unix_ms: _builtins.int = ...,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "create_unix_ms", b"create_unix_ms", "reason", b"reason", "subject", b"subject"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredBlock: _TypeAlias = StoredBlock  # noqa: Y015
