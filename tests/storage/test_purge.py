@@ -17,13 +17,13 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, TopicExists
 from batonmq_server.storage import checkpointer
 from batonmq_server.storage.core.commitlog import purged_head
-from tests.offsets.replica_cluster import TIMEOUT_S
 from tests.storage.batches import batch
 from tests.storage.replicas import BROKER, SEGMENT_BYTES, Replica, Scene
 from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
 
+TIMEOUT_S = 60
 GONE, GONE_ID = "old", 99
 PURGED = purged_head(SEGMENT_BYTES).ljust(SEGMENT_BYTES, b"\0")
 
