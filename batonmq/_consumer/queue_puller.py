@@ -137,6 +137,7 @@ class QueuePuller:
         assert progress is not None
         acks = self._acks_to_send(progress)
         request = self._request(progress, acks, view)
+        queue.stated_set = ""
         stub = await session.directory.reader(queue.ref.broker, self._reader.node_id)
         sent_ms = session.clock.monotonic_ms()
         timeout_s = request.hold_ms / 1000 + CALL_TIMEOUT_S
@@ -151,7 +152,12 @@ class QueuePuller:
         if queue.with_ownership and not session.epochs.observe(
             answer.offsets_set, answer.offsets_epoch
         ):
-            return  # of an older epoch, or nothing was found and nothing recorded
+            return  # an older epoch recorded the delivery
+        if answer.offsets_set and queue.stated_set not in ("", answer.offsets_set):
+            return  # the group has moved since, and the new set does not know of the delivery
+        named = request.offsets_set, request.offsets_epoch
+        if received and named == (answer.offsets_set, answer.offsets_epoch):
+            queue.position_known = named
         if acks is not None and answer.progress_taken:
             queue.committed(progress, acks, sent_ms)
         if answer.next_offset <= progress.next_offset or not queue.may_start():
@@ -185,6 +191,7 @@ class QueuePuller:
             offsets_set=session.epochs.newest_set,
             progress=None if acks is None else _acks_to_pb(progress, acks),
             client_id=session.incarnation.client_id,
+            received_offset=progress.received_offset if queue.with_ownership else None,
         )
 
     def _receive(self, progress: QueueProgress, answer: pb.PullResponse) -> None:
@@ -196,6 +203,9 @@ class QueuePuller:
                 restore_original(message, session.group)
         progress.receive(answer.next_offset, [message.offset for message in messages])
         if messages:
+            if session.metrics is not None:
+                flagged = sum(message.redelivered for message in messages)
+                session.metrics.received(queue.ref.topic, len(messages), flagged)
             queue.buffer.add(messages)
             queue.notify_arrived()
         else:

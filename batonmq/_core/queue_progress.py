@@ -91,6 +91,13 @@ class QueueProgress:
         return self.next_offset - self._confirmed.committed
 
     @property
+    def received_offset(self) -> int:
+        """One past the highest offset received under the token, or kept from an earlier one."""
+        kept = self._running | self._given_up | self._dropped
+        ahead = self._ahead[-1][1] if self._ahead else 0
+        return max(self.next_offset, ahead, max(kept, default=-1) + 1)
+
+    @property
     def running(self) -> frozenset[int]:
         """H: offsets with running handlers."""
         return frozenset(self._running)

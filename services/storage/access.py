@@ -57,7 +57,8 @@ RULES: AccessRules = {
                 traffic=Traffic.CONSUME
             ),
             "QueryOffsets": requires_by_request(
-                lambda request: (use_topic(queue.topic) for queue in request.queues), ["nameserver"]
+                lambda request: (use_topic(queue.topic) for queue in request.queues),
+                ["nameserver", "offsets"],
             ),
             "Describe": requires(OPERATE),
         },
