@@ -215,17 +215,16 @@ class BatchedCalls:
     def _note_outcome(self, one: _PendingAcquire) -> None:
         """Remember what a request claimed if a grant for it may arrive late or never."""
         if one.granted:
-            self._claimed.pop(one.queue, None)
-        else:
-            before = self._claimed.get(one.queue)
-            resume = list(one.item.resume)
-            if before is not None and before.reset_epoch == one.item.reset_epoch:
-                resume += before.resume
-            self._claimed[one.queue] = lockmgr_pb.AcquireItem(
-                queue=one.item.queue,
-                resume=ranges_to_pb(normalize(ranges_from_pb(resume))),
-                reset_epoch=one.item.reset_epoch,
-            )
+            return
+        before = self._claimed.get(one.queue)
+        resume = list(one.item.resume)
+        if before is not None and before.reset_epoch == one.item.reset_epoch:
+            resume += before.resume
+        self._claimed[one.queue] = lockmgr_pb.AcquireItem(
+            queue=one.item.queue,
+            resume=ranges_to_pb(normalize(ranges_from_pb(resume))),
+            reset_epoch=one.item.reset_epoch,
+        )
 
     def _still_assigned(self, pending: Sequence[_PendingAcquire]) -> list[_PendingAcquire]:
         """Return the requests that the group's record allows; refuse the others.
@@ -263,6 +262,7 @@ class BatchedCalls:
                 else:
                     session.epochs.observe(answer.grant.offsets_set, answer.grant.offsets_epoch)
                     pending.granted = True
+                    self._claimed.pop(pending.queue, None)
                     pending.settle(ReceivedGrant(answer.grant, sent_ms))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error

@@ -23,8 +23,7 @@ class ReceivedMessage:
         store_unix_ms: When its batch was stored, by storage's wall clock.
         token: Fencing token under which it was delivered; 0 without ownership.
         redelivered: Whether an earlier owner, or this consumer before, may have started it.
-        attempts: How often a handler was called with it, the calls before it was sent back
-            included.
+        attempts: Number of handler calls with it, including those before it was sent back.
         topic_id: Id of the queue's topic; a later topic of the same name has a greater one.
         lineage: The ownership that it belongs to; used by the library.
         extender: Extends the time of the handler that runs with it; used by the library.

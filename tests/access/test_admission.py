@@ -326,7 +326,7 @@ async def test_tokens_are_not_in_errors_logs_or_metrics(
 
 
 async def test_owner_numbers_in_a_request_are_those_of_the_caller(etcd: EtcdSession) -> None:
-    """A client can't pass for another one by what it writes into its request."""
+    """A client can't act as another owner with a number in its request."""
     async with scene(etcd) as here:
         await here.know("app", ("consume", f"topic:{TOPIC}"), ("consume", f"group:{GROUP}"))
         number = owner_of("app")
@@ -355,7 +355,7 @@ async def test_owner_numbers_in_a_request_are_those_of_the_caller(etcd: EtcdSess
 
 
 def test_every_request_with_an_incarnation_has_it_at_the_top() -> None:
-    """So that admission finds it; items of services name holders, which services have checked."""
+    """Admission looks for it there; items of services name holders that services have checked."""
     nested = {
         field.message_type.full_name + "." + inner.name
         for method in METHODS.values()

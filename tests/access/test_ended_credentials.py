@@ -326,8 +326,8 @@ async def test_open_call_ends_when_the_token_of_the_issuer_does(
             async with asyncio.timeout(ENDS_S + 3):
                 error = await ending
         assert isinstance(error, Unauthenticated)
-        told = {"expiry": "expired", "key": "no longer has", "block": "is blocked"}
-        assert told[end] in error.message
+        expected_text = {"expiry": "expired", "key": "no longer has", "block": "is blocked"}
+        assert expected_text[end] in error.message
 
 
 async def test_token_of_the_issuer_that_is_bound_needs_its_certificate(

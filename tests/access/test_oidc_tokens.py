@@ -76,9 +76,9 @@ def test_token_of_each_algorithm_gives_the_identity_with_the_prefix(
     here: Scene, algorithm: str
 ) -> None:
     token = here.issuer.token(algorithm)
-    found = here.tokens().verify(token)
-    assert found.identity == "oidc:alice"
-    assert found.expire_unix_ms == (here.clock.unix_ms() // 1000 + 600) * 1000 + LEEWAY_MS
+    verified = here.tokens().verify(token)
+    assert verified.identity == "oidc:alice"
+    assert verified.expire_unix_ms == (here.clock.unix_ms() // 1000 + 600) * 1000 + LEEWAY_MS
 
 
 def test_identity_is_in_the_configured_claim(here: Scene) -> None:
@@ -166,8 +166,8 @@ def test_other_algorithms_are_refused(here: Scene, algorithm: Any) -> None:
     payload = encoded({"iss": ISSUER, "aud": AUDIENCE, "sub": "root", "exp": 4e9})
     signature = encoded(hmac.digest(public, f"{header}.{payload}".encode(), sha256))
     for end in (signature, ""):
-        told = refusal(here.tokens(), f"{header}.{payload}.{end}")
-        assert "allowed are ES256, EdDSA, RS256" in told or "is malformed" in told
+        message = refusal(here.tokens(), f"{header}.{payload}.{end}")
+        assert "allowed are ES256, EdDSA, RS256" in message or "is malformed" in message
 
 
 def test_algorithm_outside_the_settings_is_refused(here: Scene) -> None:
@@ -234,10 +234,10 @@ def test_token_is_verified_once_and_a_bounded_number_is_remembered(
     here: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, token = here.tokens(), here.issuer.token()
-    found = tokens.verify(token)
+    verified = tokens.verify(token)
     with monkeypatch.context() as patch:
         patch.setattr(jwt, "decode", None)
-        assert tokens.verify(token) is found
+        assert tokens.verify(token) is verified
         monkeypatch.setattr("batonmq_server.runtime.access.oidc.REMEMBERED_MAX", 3)
     for number in range(5):
         tokens.verify(here.issuer.token(sub=f"user-{number}"))

@@ -119,7 +119,7 @@ async def test_raised_error_fails_the_list_and_each_message_is_retried_alone(
         first = next(each for each in lists if "5" in each)
         assert len(first) > 1
         assert [each for each in lists if "5" in each] == [first, ["5"], ["5"]]
-        assert sorted(taken) == TEN, "each counts once"
+        assert sorted(taken) == TEN, "a message failed more than once"
 
 
 async def test_result_of_the_wrong_length_fails_the_list(
@@ -195,7 +195,7 @@ async def test_list_of_a_thread_that_hangs_is_retried(
                 return
             taken.extend(bodies_of(messages))
 
-        # Long enough, on any machine, for a thread that must end in time.
+        # Longer than any machine delays a thread that ends in time.
         async with running_batches(at, handle, replace(QUICK, handle_timeout_ms=3_000)):
             await until(lambda: handled_all(at))
             let_go.set()

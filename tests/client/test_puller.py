@@ -70,10 +70,14 @@ async def poll_messages(reading: Puller, count: int, count_max: int = 7) -> list
     messages: list[ReceivedMessage] = []
     async with asyncio.timeout(40):
         while len(messages) < count:
-            found = await reading.poll(5_000, count_max)
-            assert sum(map(len, found.values())) <= count_max
-            assert all(m.queue == queue for queue, some in found.items() for m in some)
-            messages += [message for some in found.values() for message in some]
+            polled = await reading.poll(5_000, count_max)
+            assert sum(map(len, polled.values())) <= count_max
+            assert all(
+                m.queue == queue for queue, queue_messages in polled.items() for m in queue_messages
+            )
+            messages += [
+                message for queue_messages in polled.values() for message in queue_messages
+            ]
     return messages
 
 
@@ -341,8 +345,8 @@ class KeptQueue:
             raise OffsetAheadOfLog(f"{offset} is beyond {self.end}")
         begin = max(offset, self.first)
         end = min(begin + 2, self.end)
-        found = tuple(map(_batch, range(begin, end)))
-        return FetchedBatches(found, end, begin - offset, KeptOffsets(self.first, self.end))
+        batches = tuple(map(_batch, range(begin, end)))
+        return FetchedBatches(batches, end, begin - offset, KeptOffsets(self.first, self.end))
 
 
 def _batch(offset: int) -> bytes:

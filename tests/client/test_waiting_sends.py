@@ -20,7 +20,7 @@ BYTES_MAX = 100
 
 
 class Topic(TopicQueues):
-    """A topic of which the test says which keys have to wait."""
+    """A topic; the test sets the keys that have to wait."""
 
     def __init__(self) -> None:
         self.moving: set[str] = set()
@@ -30,7 +30,7 @@ class Topic(TopicQueues):
 
 
 class Batches:
-    """Counts bytes in flight, and records the messages in their order."""
+    """Batches that count bytes in flight and record the messages in their order."""
 
     def __init__(self) -> None:
         self.topics: dict[str, TopicQueues] = {}

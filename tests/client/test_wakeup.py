@@ -1,6 +1,6 @@
 """Conditions that tasks wait for.
 
-Goal: a task goes on when its condition holds, not before, and no change is missed.
+Goal: a task continues when its condition holds, not before, and no change is missed.
 Method: tasks in the event loop, and flags that the test sets.
 """
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator
 
-import pytest
 import pytest_asyncio
 
 from batonmq._common.clock import Clock
 from batonmq_server.runtime.etcd.session import EtcdSession
-
-
-@pytest.fixture
-def cluster() -> str:
-    return f"test-{secrets.token_hex(8)}"
 
 
 @pytest_asyncio.fixture
