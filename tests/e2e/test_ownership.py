@@ -112,7 +112,7 @@ async def test_kill_9_of_an_owner_redelivers_at_most_its_messages_in_flight_flag
 async def test_messages_after_a_kill_of_owner_and_offsets_are_not_flagged(tmp_path: Path) -> None:
     async with ownership_cluster(tmp_path, 1, an_owner_dies=True) as (cluster, workers):
         victim = await workers.join("victim")
-        await owning(victim, 1)
+        await until_owned(victim, 1)
         await send(cluster.nameserver, TOPIC, range(20))
         await until(lambda: _committed(cluster, workers.group, 20), timeout_s=60)
         victim.kill()
