@@ -133,6 +133,7 @@ AccessService       Block
 AccessService       Unblock
 AccessService       ListBlocks
 MetricsService      Watch              watcher
+SettingsService     Describe
 """
 
 

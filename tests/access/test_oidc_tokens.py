@@ -37,7 +37,7 @@ ALGORITHMS = ["RS256", "ES256", "EdDSA"]
 
 
 class Scene:
-    """An issuer with a key for each algorithm, named like it; "one" is for ES256."""
+    """An issuer with a key for each algorithm, named like the algorithm; "one" is for ES256."""
 
     def __init__(self) -> None:
         self.clock = SetClock()
@@ -130,7 +130,7 @@ def test_times_are_checked_with_the_leeway_at_each_call(here: Scene) -> None:
     before_ms = clock.unix_ms()
     now_s = before_ms // 1000
     token = here.issuer.token(nbf=now_s + 20, exp=now_s + 60)
-    assert tokens.verify(token).identity == "oidc:alice", "within the leeway"
+    assert tokens.verify(token).identity == "oidc:alice", "a time within the leeway was refused"
     late = here.issuer.token(nbf=now_s + 60)
     assert refusal(tokens, late) == "the JSON Web Token of oidc:alice is not valid yet"
     clock.pass_ms(60_000 + LEEWAY_MS - 1_000)
@@ -159,7 +159,7 @@ def test_changed_claims_are_refused(here: Scene) -> None:
 
 @pytest.mark.parametrize("algorithm", ["none", "None", "HS256", "HS512", "RS512", "", None, [], 7])
 def test_other_algorithms_are_refused(here: Scene, algorithm: Any) -> None:
-    """Also a MAC with the public key as its secret, which is no secret."""
+    """This includes a MAC with the public key as its secret: an attacker knows that key."""
     _, key = here.issuer.keys["RS256"]
     public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     header = encoded({"alg": algorithm, "kid": "RS256", "typ": "JWT"})

@@ -124,7 +124,7 @@ def test_default_quota_holds_where_an_identity_has_no_limit_of_its_own() -> None
     assert not begin(ledger, WRITE)
 
 
-def test_changed_rate_holds_at_once_and_a_debt_stays() -> None:
+def test_changed_rate_applies_at_once_and_keeps_the_debt() -> None:
     ledger = QuotaLedger()
     ledger.set_quota("tenant", Quota(produce_bytes_per_s=100))
     begin(ledger, WRITE, size=1_100)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from batonmq._blocking import BlockingConsumer, BlockingProducer, BlockingPuller
 from batonmq._consumer.membership import SubscriptionVerdict
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.message_batch import MessageBatch
 from batonmq._producer.send_buffer import ProducerClosed
 from batonmq.admin.admin import Admin
 from batonmq.errors import BadExpression, TopicNotFound, Unreachable
@@ -103,14 +105,14 @@ def test_consumer_handles_lists_pauses_queues_and_reports_its_state(at: Scene) -
     with BlockingProducer(at.nameserver) as producer:
         for number in range(50):
             producer.send(at.topic, b"%d" % number)
-    lists: list[list[ReceivedMessage]] = []
+    lists: list[Sequence[ReceivedMessage]] = []
     with BlockingConsumer(at.nameserver, at.group, {at.topic: "*"}, QUICK) as consumer:
         consumer.handle_timeout_ms = 20_000
         assert consumer.handle_timeout_ms == 20_000
         assert consumer.verdict == SubscriptionVerdict("accepted")
         states: set[object] = set()
 
-        def handle(messages: list[ReceivedMessage]) -> None:
+        def handle(messages: MessageBatch) -> None:
             queue = messages[0].queue
             consumer.pause(queue)
             states.add((queue in consumer.assignment, consumer.flow.get(queue)))

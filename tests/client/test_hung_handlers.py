@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +106,7 @@ def test_reset_past_a_hung_handler_cancels_it_and_frees_the_queue_within_a_secon
     async def check() -> None:
         async with hung_consumer(orderly=orderly) as at:
 
-            async def handle_all(messages: list[ReceivedMessage]) -> None:
+            async def handle_all(messages: Sequence[ReceivedMessage]) -> None:
                 for message in messages:
                     await at.handle(message)
 

@@ -93,7 +93,7 @@ def numbers(*first_and_end: int) -> list[str]:
 
 
 @pytest.mark.e2e
-async def test_messages_of_each_queue_come_in_order_and_new_ones_without_delay(
+async def test_messages_of_a_queue_are_returned_in_order_and_without_delay(
     nameserver: str,
 ) -> None:
     async with unowned_group(nameserver) as at, puller(at) as pulling:
@@ -224,7 +224,7 @@ async def test_reader_seeks_by_offset_time_begin_and_end(nameserver: str) -> Non
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("to", [-1, 1 << 63, AtTime(-1), AtTime(1 << 63), "start", 1.5, None])
-async def test_invalid_seek_target_is_refused_and_reading_goes_on(
+async def test_invalid_seek_target_is_refused_and_reading_continues(
     nameserver: str, to: SeekTarget
 ) -> None:
     async with unowned_group(nameserver, 1) as at, puller(at) as pulling:

@@ -121,7 +121,7 @@ async def test_small_message_does_not_overtake_a_large_one_without_room() -> Non
     assert scene.batches.placed == [b"first", b"large", b"small"]
 
 
-async def test_message_above_the_limit_goes_when_no_other_is_in_flight() -> None:
+async def test_message_above_the_limit_is_sent_when_no_other_is_in_flight() -> None:
     scene = Scene(["t"])
     scene.send(b"first", 1)
     scene.send(b"huge", 10 * BYTES_MAX)

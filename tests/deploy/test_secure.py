@@ -82,18 +82,18 @@ def test_every_secret_is_made_and_valid_for_the_names_of_its_pod(name: str, tmp_
             assert {"ca.crt", "tls.crt", "tls.key"} <= files
         own = "etcd-server" if pod.service == "etcd" else f"tls-{pod.service}"
         assert own in pod.secrets.values()
-        told = names(secrets.file(own, "tls.crt"))
+        alternative_names = names(secrets.file(own, "tls.crt"))
         if pod.service == "etcd":
             hosts = {f"{pod.name}.etcd", f"{pod.name}.etcd.baton.svc"}
         else:
             advertised = pod.env[f"BATON_{pod.service.upper()}_ADVERTISE_ADDRESS"]
             hosts = {advertised.partition(":")[0], "localhost"}
-            assert f"URI:service:{pod.service}" in told
+            assert f"URI:service:{pod.service}" in alternative_names
         for host in hosts:
-            assert any(covers(one, host) for one in told), host
-    told = names(secrets.file("tls-nameserver", "tls.crt"))
+            assert any(covers(one, host) for one in alternative_names), host
+    alternative_names = names(secrets.file("tls-nameserver", "tls.crt"))
     for host in ("nameserver", "nameserver.baton", "nameserver.baton.svc"):
-        assert f"DNS:{host}" in told
+        assert f"DNS:{host}" in alternative_names
 
 
 @openssl

@@ -56,6 +56,9 @@ def test_prometheus_scrapes_every_service_and_has_the_rules(tmp_path: Path) -> N
         match = re.search(r"Prometheus is at (http://[\d.:]+)", text)
         assert match is not None
         address = match[1]
+        (page,) = re.findall(r"with alerts at (http://\S+)", text)
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(page) as shown:
+            assert b"<html" in shown.read().lower()
 
         def up() -> dict[str, str]:
             series = ask(address, "query?query=up")["result"]

@@ -238,8 +238,8 @@ def test_messages_removed_before_reading_are_an_error_or_a_counted_loss(
         cluster.send(topic, bodies(0, 100), small, queue=queue)
         drain(spark, given)
         sent = 100
-        with ClusterClient(ConnectionOptions(cluster.nameserver)) as asked:
-            while (first := asked.extents(topic)[queue].first_offset) <= 100:
+        with ClusterClient(ConnectionOptions(cluster.nameserver)) as client:
+            while (first := client.extents(topic)[queue].first_offset) <= 100:
                 more = [Message(str(n).encode() + b" " * 500) for n in range(sent, sent + 500)]
                 cluster.send(topic, more, small, queue=queue)
                 sent += 500
