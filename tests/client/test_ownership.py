@@ -799,7 +799,7 @@ async def test_message_is_handled_only_when_a_returned_coroutine_has_ended() -> 
 
 async def test_owner_states_its_position_with_each_pull() -> None:
     async with twins(1) as at, running_consumer(at, pull_messages_max=2) as running:
-        at.nameserver.give("a", [0])
+        at.nameserver.assign("a", [0])
         at.storage.send(0, "1", "2", "3")
         await until(lambda: running.ended == ["1", "2", "3"])
         await wait_for_held_pulls(at, 0)
@@ -808,7 +808,7 @@ async def test_owner_states_its_position_with_each_pull() -> None:
 
 async def test_idle_owner_states_its_position_to_a_new_epoch_of_offsets() -> None:
     async with twins(1) as at, running_consumer(at, commit_interval_ms=10) as running:
-        at.nameserver.give("a", [0])
+        at.nameserver.assign("a", [0])
         at.storage.send(0, "1", "2")
         await until(lambda: running.ended == ["1", "2"])
         await until(lambda: [item.received_offset for item in at.offsets.commits][-1:] == [2])
