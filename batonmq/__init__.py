@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from batonmq._consumer.handler_results import MessageFailed, RetryLater, Suspend
     from batonmq._consumer.membership import SubscriptionVerdict
     from batonmq._consumer.message import ReceivedMessage
+    from batonmq._consumer.message_batch import MessageBatch
     from batonmq._consumer.puller import AtTime, Puller, PullerSettings
     from batonmq._consumer.session import OwnershipEvent
     from batonmq._core.queues import QueueRef
@@ -62,6 +63,7 @@ __all__ = [
     "Durability",
     "FailedRange",
     "Message",
+    "MessageBatch",
     "MessageFailed",
     "Origin",
     "OwnershipEvent",
@@ -99,6 +101,7 @@ _HOMES = {
     "ConsumerSettings": "batonmq._consumer.consumer_settings",
     "Durability": "batonmq._producer.producer_settings",
     "Message": "batonmq._core.records",
+    "MessageBatch": "batonmq._consumer.message_batch",
     "MessageFailed": "batonmq._consumer.handler_results",
     "Origin": "batonmq._core.retries",
     "OwnershipEvent": "batonmq._consumer.session",

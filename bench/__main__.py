@@ -31,6 +31,7 @@ from bench import (
     starvation,
     streams,
     tls,
+    trickle,
     wire,
 )
 from bench import start_times as starts
@@ -45,6 +46,7 @@ BENCHES: dict[str, Callable[[Setup], Awaitable[list[Figure]]]] = {
     "wire": wire.appends,
     "latency": wire.latency,
     "sends": wire.sends,
+    "trickle": trickle.trickle,
     "pulls": pulls.pulls,
     "consumers": consumers.consumers,
     "memory": memory.memory,

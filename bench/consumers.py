@@ -14,6 +14,7 @@ from batonmq._connection.channels import connect
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.message_batch import MessageBatch
 from batonmq.admin.admin import Admin
 from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
@@ -103,7 +104,7 @@ async def handle_batches(consumer: Consumer, total: int) -> None:
     """Handle `count` messages with a coroutine function that takes lists."""
     handled = 0
 
-    async def handle(messages: list[ReceivedMessage]) -> None:
+    async def handle(messages: MessageBatch) -> None:
         nonlocal handled
         handled += len(messages)
         if handled == total:

@@ -1,7 +1,7 @@
 """The contracts and the code that serves them, compared.
 
-Goal: no call of a proto is left unserved, no reason goes without an error class or the other way
-round, and an error is the same on both ends of the wire.
+Goal: every call of a proto is served, every reason has an error class and every class a reason, and
+an error is the same on both ends of the wire.
 Method: reflection over all generated modules and all modules of `services`, so that a new proto,
 reason or service is checked without a change here.
 """
@@ -29,17 +29,17 @@ from batonmq.errors import BatonError, Difference, Retry
 
 
 def modules(package: ModuleType, pattern: str) -> list[ModuleType]:
-    """Every module below `package`, but not the programs, whose file is like `pattern`."""
-    found: list[ModuleType] = []
+    """Return the modules below `package` whose file matches `pattern`, without `__main__`."""
+    module_list: list[ModuleType] = []
     for root in sorted(set(package.__path__)):
         for file in sorted(Path(root).rglob(pattern)):
             parts = file.relative_to(root).with_suffix("").parts
             if not parts[-1].startswith("__"):
-                found.append(import_module(".".join((package.__name__, *parts))))
-    return found
+                module_list.append(import_module(".".join((package.__name__, *parts))))
+    return module_list
 
 
-FILES: list[FileDescriptor] = [found.DESCRIPTOR for found in modules(baton, "*_pb2.py")]
+FILES: list[FileDescriptor] = [module.DESCRIPTOR for module in modules(baton, "*_pb2.py")]
 SERVICES: list[ServiceDescriptor] = [s for f in FILES for s in f.services_by_name.values()]
 SERVED = modules(batonmq_server, "*.py")
 REASONS = [name.removeprefix("REASON_") for name in error_pb2.Reason.keys()][1:]  # noqa: SIM118
@@ -66,9 +66,9 @@ def generated_base(service: ServiceDescriptor) -> type:
 
 def below(cls: type) -> Iterator[type]:
     direct: list[type] = type.__subclasses__(cls)
-    for found in direct:
-        yield found
-        yield from below(found)
+    for subclass in direct:
+        yield subclass
+        yield from below(subclass)
 
 
 # ---- services
@@ -84,9 +84,9 @@ def test_contracts_and_services_exist() -> None:
 @pytest.mark.parametrize("service", SERVICES, ids=lambda service: service.full_name)
 def test_every_call_is_served(service: ServiceDescriptor) -> None:
     base = generated_base(service)
-    ours = [c for c in below(base) if c.__module__.startswith("batonmq_server.")]
-    # A servicer may be composed of parts, one for each concern: the whole is what no class extends.
-    served_by = list({c for c in ours if not c.__subclasses__()})
+    servicers = [c for c in below(base) if c.__module__.startswith("batonmq_server.")]
+    # A servicer may be composed of base classes, one for each concern; only the last one counts.
+    served_by = list({c for c in servicers if not c.__subclasses__()})
     assert len(served_by) == 1, f"{service.full_name} is served by {served_by}"
     inherited = [m for m in service.methods_by_name if getattr(served_by[0], m) is getattr(base, m)]
     assert not inherited, f"{served_by[0]} does not serve {inherited}"
@@ -113,7 +113,7 @@ def test_zero_of_every_enum_means_unspecified(enum: EnumDescriptor) -> None:
 def test_every_reason_has_one_class_and_every_class_a_reason() -> None:
     assert sorted(error.reason for error in ERRORS) == sorted(REASONS)
     assert sorted(ERROR_OF) == sorted(REASONS)
-    assert set(ERROR_OF.values()) == set(ERRORS), "whatever subclasses some module has"
+    assert set(ERROR_OF.values()) == set(ERRORS), "an error class without a reason"
 
 
 def test_every_retry_advice_has_its_value() -> None:
@@ -122,12 +122,12 @@ def test_every_retry_advice_has_its_value() -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.reason)
-def test_class_tells_kind_advice_and_remedy(error: type[BatonError]) -> None:
+def test_error_class_has_kind_advice_and_remedy(error: type[BatonError]) -> None:
     assert error.kind in grpc.StatusCode.__members__
     assert error.kind != "OK"
     assert isinstance(error.retry, Retry)
     assert error.__doc__
-    assert error.remedy.endswith("."), "a sentence that says what to do"
+    assert error.remedy.endswith("."), "the remedy must be a sentence"
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.reason)
@@ -139,16 +139,16 @@ def test_error_is_the_same_on_both_ends(error: type[BatonError]) -> None:
         facts={"limit": 3, "queue": "t/b/0"},
         differences=(Difference("t", "expression", "new", "a", "old", "b"),),
     )
-    got = error_from_pb(error_pb2.Error.FromString(error_to_pb(sent).SerializeToString()))
-    assert type(got) is error
-    assert str(got) == str(sent)
-    assert (got.message, got.remedy, got.retry_after_ms) == (
+    received = error_from_pb(error_pb2.Error.FromString(error_to_pb(sent).SerializeToString()))
+    assert type(received) is error
+    assert str(received) == str(sent)
+    assert (received.message, received.remedy, received.retry_after_ms) == (
         sent.message,
         "Do this instead.",
         1_234,
     )
-    assert got.facts == {"limit": "3", "queue": "t/b/0"}
-    assert got.differences == sent.differences
+    assert received.facts == {"limit": "3", "queue": "t/b/0"}
+    assert received.differences == sent.differences
 
 
 DETAILS: dict[type[BatonError], errors.Detail] = {

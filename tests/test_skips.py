@@ -39,7 +39,7 @@ def test_xfail():
 
 def test_passes(): ...
 """
-MODULE = 'import pytest\npytest.importorskip("nobody_has_this")\ndef test_whole(): ...\n'
+MODULE = 'import pytest\npytest.importorskip("no_such_package")\ndef test_whole(): ...\n'
 
 
 def outcomes(folder: Path, text: str, *options: str) -> tuple[int, dict[str, str]]:
@@ -52,8 +52,10 @@ def outcomes(folder: Path, text: str, *options: str) -> tuple[int, dict[str, str
         ["env", f"PYTHONPATH={ROOT}", *words],
         cwd=folder, check=False, capture_output=True, text=True,
     )  # fmt: skip
-    told = re.findall(r"^([A-Z]+) (?:\[1\] )?test_it\.py(?::+(\w+))?", done.stdout, re.MULTILINE)
-    return done.returncode, {test: outcome for outcome, test in told}
+    report_lines = re.findall(
+        r"^([A-Z]+) (?:\[1\] )?test_it\.py(?::+(\w+))?", done.stdout, re.MULTILINE
+    )
+    return done.returncode, {test: outcome for outcome, test in report_lines}
 
 
 def test_skipped_test_fails_if_everything_is_required(tmp_path: Path) -> None:
@@ -65,22 +67,22 @@ def test_skipped_test_fails_if_everything_is_required(tmp_path: Path) -> None:
             "test_body": "FAILED",
             "test_xfail": "XFAIL",
             "test_passes": "PASSED",
-            "17": "SKIPPED",  # the line of the one that is allowed
+            "17": "SKIPPED",  # the line of the allowed skip
         },
     )
 
 
 def test_skipped_file_fails_if_everything_is_required(tmp_path: Path) -> None:
-    status, told = outcomes(tmp_path, MODULE, "--required", "-n", "1")
-    assert (status, told) == (1, {"": "ERROR"})
+    status, results = outcomes(tmp_path, MODULE, "--required", "-n", "1")
+    assert (status, results) == (1, {"": "ERROR"})
 
 
 @pytest.mark.parametrize("text", [TESTS, MODULE])
 def test_skip_is_not_a_failure_without_the_option(tmp_path: Path, text: str) -> None:
-    status, told = outcomes(tmp_path, text)
+    status, results = outcomes(tmp_path, text)
     assert status in (0, 5)
-    assert {"ERROR", "FAILED"}.isdisjoint(told.values())
-    assert "SKIPPED" in told.values()
+    assert {"ERROR", "FAILED"}.isdisjoint(results.values())
+    assert "SKIPPED" in results.values()
 
 
 def test_allowed_skips_are_those_of_tests_and_documentation() -> None:

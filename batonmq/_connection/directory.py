@@ -44,7 +44,7 @@ CALL_TIMEOUT_S = 5.0
 """Timeout of a call that is not a long poll."""
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 _ROUTE_AGE_S = 1.0
-"""Readers of many queues that look a route up share an answer for this time."""
+"""Callers of `has_leader` share an answer of the nameserver for this time."""
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=1_000)
 T = TypeVar("T")
 
@@ -84,13 +84,14 @@ def with_reachable_addresses(nodes: Iterable[pb.Node], nameserver: str) -> list[
         nameserver: Address of the nameserver that returned the nodes. A client that used its
             outside address is outside of the cluster's network.
     """
-    found = list(nodes)
+    reachable = list(nodes)
     if any(
-        n.service == pb.SERVICE_KIND_NAMESERVER and n.outside_address == nameserver for n in found
+        n.service == pb.SERVICE_KIND_NAMESERVER and n.outside_address == nameserver
+        for n in reachable
     ):
-        for node in found:
+        for node in reachable:
             node.address = node.outside_address or node.address
-    return found
+    return reachable
 
 
 class Directory:

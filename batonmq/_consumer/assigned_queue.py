@@ -14,6 +14,7 @@ from typing import Literal
 
 from baton.common.v1 import queue_pb2
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.message_batch import MessageBatch
 from batonmq._consumer.message_buffer import MessageBuffer
 from batonmq._consumer.queue_acquirer import AcquiredQueue
 from batonmq._consumer.session import OwnershipEvent, Session
@@ -28,6 +29,7 @@ from batonmq._core.ownership import (
 )
 from batonmq._core.queue_progress import Acks, CloseContent, QueueProgress
 from batonmq._core.queues import QueueRef
+from batonmq._core.ranges import Range, of_sorted
 from batonmq.errors import BatonError, FenceCause, Fenced, ModeChanged
 
 log = logging.getLogger(__name__)
@@ -179,31 +181,54 @@ class AssignedQueue:
             return False
         return True
 
-    def take(self, count_max: int = 1) -> list[ReceivedMessage]:
-        """Start the next messages, in order; none if none wait, or none may be started."""
-        buffer = self.buffer
-        if not buffer or self.paused or not self.may_start():
-            buffer.arrived.clear()
-            return []
-        assert self.progress is not None
-        taken, room_freed = buffer.take(count_max, self.progress.start)
+    def take(self, count_max: int) -> MessageBatch | None:
+        """Start the next messages, in order; None if none wait, or none may be started."""
+        progress = self._startable()
+        if progress is None:
+            return None
+        batch, room_freed = self.buffer.take(count_max, progress.start)
+        self._taken(room_freed=room_freed)
+        return batch
+
+    def take_one(self) -> ReceivedMessage | None:
+        """Start the next message; None if none waits, or none may be started."""
+        progress = self._startable()
+        if progress is None:
+            return None
+        message, room_freed = self.buffer.take_one(progress.start)
+        self._taken(room_freed=room_freed)
+        return message
+
+    def _startable(self) -> QueueProgress | None:
+        if not self.buffer or self.paused or not self.may_start():
+            self.buffer.arrived.clear()
+            return None
+        return self.progress
+
+    def _taken(self, *, room_freed: bool) -> None:
         if room_freed:
             self._session.notify_room()
-        half_empty = 2 * len(buffer) <= self._session.settings.buffer_messages_max
-        if self.flow is not None and half_empty:
-            self.wakeup.notify()
-        return taken
+        if self.flow is not None:
+            half_empty = 2 * len(self.buffer) <= self._session.settings.buffer_messages_max
+            if half_empty:
+                self.wakeup.notify()
 
-    def counts(self, message: ReceivedMessage) -> bool:
-        """Whether the result of handling `message` still matters."""
-        return self.progress is not None and message.lineage == self.lineage
+    def counts(self, messages: ReceivedMessage | MessageBatch) -> bool:
+        """Whether the result of handling messages still matters."""
+        return self.progress is not None and messages.lineage == self.lineage
 
-    def finish(self, messages: Sequence[ReceivedMessage]) -> None:
+    def finish(self, messages: MessageBatch | Sequence[ReceivedMessage]) -> None:
         """Note that messages that were taken together are handled."""
+        if isinstance(messages, MessageBatch):
+            self._finish(messages, messages.ranges)
+        elif messages:
+            self._finish(messages[0], of_sorted(message.offset for message in messages))
+
+    def _finish(self, messages: MessageBatch | ReceivedMessage, ranges: Sequence[Range]) -> None:
         progress = self.progress
-        if messages and progress is not None and self.counts(messages[0]):
-            for message in messages:
-                progress.finish(message.offset)
+        if progress is not None and self.counts(messages):
+            for first, end in ranges:
+                progress.finish(first, end)
             self._session.note_unconfirmed(progress.unconfirmed_count)
             self._handlers_ended()
 

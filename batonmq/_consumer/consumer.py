@@ -336,18 +336,18 @@ class Consumer:
         await self._run(SingleMessageAdapter(handler))
 
     async def run_batches(self, handler: BatchHandler, *, messages_max: int = 1_000) -> None:
-        """Call `handler` with lists of messages until `stop`; each list is of one queue, in order.
+        """Call `handler` with batches of messages until `stop`; each is of one queue, in order.
 
-        A list holds the messages that wait at that moment, at least one. A message that has failed
-        before is in a list of its own: if it fails again, no other message fails with it.
+        A batch holds the messages that wait at that moment, at least one. A message that has failed
+        before is in a batch of its own: if it fails again, no other message fails with it.
 
         Args:
             handler: As for `run`. It returns None when all messages are handled, or a list with one
                 result for each message, in order. If it raises, or takes longer than
-                `handle_timeout_ms` for the whole list, all its messages have failed; `extend` of
-                one message extends the time of the list. With `orderly` only the messages before
+                `handle_timeout_ms` for the whole batch, all its messages have failed; `extend` of
+                one message extends the time of the batch. With `orderly` only the messages before
                 the first failure are handled: the rest is handled again, message by message.
-            messages_max: Length of a list, at most.
+            messages_max: Messages of a batch, at most.
 
         Raises:
             MessageFailed: a message failed too often, and `exhausted` is `stop`.

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.handler_results import failure_of
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.message_batch import MessageBatch
 from batonmq._core.retries import HandlingFailure
 from batonmq.errors import InvalidArgument
 
 Handler = Callable[[ReceivedMessage], Awaitable[object] | object]
 BatchHandler = Callable[
-    [list[ReceivedMessage]], Awaitable[Sequence[object] | None] | Sequence[object] | None
+    [MessageBatch], Awaitable[Sequence[object] | None] | Sequence[object] | None
 ]
 
 
@@ -21,11 +23,12 @@ class HandlerAdapter(Protocol):
 
     Attributes:
         handler: The application's function.
-        messages_max: Messages of one call, at most.
     """
 
     handler: Any
-    messages_max: int
+
+    def take(self, queue: AssignedQueue) -> Sequence[ReceivedMessage] | None:
+        """Start the messages of the next call; None if none may be started."""
 
     def call(self, messages: Any) -> Any:
         """Call the handler with messages of one queue, at least one."""
@@ -39,12 +42,15 @@ class HandlerAdapter(Protocol):
 class SingleMessageAdapter:
     """Adapter for a handler of one message."""
 
-    messages_max = 1
-
     def __init__(self, handler: Handler) -> None:
         self.handler: Any = handler
 
-    def call(self, messages: list[ReceivedMessage]) -> Any:
+    def take(self, queue: AssignedQueue) -> Sequence[ReceivedMessage] | None:
+        """See `HandlerAdapter`."""
+        message = queue.take_one()
+        return None if message is None else (message,)
+
+    def call(self, messages: Sequence[ReceivedMessage]) -> Any:
         """See `HandlerAdapter`."""
         return self.handler(messages[0])
 
@@ -71,9 +77,13 @@ class BatchAdapter:
                 facts={"field": "messages_max"},
             )
         self.handler: Any = handler
-        self.messages_max = messages_max
+        self._messages_max = messages_max
 
-    def call(self, messages: list[ReceivedMessage]) -> Any:
+    def take(self, queue: AssignedQueue) -> MessageBatch | None:
+        """See `HandlerAdapter`."""
+        return queue.take(self._messages_max)
+
+    def call(self, messages: MessageBatch) -> Any:
         """See `HandlerAdapter`."""
         return self.handler(messages)
 

@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from batonmq._core.queues import QueueRef
-from batonmq._core.records import Header, Record
+from batonmq._core.records import Header, Record, decode_record
 from batonmq._core.retries import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class BatchColumns:
+    """A stored batch as it was delivered.
+
+    Attributes:
+        lineage: The ownership that its messages belong to.
+        records: Bytes that contain the records.
+        begins: Where each record begins in them, and the end of the last one.
+        tag_hashes: Hash of each tag; None if the filter does not need it.
+        is_redelivered: Returns whether an earlier owner may have started an offset; None if no
+            offset was started.
+    """
+
+    queue: QueueRef
+    token: int
+    lineage: int
+    header: Header
+    records: bytes
+    begins: Sequence[int]
+    tag_hashes: Sequence[int] | None
+    is_redelivered: Callable[[int], bool] | None
+
+    def record(self, index: int) -> Record:
+        """Decode a record.
+
+        Raises:
+            BadBatch: The record is truncated.
+        """
+        return decode_record(
+            self.records,
+            self.begins[index],
+            self.begins[index + 1],
+            self.header.first_offset + index,
+        )
+
+
+_DECODED = frozenset(
+    ("_position", "body", "born_unix_ms", "keys", "properties", "store_unix_ms", "tag", "topic_id")
+)
+"""Attributes that have no value before the record is decoded."""
 
 
 class ReceivedMessage:
@@ -23,35 +66,77 @@ class ReceivedMessage:
         store_unix_ms: When its batch was stored, by storage's wall clock.
         token: Fencing token under which it was delivered; 0 without ownership.
         redelivered: Whether an earlier owner, or this consumer before, may have started it.
-        attempts: How often a handler was called with it, the calls before it was sent back
-            included.
+        attempts: Number of handler calls with it, including those before it was sent back.
         topic_id: Id of the queue's topic; a later topic of the same name has a greater one.
         lineage: The ownership that it belongs to; used by the library.
         extender: Extends the time of the handler that runs with it; used by the library.
     """
 
     __slots__ = (
-        "_origin", "_position", "attempts", "body", "born_unix_ms", "extender", "keys", "lineage",
-        "offset", "properties", "queue", "redelivered", "store_unix_ms", "tag", "token", "topic_id",
+        "_columns", "_index", "_origin", "_position", "attempts", "body", "born_unix_ms",
+        "extender", "keys", "lineage", "offset", "properties", "queue", "redelivered",
+        "store_unix_ms", "tag", "token", "topic_id",
     )  # fmt: skip
+
+    body: bytes
+    tag: str
+    keys: tuple[str, ...]
+    properties: Mapping[str, str]
+    born_unix_ms: int
+    store_unix_ms: int
+    topic_id: int
+    _columns: BatchColumns
+    _index: int
+    _position: tuple[int, int]
 
     def __init__(
         self, queue: QueueRef, token: int, header: Header, record: Record, *, redelivered: bool
     ) -> None:
         self.queue, self.token, self.redelivered = queue, token, redelivered
-        self.offset = record.offset
-        self.body = record.body
-        self.tag = record.tag
-        self.keys = record.keys
-        self.properties: Mapping[str, str] = record.properties
-        self.born_unix_ms = header.born_unix_ms
-        self.store_unix_ms = header.store_unix_ms
-        self.topic_id = header.topic_id
-        self.attempts = 0
-        self.lineage = 0
+        self.offset, self.body, self.tag = record.offset, record.body, record.tag
+        self.keys, self.properties = record.keys, record.properties
+        self._use_header(header)
+        self.attempts = self.lineage = 0
         self.extender: Callable[[int], None] | None = None
         self._origin: Origin | None = None
-        self._position = header.position, record.offset - header.first_offset
+
+    @classmethod
+    def of_columns(cls, columns: BatchColumns, index: int) -> ReceivedMessage:
+        """Return the message at `index` of a batch; its parts are decoded when they are read."""
+        message = cls.__new__(cls)
+        message._columns, message._index = columns, index
+        message.queue, message.token, message.lineage = (
+            columns.queue,
+            columns.token,
+            columns.lineage,
+        )
+        message.offset = offset = columns.header.first_offset + index
+        flagged = columns.is_redelivered
+        message.redelivered = flagged is not None and flagged(offset)
+        message.attempts = 0
+        message.extender = message._origin = None
+        return message
+
+    def __getattr__(self, name: str) -> object:
+        """Decode the record; Python calls this when an attribute has no value yet.
+
+        Raises:
+            BadBatch: The record is damaged.
+            AttributeError: Messages have no such attribute.
+        """
+        if name not in _DECODED:
+            raise AttributeError(f"a message has no attribute {name!r}", name=name, obj=self)
+        record = self._columns.record(self._index)
+        _, self.tag, self.keys, self.properties, self.body = record
+        self._use_header(self._columns.header)
+        del self._columns  # a message that is kept must not keep its batch
+        value: object = object.__getattribute__(self, name)
+        return value
+
+    def _use_header(self, header: Header) -> None:
+        self.born_unix_ms, self.store_unix_ms = header.born_unix_ms, header.store_unix_ms
+        self.topic_id = header.topic_id
+        self._position = header.position, self.offset - header.first_offset
 
     @property
     def topic(self) -> str:

@@ -4,64 +4,108 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from batonmq._consumer.delivered_run import DeliveredRun
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.message_batch import MessageBatch
 from batonmq._core.flow_control import ByteBudget, QueueBytes
+
+Start = Callable[[int, int], bool]
+"""Starts the messages of [first, end); False, without effect, if one of them does not wait."""
 
 
 class MessageBuffer:
     """Messages that wait, and their bytes in the client's budget.
 
     Attributes:
-        waiting_bytes: Bytes of the bodies that wait.
+        waiting_bytes: Bytes of the records that wait.
         arrived: Set when a message may wait.
     """
 
     def __init__(self, budget: ByteBudget) -> None:
-        self._messages: deque[ReceivedMessage] = deque()
+        self._runs: deque[DeliveredRun] = deque()
+        self._count = self._taken = 0
         self.waiting_bytes = QueueBytes(budget)
         self.arrived = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._messages)
+        return self._count
 
-    def add(self, messages: Sequence[ReceivedMessage]) -> None:
+    def add(self, run: DeliveredRun) -> None:
         """Append messages that a pull returned."""
-        self._messages.extend(messages)
-        self.waiting_bytes.add(sum(len(message.body) for message in messages))
+        self._runs.append(run)
+        self._count += len(run)
+        self.waiting_bytes.add(run.bytes_count)
 
-    def take(
-        self, count_max: int, start: Callable[[int], bool]
-    ) -> tuple[list[ReceivedMessage], bool]:
+    def take_one(self, start: Start) -> tuple[ReceivedMessage | None, bool]:
+        """As `take`, for one message."""
+        message, bytes_count = None, 0
+        while self._runs and message is None:
+            run, number = self._runs[0], self._taken
+            self._count -= 1
+            self._taken += 1
+            bytes_count += run.size(number)
+            offset = run.offset(number)
+            if start(offset, offset + 1):
+                message = run.message(number)
+                message.attempts += 1
+            if self._taken == len(run):
+                self._runs.popleft()
+                self._taken = 0
+        return message, self.waiting_bytes.remove(bytes_count)
+
+    def take(self, count_max: int, start: Start) -> tuple[MessageBatch | None, bool]:
         """Remove the next messages, in order, and start them.
 
         A message that has failed before is taken alone: if it fails again, no other message fails
         with it.
 
         Args:
-            start: Starts the message of an offset; False if it must not be started: it is dropped.
+            start: Starts the messages of a range; False if one of them must not be started.
 
         Returns:
-            The started messages, and whether queues that wait for room in the budget may go on.
+            The started messages, None if there are none, and whether queues that wait for room in
+            the budget may go on.
         """
-        messages, body_bytes = self._messages, 0
-        taken: list[ReceivedMessage] = []
-        while messages and len(taken) < count_max:
-            message = messages[0]
-            if message.attempts and taken:
+        if self._taken:
+            _, self._runs[0] = self._runs[0].split(self._taken)
+            self._taken = 0
+        runs, count, bytes_count = list[DeliveredRun](), 0, 0
+        while self._runs and count < count_max:
+            run = self._runs[0]
+            if run.failed_before and runs:
                 break
-            body_bytes += len(messages.popleft().body)
-            if start(message.offset):
-                taken.append(message)
-                if message.attempts:
-                    break
-        for message in taken:
-            message.attempts += 1
-        return taken, self.waiting_bytes.remove(body_bytes)
+            if len(run) > count_max - count:
+                run, self._runs[0] = run.split(count_max - count)
+            else:
+                self._runs.popleft()
+            self._count -= len(run)
+            bytes_count += run.bytes_count
+            if (started := _started(run, start)) is not None:
+                runs.append(started)
+                count += len(started)
+            if runs and run.failed_before:
+                break
+        return MessageBatch(runs) if runs else None, self.waiting_bytes.remove(bytes_count)
 
     def clear(self) -> None:
         """Drop all messages; their bytes leave the budget."""
-        self._messages.clear()
+        self._runs.clear()
+        self._count = self._taken = 0
         self.arrived.clear()
         self.waiting_bytes.leave()
+
+
+def _started(run: DeliveredRun, start: Start) -> DeliveredRun | None:
+    """Start the messages of `run`; return those that were started, None if there are none."""
+    refused = [(first, end) for first, end in run.ranges if not start(first, end)]
+    if not refused:
+        return run
+    dropped = {
+        offset
+        for first, end in refused
+        for offset in range(first, end)
+        if end - first == 1 or not start(offset, offset + 1)
+    }
+    return run.without(dropped)

@@ -24,6 +24,7 @@ from batonmq._consumer.handler_adapters import HandlerAdapter
 from batonmq._consumer.handler_deadlines import HandlerCall, HandlerDeadlines
 from batonmq._consumer.handler_results import MessageFailed
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.message_batch import MessageBatch
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
 from batonmq._consumer.running_calls import RunningCall
 from batonmq._consumer.session import Session
@@ -112,7 +113,7 @@ class MessageDispatcher:
             await queue.buffer.arrived.wait()
             await self._slots.acquire()
             ended = self._ended or queue.lineage != lineage
-            messages = [] if ended else queue.take(self._adapter.messages_max)
+            messages = None if ended else self._adapter.take(queue)
             if messages:
                 failures = await self._attempt(messages)
                 if failures is None:
@@ -257,8 +258,9 @@ class MessageDispatcher:
         first, extend = messages[0], call.extend
         now_ms = self._session.clock.monotonic_ms()
         running = self._session.running.begin(first.queue, first.offset, now_ms)
-        for message in messages:
-            message.extender = extend
+        extended = [messages] if isinstance(messages, MessageBatch) else messages
+        for one in extended:
+            one.extender = extend
         try:
             with call:
                 result = await self._call_handler(messages, running)
@@ -278,8 +280,8 @@ class MessageDispatcher:
                     messages
                 )
         finally:
-            for message in messages:
-                message.extender = None
+            for one in extended:
+                one.extender = None
         running.abandoned = True
         log.error(
             "handler timed out %r attempts=%d messages=%d", first, first.attempts, len(messages)

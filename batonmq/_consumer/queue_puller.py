@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from itertools import chain
 
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as pb
@@ -11,7 +11,7 @@ from batonmq._common.aio import unless
 from batonmq._common.rpc import answered
 from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._consumer.assigned_queue import AssignedQueue
-from batonmq._consumer.batch_decoder import decode_batch
+from batonmq._consumer.delivered_run import Delivery
 from batonmq._consumer.group_view import GroupView
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.retry_sender import restore_original
@@ -190,33 +190,27 @@ class QueuePuller:
     def _receive(self, progress: QueueProgress, answer: pb.PullResponse) -> None:
         session, queue = self._session, self._queue
         progress.note_maybe_seen(ranges_from_pb(answer.redelivered))
-        messages = list(self._decode(progress, answer))
-        if queue.ref.topic == retry_topic(session.group):
-            for message in messages:
-                restore_original(message, session.group)
-        progress.receive(answer.next_offset, [message.offset for message in messages])
-        if messages:
-            queue.buffer.add(messages)
+        delivery = Delivery(
+            queue.ref,
+            queue.token,
+            queue.lineage,
+            progress.not_done(progress.next_offset, answer.next_offset),
+            self._filter,
+            progress.is_redelivered if progress.has_redelivered else None,
+            self._prepare if queue.ref.topic == retry_topic(session.group) else None,
+        )
+        runs = list(delivery.runs(answer.batches))
+        wanted = list(chain.from_iterable(run.ranges for run in runs))
+        progress.receive(answer.next_offset, wanted)
+        for run in runs:
+            queue.buffer.add(run)
+        if runs:
             queue.notify_arrived()
         else:
             session.note_unconfirmed(progress.unconfirmed_count)
 
-    def _decode(
-        self, progress: QueueProgress, answer: pb.PullResponse
-    ) -> Iterator[ReceivedMessage]:
-        queue = self._queue
-        first, end = progress.next_offset, answer.next_offset
-        for raw in answer.batches:
-            for header, record in decode_batch(raw, first, end, self._filter):
-                offset = record.offset
-                if progress.is_done(offset):
-                    continue
-                redelivered = progress.is_redelivered(offset)
-                message = ReceivedMessage(
-                    queue.ref, queue.token, header, record, redelivered=redelivered
-                )
-                message.lineage = queue.lineage
-                yield message
+    def _prepare(self, message: ReceivedMessage) -> None:
+        restore_original(message, self._session.group)
 
     def _acks_to_send(self, progress: QueueProgress) -> Acks | None:
         wanted = self._queue.with_ownership and self._session.settings.commit_on_pull

@@ -38,7 +38,7 @@ class QueueRotation:
         for _ in range(len(self._queues) + 1):
             if self._left > 0 and self._queues:
                 queue = self._queues[0]
-                for message in queue.take():
+                if (message := queue.take_one()) is not None:
                     self._left -= 1
                     now_ms = self._session.clock.monotonic_ms()
                     call = self._session.running.begin(queue.ref, message.offset, now_ms)

@@ -7,7 +7,7 @@ not confirmed as acked.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -47,9 +47,10 @@ class CloseContent:
 class QueueProgress:
     """The progress on one queue under one token.
 
-    Every offset of [C, next) is open (received, not finished) or done: handled, filtered or acked
-    before. Offsets at or above `next_offset` that are already done, as after a fence and a new
-    grant, are kept apart until `next_offset` has passed them.
+    Every offset of [C, next) waits (received, not started), runs, was given up, or is done:
+    handled, filtered or acked before. Offsets at or above `next_offset` that are already done, as
+    after a fence and a new grant, are kept apart until `next_offset` has passed them. Offsets are
+    kept as ranges: messages that are received, started and finished together cost as much as one.
 
     Args:
         running: Offsets with running handlers; those that are acked by now are left out.
@@ -61,7 +62,7 @@ class QueueProgress:
     def __init__(
         self,
         start: GrantedProgress,
-        running: Iterable[int] = (),
+        running: Iterable[Range] = (),
         finished: Sequence[Range] = (),
         dropped: Iterable[int] = (),
     ) -> None:
@@ -70,9 +71,9 @@ class QueueProgress:
         self.next_offset = start.committed
         self._maybe_seen = list(start.maybe_seen)
         self._ahead = normalize([*start.acked, *finished])
-        self._open: OrderedDict[int, None] = OrderedDict()
+        self._waiting: list[Range] = []
         acked = normalize([(0, start.committed), *start.acked])
-        self._running = {offset for offset in running if not contains(acked, offset)}
+        self._running = dict(subtract(normalize(running), acked))
         self._given_up: set[int] = set()
         self._dropped = {offset for offset in dropped if not contains(acked, offset)}
         self._confirmed = Acks(start.committed, tuple(normalize(start.acked)))
@@ -91,23 +92,29 @@ class QueueProgress:
         return self.next_offset - self._confirmed.committed
 
     @property
-    def running(self) -> frozenset[int]:
+    def running(self) -> list[Range]:
         """H: offsets with running handlers."""
-        return frozenset(self._running)
+        return normalize(self._running.items())
 
     @property
     def running_count(self) -> int:
-        """Number of handlers that run."""
-        return len(self._running)
+        """Number of messages whose handlers run."""
+        return sum(end - first for first, end in self._running.items())
 
     @property
     def dirty(self) -> bool:
         """Whether there are acks to commit."""
         return self._version != self._confirmed.version
 
-    def is_done(self, offset: int) -> bool:
-        """Whether `offset`, which is not received yet, was handled before or is being handled."""
-        return offset in self._running or (bool(self._ahead) and contains(self._ahead, offset))
+    def not_done(self, first: int, end: int) -> Sequence[Range]:
+        """Return the offsets of [first, end) that are not handled, nor are being handled.
+
+        Args:
+            first: At least `next_offset`.
+        """
+        if not self._ahead and not self._running:
+            return ((first, end),)
+        return subtract([(first, end)], normalize([*self._ahead, *self._running.items()]))
 
     def is_redelivered(self, offset: int) -> bool:
         """Whether an earlier owner may have started `offset`."""
@@ -118,54 +125,97 @@ class QueueProgress:
         """Add offsets to M."""
         self._maybe_seen = normalize([*self._maybe_seen, *ranges])
 
-    def receive(self, next_offset: int, wanted: Sequence[int]) -> None:
+    @property
+    def has_redelivered(self) -> bool:
+        """Whether `is_redelivered` is true of any offset."""
+        return bool(self._maybe_seen) or bool(self._dropped)
+
+    def receive(self, next_offset: int, wanted: Sequence[Range]) -> None:
         """Note that [self.next_offset, next_offset) arrived.
 
         Args:
-            wanted: Offsets of the range to be handled, ascending; `is_done` is False for each.
+            wanted: Offsets of the range to be handled, ascending; all of them are `not_done`.
         """
-        self._open.update(dict.fromkeys(wanted))
-        self.unconfirmed_count += next_offset - self.next_offset - len(wanted)
+        received_count = next_offset - self.next_offset
+        for first, end in wanted:
+            if self._waiting and self._waiting[-1][1] == first:
+                self._waiting[-1] = (self._waiting[-1][0], end)
+            else:
+                self._waiting.append((first, end))
+            received_count -= end - first
+        self.unconfirmed_count += received_count
         self.next_offset = next_offset
         self._ahead = [run for run in self._ahead if run[1] > next_offset]
         self._version += 1
 
-    def start(self, offset: int) -> bool:
-        """Note that a handler begins; return False if the offset does not wait (any more)."""
-        if offset not in self._open or offset in self._running or offset in self._given_up:
+    def start(self, first: int, end: int) -> bool:
+        """Note that a handler begins with [first, end).
+
+        Returns:
+            False, without effect, if one of the offsets does not wait (any more).
+        """
+        waiting = self._waiting
+        index = 0
+        if not waiting or not waiting[0][0] <= first < waiting[0][1]:
+            index = bisect_right(waiting, first, key=lambda run: run[0]) - 1
+            if index < 0:
+                return False
+        run_first, run_end = waiting[index]
+        if end > run_end:
             return False
-        self._running.add(offset)
+        rest = [(run_first, first)] if run_first < first else []
+        if end < run_end:
+            rest.append((end, run_end))
+        waiting[index : index + 1] = rest
+        self._running[first] = end
         return True
 
-    def finish(self, offset: int) -> bool:
-        """Note that a handler succeeded; return False if its result does not count any more."""
-        if offset not in self._running:
-            return False
-        self._running.remove(offset)
-        self._dropped.discard(offset)
-        if self._open.pop(offset, 0) == 0:
-            self._ahead = normalize([*self._ahead, (offset, offset + 1)])
-        self._version += 1
-        self.unconfirmed_count += 1
-        return True
+    def finish(self, first: int, end: int) -> int:
+        """Note that a handler succeeded with [first, end).
+
+        Returns:
+            The number of offsets of which the result counts: those that still run.
+        """
+        ended = self._end(first, end)
+        for begin, stop in ended:
+            if self._dropped:
+                self._dropped.difference_update(range(begin, stop))
+            if stop > self.next_offset:
+                self._ahead = normalize([*self._ahead, (max(begin, self.next_offset), stop)])
+            self.unconfirmed_count += stop - begin
+        if ended:
+            self._version += 1
+        return sum(stop - begin for begin, stop in ended)
 
     def give_up(self, offset: int) -> None:
         """Note that a handler failed, or that its result will be ignored: started, not handled."""
-        if offset in self._running:
-            self._running.remove(offset)
+        if self._end(offset, offset + 1):
             self._given_up.add(offset)
+
+    def _end(self, first: int, end: int) -> Sequence[Range]:
+        """Remove the running offsets of [first, end), and return them."""
+        if self._running.get(first) == end:
+            del self._running[first]
+            return ((first, end),)
+        running, wanted = normalize(self._running.items()), [(first, end)]
+        ended = subtract(wanted, subtract(wanted, running))
+        if ended:
+            self._running = dict(subtract(running, ended))
+        return ended
 
     def acks(self) -> Acks:
         """Return the offsets that are handled now, to be committed and then passed to `confirm`."""
-        oldest_open = next(iter(self._open), self.next_offset)
-        started = self._running | self._given_up
-        committed = min(self.next_offset, oldest_open, *started)
-        open_ranges = of_sorted(sorted(self._open.keys() | started))
+        open_ranges = normalize([*self._waiting, *self._started()])
+        committed = min(self.next_offset, open_ranges[0][0]) if open_ranges else self.next_offset
         done = [(committed, self.next_offset)] if committed < self.next_offset else []
         ranges = subtract(normalize([*done, *self._ahead]), open_ranges)
         while ranges and ranges[0][0] <= committed:
             committed = max(committed, ranges.pop(0)[1])
         return Acks(committed, tuple(ranges), self._version)
+
+    def _started(self) -> list[Range]:
+        """Return the offsets whose handlers run or have given up; not normalized."""
+        return [*self._running.items(), *((offset, offset + 1) for offset in self._given_up)]
 
     def confirm(self, acks: Acks) -> None:
         """Note that offsets has stored `acks` durably."""
@@ -178,8 +228,9 @@ class QueueProgress:
         acks = self.acks()
         below = (self._confirmed.committed, acks.committed)
         finished = [*([below] if below[0] < below[1] else []), *acks.ranges]
-        running = of_sorted(sorted(self._running))
-        return normalize([*subtract(normalize(finished), self._confirmed.ranges), *running])
+        return normalize(
+            [*subtract(normalize(finished), self._confirmed.ranges), *self._running.items()]
+        )
 
     def claim(self, ranges_max: int) -> Sequence[Range]:
         """Return the part of `claimable` that a request claims, and remember it."""
@@ -193,13 +244,13 @@ class QueueProgress:
         """
         if start.reset_epoch != self.reset_epoch:
             return QueueProgress(start)
-        finished = subtract(self.claimable(), of_sorted(sorted(self._running)))
+        finished = subtract(self.claimable(), self.running)
         dropped = (offset for offset in self._given_up if contains(self._claimed, offset))
-        return QueueProgress(start, self._running, finished, dropped)
+        return QueueProgress(start, self.running, finished, dropped)
 
     def close_content(self) -> CloseContent:
         """Return the content of a Close sent now; handlers that still run count as given up."""
-        acks, started = self.acks(), self._running | self._given_up | self._dropped
+        acks, dropped = self.acks(), of_sorted(sorted(self._dropped))
         handled = [(0, acks.committed), *acks.ranges]
-        unfinished = tuple(subtract(of_sorted(sorted(started)), handled))
+        unfinished = tuple(subtract(normalize([*self._started(), *dropped]), handled))
         return CloseContent(self.token, self.reset_epoch, acks, unfinished)

@@ -520,34 +520,39 @@ def record_section(batch: bytes, header: Header) -> bytes:
 def decode_records(batch: bytes, header: Header, indexes: Sequence[int]) -> Iterator[Record]:
     """Decode the records at `indexes` (0-based within the batch, ascending), one by one.
 
-    Bytes that are not UTF-8 become U+FFFD: a malformed message must not stop its queue.
-
     Raises:
-        BadBatch: A record's inner lengths are wrong, or as `record_section`.
+        BadBatch: As `decode_record` and `record_section`.
         LimitExceeded: As `record_section`.
     """
     lengths = record_lengths(batch, header)
     section, records_at = locate_records(batch, header, sum(lengths))
     begins = tuple(accumulate(lengths, initial=records_at))
-    unpack_from, first_offset = RECORD.unpack_from, header.first_offset
     for index in indexes:
-        begin, end = begins[index], begins[index + 1]
-        keys_bytes, tag_bytes, properties_bytes = unpack_from(section, begin)
-        keys_at = begin + RECORD.size
-        tag_at = keys_at + keys_bytes
-        properties_at = tag_at + tag_bytes
-        body_at = properties_at + properties_bytes
-        if body_at > end:
-            raise BadBatch(f"record {index} is truncated", facts={"field": "record"})
-        yield Record(
-            first_offset + index,
-            section[tag_at:properties_at].decode("utf-8", "replace") if tag_bytes else "",
-            tuple(section[keys_at:tag_at].decode("utf-8", "replace").split(" "))
-            if keys_bytes
-            else (),
-            decode_properties(section[properties_at:body_at]) if properties_bytes else {},
-            section[body_at:end],
-        )
+        yield decode_record(section, begins[index], begins[index + 1], header.first_offset + index)
+
+
+def decode_record(section: bytes, begin: int, end: int, offset: int) -> Record:
+    """Decode the record at [begin, end) of `section`.
+
+    Bytes that are not UTF-8 become U+FFFD: a malformed message must not stop its queue.
+
+    Raises:
+        BadBatch: The record's inner lengths are wrong.
+    """
+    keys_bytes, tag_bytes, properties_bytes = RECORD.unpack_from(section, begin)
+    keys_at = begin + RECORD.size
+    tag_at = keys_at + keys_bytes
+    properties_at = tag_at + tag_bytes
+    body_at = properties_at + properties_bytes
+    if body_at > end:
+        raise BadBatch(f"record of offset {offset} is truncated", facts={"field": "record"})
+    return Record(
+        offset,
+        section[tag_at:properties_at].decode("utf-8", "replace") if tag_bytes else "",
+        tuple(section[keys_at:tag_at].decode("utf-8", "replace").split(" ")) if keys_bytes else (),
+        decode_properties(section[properties_at:body_at]) if properties_bytes else {},
+        section[body_at:end],
+    )
 
 
 class ColumnStarts(NamedTuple):

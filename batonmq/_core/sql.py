@@ -1,7 +1,7 @@
 """Conditions on the properties of a message, as in SQL92: their text and their evaluation.
 
-`sql_parser` makes them of text. This file knows nothing of messages: a test is given a function
-from a property's name to its text, None if the message has no such property.
+`sql_parser` creates them from text. This module does not depend on messages: a test gets a function
+from the name of a property to its text, None if the message has no such property.
 
 Logic has three values. A comparison is unknown if the property is missing, or if its text is not a
 number where a number is needed. A message is accepted if the whole condition is true. Tests return
@@ -192,8 +192,8 @@ class Between:
 
         def test(get: Get) -> bool:
             text = get(name)
-            found = None if text is None else number(text)
-            return found is not None and (least <= found <= most) is not negated
+            parsed = None if text is None else number(text)
+            return parsed is not None and (least <= parsed <= most) is not negated
 
         return test
 
@@ -378,8 +378,8 @@ def _with_value(
 
     def test(get: Get) -> bool:
         text = get(name)
-        found = None if text is None else convert(text)
-        return found is not None and compare(found, value)
+        converted = None if text is None else convert(text)
+        return converted is not None and compare(converted, value)
 
     return test
 

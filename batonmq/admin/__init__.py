@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from batonmq.admin.dead_letters import DeadLetters, DeadLetterSummaries, DeadLetterSummary
     from batonmq.admin.diagnostics import Diagnostics
     from batonmq.admin.event_watch import EventWatch
+    from batonmq.admin.group_lag import GroupLag, group_lags
     from batonmq.admin.group_reports import (
         Assignment,
         Group,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         StoreTimeRange,
     )
     from batonmq.admin.message_tracer import GroupTrace, MessageCopy, MessageTracer, TraceReport
+    from batonmq.admin.node_settings import NodeSetting, node_settings
     from batonmq.admin.operation import Operation
     from batonmq.admin.placement import GroupMove, OffsetsPlacement, locate_group, move_group
     from batonmq.admin.quotas import IdentityQuota, QuotaLimits, Quotas
@@ -101,6 +103,7 @@ __all__ = [
     "EventWatch",
     "ForcedRelease",
     "Group",
+    "GroupLag",
     "GroupMove",
     "GroupProgress",
     "GroupTrace",
@@ -120,6 +123,7 @@ __all__ = [
     "MessageTracer",
     "NewToken",
     "Node",
+    "NodeSetting",
     "OffsetsPlacement",
     "Operation",
     "Pause",
@@ -160,8 +164,10 @@ __all__ = [
     "TraceEventKind",
     "TraceReport",
     "elect",
+    "group_lags",
     "locate_group",
     "move_group",
+    "node_settings",
     "replicas",
     "replicas_of",
 ]
@@ -186,6 +192,7 @@ _HOMES = {
     "EventWatch": "batonmq.admin.event_watch",
     "ForcedRelease": "batonmq.admin.locks",
     "Group": "batonmq.admin.group_reports",
+    "GroupLag": "batonmq.admin.group_lag",
     "GroupMove": "batonmq.admin.placement",
     "GroupProgress": "batonmq.admin.group_reports",
     "GroupTrace": "batonmq.admin.message_tracer",
@@ -205,6 +212,7 @@ _HOMES = {
     "MessageTracer": "batonmq.admin.message_tracer",
     "NewToken": "batonmq.admin.access",
     "Node": "batonmq.admin.reports",
+    "NodeSetting": "batonmq.admin.node_settings",
     "OffsetsPlacement": "batonmq.admin.placement",
     "Operation": "batonmq.admin.operation",
     "Pause": "batonmq.admin.group_reports",
@@ -212,6 +220,8 @@ _HOMES = {
     "QueueExtent": "batonmq.admin.reports",
     "QueueProgress": "batonmq.admin.group_reports",
     "QueueStats": "batonmq.admin.topic_stats",
+    "QuotaLimits": "batonmq.admin.quotas",
+    "Quotas": "batonmq.admin.quotas",
     "RecordedReset": "batonmq.admin.resets",
     "RedriveOptions": "batonmq.admin.redriver",
     "RedriveResult": "batonmq.admin.redriver",
@@ -225,8 +235,6 @@ _HOMES = {
     "ResetScope": "batonmq.admin.resets",
     "ResetStep": "batonmq.admin.resets",
     "Resets": "batonmq.admin.resets",
-    "QuotaLimits": "batonmq.admin.quotas",
-    "Quotas": "batonmq.admin.quotas",
     "Role": "batonmq.admin.access",
     "RoleGrant": "batonmq.admin.access",
     "ShiftBy": "batonmq._core.reset_targets",
@@ -245,8 +253,10 @@ _HOMES = {
     "TraceEventKind": "batonmq._core.message_trace",
     "TraceReport": "batonmq.admin.message_tracer",
     "elect": "batonmq.admin.replication",
+    "group_lags": "batonmq.admin.group_lag",
     "locate_group": "batonmq.admin.placement",
     "move_group": "batonmq.admin.placement",
+    "node_settings": "batonmq.admin.node_settings",
     "replicas": "batonmq.admin.replication",
     "replicas_of": "batonmq.admin.replication",
 }

@@ -118,6 +118,7 @@ class Lock:
         waiters: Client ids that wait for the queue.
         generation: Generation of the group at the grant.
         subscription_generation: Generation of the subscription at the grant; 0 for none.
+        lease_expired: Whether the owner's lease has expired: another client may get the queue.
     """
 
     group: str
@@ -133,6 +134,7 @@ class Lock:
     waiters: tuple[str, ...]
     generation: int
     subscription_generation: int
+    lease_expired: bool = False
 
 
 def topic_from_pb(topic: pb.Topic) -> Topic:
@@ -182,6 +184,7 @@ def lock_from_pb(entry: lockmgr_pb.LockEntry) -> Lock:
         waiters=tuple(entry.waiters),
         generation=entry.generation,
         subscription_generation=entry.subscription_generation,
+        lease_expired=entry.lease_expired,
     )
 
 

@@ -16,7 +16,7 @@ from click.exceptions import Exit
 from batonmq._core.delays import parse_duration_ms
 from batonmq.admin.access import AccessCheck, AccessControl, IdentityGrants, Role, RoleGrant
 from batonmq.cli.command_classes import LazyGroup, argument
-from batonmq.cli.output import Columns, Item, OutputFormat, wall_time
+from batonmq.cli.output import Columns, Item, Minor, OutputFormat, Prose, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 
 commands = LazyGroup(
@@ -46,18 +46,18 @@ resource_argument = partial(
 _GRANTS: Columns = {"IDENTITY": "identity", "ROLE": "role", "RESOURCE": "resource"}
 _HELD: Columns = {
     **_GRANTS,
-    "TOKEN": "token_id",
-    "CREATED": lambda item: item["token_id"] and wall_time(item["create_unix_ms"]),
+    "TOKEN": Minor("token_id"),
+    "CREATED": Minor(lambda item: item["token_id"] and wall_time(item["create_unix_ms"])),
     "EXPIRES": lambda item: wall_time(item["expire_unix_ms"]) if item["expire_unix_ms"] else None,
     "SCOPES": lambda item: ", ".join(f"{s['role']} {s['resource']}" for s in item["scopes"] or ()),
     "CERTIFICATE": lambda item: (item["certificate_sha256"] or "")[:16],
-    "BY": "by",
+    "BY": Minor("by"),
 }
 _BLOCKS: Columns = {
     "SUBJECT": "subject",
     "SINCE": lambda item: wall_time(item["create_unix_ms"]),
-    "BY": "by",
-    "REASON": "reason",
+    "BY": Minor("by"),
+    "REASON": Prose("reason"),
 }
 
 

@@ -24,6 +24,7 @@ from batonmq._connection.security import Security
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.message_batch import MessageBatch
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
@@ -178,7 +179,7 @@ class Bench:
             async def one(_: ReceivedMessage) -> None:
                 note(1)
 
-            async def several(messages: list[ReceivedMessage]) -> None:
+            async def several(messages: MessageBatch) -> None:
                 note(len(messages))
 
             await (consumer.run_batches(several) if handler == "batch" else consumer.run(one))
@@ -324,7 +325,7 @@ class _LoadReceiver:
         self.last_s = 0.0
         self._arrived = asyncio.Event()
 
-    async def take(self, messages: list[ReceivedMessage]) -> None:
+    async def take(self, messages: MessageBatch) -> None:
         """Count messages that arrived."""
         self.last_s = asyncio.get_running_loop().time()
         for message in messages:

@@ -18,7 +18,7 @@ from batonmq.admin.replication import ElectionPlan, Replica, elect, replicas
 from batonmq.admin.reports import Node
 from batonmq.cli.change_options import by_option, check_can_ask, confirm, yes_option
 from batonmq.cli.command_classes import LazyCommand, LazyGroup, argument
-from batonmq.cli.output import Columns, Item, counted, duration, wall_time
+from batonmq.cli.output import Columns, Item, Minor, counted, duration, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.errors import BatonError
 
@@ -49,18 +49,22 @@ def _lag_text(item: Item) -> str | None:
     return f"{item['lag']}B" if item["service"] == "storage" else str(item["lag"])
 
 
+def _span(milliseconds: int | None) -> str | None:
+    return None if milliseconds is None else duration(milliseconds)
+
+
 _COLUMNS: Columns = {
     "SERVICE": "service",
     "NODE": "node_id",
     "ADDRESS": "address",
     "ROLE": "role",
-    "EPOCH": "epoch",
+    "EPOCH": Minor("epoch"),
     "IN-SYNC": lambda item: None if item["in_sync"] is None else _yes(item["in_sync"]),
     "LAG": _lag_text,
-    "LAG-TIME": lambda item: None if item["lag_ms"] is None else duration(item["lag_ms"]),
+    "LAG-TIME": Minor(lambda item: _span(item["lag_ms"])),
     "HEALTH": "health",
-    "UPTIME": lambda item: None if item["uptime_ms"] is None else duration(item["uptime_ms"]),
-    "METRICS": "metrics_address",
+    "UPTIME": Minor(lambda item: _span(item["uptime_ms"])),
+    "METRICS": Minor("metrics_address"),
 }
 _MORE_COLUMNS: Columns = {
     "SET": "replica_set",
@@ -69,7 +73,7 @@ _MORE_COLUMNS: Columns = {
 }
 _ELECTION_COLUMNS: Columns = {
     "NODE": "node_id",
-    "EPOCH": "epoch",
+    "EPOCH": Minor("epoch"),
     "POSITION": "position",
     "WOULD-LEAD": lambda item: _yes(item["would_lead"]),
 }
@@ -78,11 +82,11 @@ _BROKER_COLUMNS: Columns = {
     "DISK": "disk_state",
     "USED": lambda item: _percent(item["disk_used_percent"]),
     "FULL-IN": lambda item: _until(item["disk_seconds_until_full"]),
-    "LOG-BYTES": lambda item: _extent(item, "first_position", "next_position"),
+    "LOG-BYTES": Minor(lambda item: _extent(item, "first_position", "next_position")),
     "QUEUES": "queue_count",
     "MSG-IN/S": lambda item: _rounded(item["appended_per_s"]),
-    "LONG-POLLS": "long_poll_count",
-    "SCHEDULED": "scheduled_count",
+    "LONG-POLLS": Minor("long_poll_count"),
+    "SCHEDULED": Minor("scheduled_count"),
     "DAMAGED": "damaged_batch_count",
 }
 _MORE_BROKER_COLUMNS: Columns = {
@@ -99,11 +103,11 @@ _REPLICA_COLUMNS: Columns = {
     "SET": "replica_set",
     "NODE": "node_id",
     "ROLE": "role",
-    "EPOCH": "epoch",
+    "EPOCH": Minor("epoch"),
     "IN-SYNC": lambda item: None if item["in_sync"] is None else _yes(item["in_sync"]),
     "POSITION": "position",
     "LAG": "lag",
-    "LAG-TIME": lambda item: None if item["lag_ms"] is None else duration(item["lag_ms"]),
+    "LAG-TIME": Minor(lambda item: _span(item["lag_ms"])),
 }
 
 

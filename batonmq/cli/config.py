@@ -1,9 +1,10 @@
-"""`baton config …`: the settings of the services on this machine, and what is wrong with them."""
+"""`baton config …`: settings of the services, here or of a running node, and their problems."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import click
 from click.exceptions import Exit
 
+from batonmq.admin.node_settings import NodeSetting, node_settings
 from batonmq.cli.command_classes import LazyGroup, argument
-from batonmq.cli.output import Columns, Item
+from batonmq.cli.output import Columns, Item, Prose
 from batonmq.cli.service_settings import SERVICES, settings_of
-from batonmq.cli.session import CommandSession, local_session
+from batonmq.cli.session import CommandSession, cluster_session, local_session
 from batonmq.errors import InvalidArgument
 
 commands = LazyGroup(
@@ -47,8 +49,9 @@ _MORE_COLUMNS: Columns = {
     "UNIT": "unit",
     "DEFAULT": lambda item: "required" if item["default"] is None else item["default"],
     "ALLOWED": "allowed",
-    "MEANING": "meaning",
+    "MEANING": Prose("meaning"),
 }
+_PROBLEM_COLUMNS: Columns = {"SERVICE": "service", "SOURCE": "source", "PROBLEM": Prose("text")}
 _EXPLAIN_COLUMNS: Columns = {**_COLUMNS, **_MORE_COLUMNS}
 
 
@@ -56,11 +59,31 @@ _EXPLAIN_COLUMNS: Columns = {**_COLUMNS, **_MORE_COLUMNS}
 @service_argument("service")
 @file_option
 @env_file_option
-@local_session
+@click.option(
+    "--remote",
+    default="",
+    metavar="NODE",
+    help="Ask this node of the cluster, such as broker-0 or storage/broker-0, with which settings "
+    "it was started; needs the role admin. Secrets are masked.",
+)
+@cluster_session
 def print_(
-    session: CommandSession, service: str | None, file: Path | None, env_file: Path | None
+    session: CommandSession,
+    service: str | None,
+    file: Path | None,
+    env_file: Path | None,
+    remote: str,
 ) -> None:
-    """Print every setting of a service, its value, and the source of the value."""
+    """Print every setting of a service, its value, and the source of the value.
+
+    Without --remote these are the settings that a service started here would have.
+    """
+    if remote:
+        if file is not None or env_file is not None:
+            raise click.UsageError("--file and --env-file can't be combined with --remote")
+        described = session.run(_ask(session, remote, service or ""))
+        session.output.items(list(map(asdict, described)), _COLUMNS, _MORE_COLUMNS)
+        return
     found = _read_settings(session, service, file, env_file)
     settings = [setting for one in found.values() for setting in one["settings"]]
     session.output.items(settings, _COLUMNS, _MORE_COLUMNS)
@@ -82,10 +105,9 @@ def check(
     problems = [
         {"service": name} | problem for name, one in found.items() for problem in one["problems"]
     ]
-    columns: Columns = {"SERVICE": "service", "SOURCE": "source", "PROBLEM": "text"}
     item = {"services": list(found), "problems": problems}
     if problems:
-        session.output.detail(item, problems, columns)
+        session.output.detail(item, problems, _PROBLEM_COLUMNS)
         raise Exit(1)
     session.output.line(item, f"{', '.join(found)}: no problems")
 
@@ -103,6 +125,11 @@ def explain(session: CommandSession, name: str) -> None:
         )
         raise Exit(1)
     session.output.items(settings, _EXPLAIN_COLUMNS)
+
+
+async def _ask(session: CommandSession, node: str, service: str) -> tuple[NodeSetting, ...]:
+    async with session.admin() as admin:
+        return await node_settings(admin, node, service)
 
 
 def _matching_settings(name: str, found: dict[str, dict[str, Any]]) -> Iterator[Item]:

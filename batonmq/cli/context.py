@@ -14,7 +14,7 @@ from batonmq.cli import context_file
 from batonmq.cli.command_classes import LazyGroup, argument
 from batonmq.cli.completion import complete_contexts
 from batonmq.cli.context_file import SECURITY, ContextError, Contexts
-from batonmq.cli.output import Columns, OutputFormat
+from batonmq.cli.output import Columns, Minor, OutputFormat
 from batonmq.cli.session import CommandSession, global_options, local_session, open_session
 
 commands = LazyGroup("context", help="Name clusters, and choose one.", no_args_is_help=True)
@@ -26,8 +26,8 @@ _COLUMNS: Columns = {
     "CURRENT": lambda item: "*" if item["current"] else None,
     "NAME": "name",
     "NAMESERVER": "nameserver",
-    "FORMAT": "format",
-    "BY": "by",
+    "FORMAT": Minor("format"),
+    "BY": Minor("by"),
 }
 _MORE_COLUMNS: Columns = {
     "TLS": lambda item: any(item[name] for name in SECURITY) or None,

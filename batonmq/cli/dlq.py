@@ -27,7 +27,8 @@ from batonmq.cli.change_options import by_option, operation, reason_option
 from batonmq.cli.command_classes import LazyGroup
 from batonmq.cli.group_resets import execute_option
 from batonmq.cli.message import body_of
-from batonmq.cli.output import Columns, Item, counted, described, printable, wall_time
+from batonmq.cli.output import Columns, Item, Minor, Prose, counted, described, printable, wall_time
+from batonmq.cli.output_file import replaced
 from batonmq.cli.progress import progress
 from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.cli.times import parse_unix_ms
@@ -66,11 +67,11 @@ _LETTERS: Columns = {
     "DIED": lambda item: wall_time(item["dead_unix_ms"]),
     "ID": "message_id",
     "ORIGIN": _origin,
-    "CAUSE": "cause",
+    "CAUSE": Minor("cause"),
     "ATTEMPTS": _attempts,
-    "CLIENT": "client_id",
+    "CLIENT": Minor("client_id"),
     "REDRIVEN": lambda item: "yes" if item["redriven"] else "no",
-    "ERROR": "error",
+    "ERROR": Prose("error"),
 }
 _MORE: Columns = {
     "TAG": "tag",
@@ -224,7 +225,10 @@ def export(
     key: str,
     sql: str,
 ) -> None:
-    """Write the dead letters of a group to a file; a body that is not UTF-8 is in base64."""
+    """Write the dead letters of a group to a file; a body that is not UTF-8 is in base64.
+
+    If the command fails, no file is written, and an existing one stays as it is.
+    """
     if out.is_file() and not force:
         raise click.UsageError(f"--out: {out} exists; overwrite it with --force")
     session.run(_export(session, group, _criteria(cause, since, tag, key, sql), out))
@@ -315,7 +319,7 @@ async def _execute(
 async def _export(session: CommandSession, group: str, criteria: Criteria, out: Path) -> None:
     count = 0
     async with session.admin() as admin:
-        with out.open("w", encoding="utf-8") as file, progress("dead letters written") as written:
+        with replaced(out) as file, progress("dead letters written") as written:
             async for letter in DeadLetters(admin).read(group, criteria):
                 file.write(json.dumps(_item(letter)) + "\n")
                 count += 1

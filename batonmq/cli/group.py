@@ -9,12 +9,13 @@ from typing import Any, Literal, cast
 import click
 
 from batonmq.admin.admin import Strategy
+from batonmq.admin.group_lag import group_lags
 from batonmq.admin.group_reports import Group, GroupProgress, RefusedClient, Subscription
 from batonmq.admin.placement import OffsetsPlacement, locate_group
 from batonmq.cli.arguments import group_argument
 from batonmq.cli.change_options import by_option, check_can_ask, confirm, yes_option
 from batonmq.cli.command_classes import LazyCommand, LazyGroup
-from batonmq.cli.output import Columns, counted, described, differences, wall_time
+from batonmq.cli.output import Columns, Minor, counted, described, differences, seconds, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.errors import BatonError, GroupNotFound
 
@@ -29,7 +30,7 @@ commands = LazyGroup(
         ),
         "lag": LazyCommand(
             "batonmq.cli.group_lag:lag",
-            "Show the lag of a group on each queue, in messages and in seconds.",
+            "Show the lag of a group on each queue, or of all groups, in messages and in seconds.",
         ),
         "move": LazyCommand(
             "batonmq.cli.group_placement:move",
@@ -69,7 +70,9 @@ _COLUMNS: Columns = {
     "GROUP": "name",
     "STATE": state,
     "MEMBERS": lambda item: len(item["members"]),
-    "GENERATION": "generation",
+    "LAG": "lag",
+    "LAG-SECONDS": Minor(lambda item: seconds(item["lag_ms"])),
+    "GENERATION": Minor("generation"),
     "TOPICS": lambda item: ",".join(s["topic"] for s in item["subscriptions"]),
 }
 _SETTINGS_COLUMNS: Columns = {
@@ -90,13 +93,13 @@ _SETTINGS_MORE: Columns = {
 }
 _MORE_QUEUE_COLUMNS: Columns = {"TOKEN": "token"}
 _MEMBER_COLUMNS: Columns = {
-    "GROUP": "group",
-    "CONSUMER-ID": lambda item: f"{item['incarnation_id']:016x}",
-    "HOST": "host",
+    "GROUP": Minor("group"),
+    "CONSUMER-ID": Minor(lambda item: f"{item['incarnation_id']:016x}"),
+    "HOST": Minor("host"),
     "CLIENT-ID": "client_id",
     "#PARTITIONS": lambda item: len(item["queues"]),
-    "JOINED": lambda item: wall_time(item["join_unix_ms"]),
-    "DIFFERS": lambda item: "yes" if item["differs"] else "no",
+    "JOINED": Minor(lambda item: wall_time(item["join_unix_ms"])),
+    "DIFFERS": Minor(lambda item: "yes" if item["differs"] else "no"),
 }
 _MORE_MEMBER_COLUMNS: Columns = {
     "ROOM": "room",
@@ -105,7 +108,7 @@ _MORE_MEMBER_COLUMNS: Columns = {
     ),
 }
 _QUEUE_COLUMNS: Columns = {
-    "GROUP": "group",
+    "GROUP": Minor("group"),
     "TOPIC": "topic",
     "BROKER": "broker",
     "PARTITION": "queue_id",
@@ -113,24 +116,34 @@ _QUEUE_COLUMNS: Columns = {
     "LOG-END-OFFSET": "log_end_offset",
     "LAG": "lag",
     "UNACKED": "unacked_count",
-    "CONSUMER-ID": "consumer_id",
-    "HOST": "host",
+    "CONSUMER-ID": Minor("consumer_id"),
+    "HOST": Minor("host"),
     "CLIENT-ID": "client_id",
-    "ASSIGNED": "assigned",
+    "ASSIGNED": Minor("assigned"),
 }
 
 
 @commands.command("list")
+@click.option("--lag/--no-lag", default=True, help="Whether to diagnose each group for its lag.")
 @cluster_session
-def list_(session: CommandSession) -> None:
-    """List the groups."""
-    session.run(_list(session))
+def list_(session: CommandSession, lag: bool) -> None:
+    """List the groups with their lag: messages, and the age of the oldest one.
+
+    Without lag the list is faster if there are many groups.
+    """
+    session.run(_list(session, lag=lag))
 
 
-async def _list(session: CommandSession) -> None:
+async def _list(session: CommandSession, *, lag: bool) -> None:
     async with session.admin() as admin:
         groups = await admin.list_groups()
-    session.output.items([asdict(group) for group in groups], _COLUMNS, _SETTINGS_MORE)
+        lags = await group_lags(admin, [group.name for group in groups]) if lag else ()
+    by_group = {one.group: (one.lag, one.lag_ms) for one in lags}
+    items = []
+    for group in groups:
+        count, age_ms = by_group.get(group.name, (None, None))
+        items.append(asdict(group) | {"lag": count, "lag_ms": age_ms})
+    session.output.items(items, _COLUMNS, _SETTINGS_MORE)
 
 
 @commands.command()

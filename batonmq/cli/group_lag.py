@@ -9,37 +9,47 @@ from typing import Any
 import click
 from click.exceptions import Exit
 
+from batonmq.admin.group_lag import GroupLag, group_lags
 from batonmq.admin.group_reports import QueueDiagnosis
 from batonmq.cli.arguments import group_argument, parse_queue, queue_option, topic_option
 from batonmq.cli.command_classes import command
-from batonmq.cli.output import Columns, counted
+from batonmq.cli.output import Columns, Minor, Prose, counted, seconds
 from batonmq.cli.session import CommandSession, cluster_session
 
 _WHY_COLUMNS: Columns = {
     "QUEUE": lambda item: f"{item['topic']}/{item['broker']}/{item['queue_id']}",
     "LAG": "lag",
     "REASON": "reason",
-    "EXPLANATION": "message",
-    "REMEDY": "remedy",
+    "EXPLANATION": Prose("message"),
+    "REMEDY": Prose("remedy"),
 }
 _WHY_MORE: Columns = {
     "LAG-SECONDS": lambda item: seconds(item["lag_ms"]),
-    "CURRENT-OFFSET": "committed_offset",
-    "LOG-END-OFFSET": "log_end_offset",
+    "CURRENT-OFFSET": Minor("committed_offset"),
+    "LOG-END-OFFSET": Minor("log_end_offset"),
     "CLIENT-ID": "client_id",
     "EVIDENCE": lambda item: " ".join(f"{k}={v}" for k, v in item["evidence"].items()),
 }
 _LAG_COLUMNS: Columns = {
-    "GROUP": "group",
+    "GROUP": Minor("group"),
     "TOPIC": "topic",
     "BROKER": "broker",
     "PARTITION": "queue_id",
-    "CURRENT-OFFSET": "committed_offset",
-    "LOG-END-OFFSET": "log_end_offset",
+    "CURRENT-OFFSET": Minor("committed_offset"),
+    "LOG-END-OFFSET": Minor("log_end_offset"),
     "LAG": "lag",
     "LAG-SECONDS": lambda item: seconds(item["lag_ms"]),
     "CLIENT-ID": "client_id",
 }
+_ALL_COLUMNS: Columns = {
+    "GROUP": "group",
+    "LAG": "lag",
+    "LAG-SECONDS": lambda item: seconds(item["lag_ms"]),
+    "QUEUES": Minor("queue_count"),
+    "STUCK": "stuck_count",
+    "VERDICT": "verdict",
+}
+_ALL_MORE: Columns = {"EXPLANATION": Prose("message"), "REMEDY": Prose("remedy")}
 
 
 @command("why-stuck")
@@ -58,15 +68,28 @@ def why_stuck(session: CommandSession, group: str, topic: str, queue: str, check
 
 
 @command("lag")
-@group_argument("group")
+@group_argument(
+    "group",
+    required=False,
+    default="",
+    metavar="[GROUP]",
+    help="Name of the group; by default all groups.",
+)
 @topic_option
 @queue_option
 @cluster_session
 def lag(session: CommandSession, group: str, topic: str, queue: str) -> None:
-    """Show the lag of a group on each queue, in messages and in seconds.
+    """Show the lag of a group on each queue, or of all groups, in messages and in seconds.
 
-    The seconds are the age of the oldest unacknowledged message since it was stored.
+    The seconds are the age of the oldest unacknowledged message since it was stored. Without GROUP
+    each group has a verdict: the reason of baton group why-stuck for the stuck queue that has
+    waited longest.
     """
+    if not group:
+        if topic or queue:
+            raise click.UsageError("GROUP is required with --topic and --queue")
+        session.run(_all(session))
+        return
     place = parse_queue(topic, queue)
     found = session.run(_diagnose(session, group, topic, place))
     queues, whole = [_item(diagnosis) for diagnosis in found], total(found)
@@ -82,6 +105,18 @@ def lag(session: CommandSession, group: str, topic: str, queue: str) -> None:
         )
 
 
+async def _all(session: CommandSession) -> None:
+    async with session.admin() as admin:
+        names = [group.name for group in await admin.list_groups()]
+        found = await group_lags(admin, names)
+    session.output.items([_lag_item(one) for one in found], _ALL_COLUMNS, _ALL_MORE)
+    stuck = [one.group for one in found if one.stuck]
+    session.output.note("")
+    session.output.note(f"stuck: {len(stuck)} of {counted(len(found), 'group')}")
+    if stuck:
+        session.output.note(f"see: baton group why-stuck {stuck[0]}")
+
+
 def total(found: Sequence[QueueDiagnosis]) -> dict[str, int]:
     """Return the total lag, the age of the oldest message, and how many queues are unknown."""
     return {
@@ -91,17 +126,16 @@ def total(found: Sequence[QueueDiagnosis]) -> dict[str, int]:
     }
 
 
-def seconds(milliseconds: int | None) -> str | None:
-    """Return a duration in seconds as text, to the millisecond."""
-    return None if milliseconds is None else f"{milliseconds / 1000:.3f}"
-
-
 async def _diagnose(
     session: CommandSession, group: str, topic: str, place: tuple[str, int] | None
 ) -> tuple[QueueDiagnosis, ...]:
     broker, queue_id = place or ("", None)
     async with session.admin() as admin:
         return await admin.why_stuck(group, topic, broker, queue_id)
+
+
+def _lag_item(lag: GroupLag) -> dict[str, Any]:
+    return asdict(lag) | {"stuck": lag.stuck}
 
 
 def _item(diagnosis: QueueDiagnosis) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from batonmq.cli.change_options import (
 )
 from batonmq.cli.command_classes import argument, command
 from batonmq.cli.completion import complete_groups
-from batonmq.cli.output import Columns, counted, wall_time
+from batonmq.cli.output import Columns, Minor, Prose, counted, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import InvalidArgument
@@ -42,7 +42,7 @@ execute_option = click.option(
     "--execute", is_flag=True, help="Do it; otherwise only the plan is printed."
 )
 _STEP_COLUMNS: Columns = {
-    "GROUP": "group",
+    "GROUP": Minor("group"),
     "TOPIC": "topic",
     "BROKER": "broker",
     "PARTITION": "queue_id",
@@ -54,14 +54,14 @@ _STEP_COLUMNS: Columns = {
 _MORE_STEP_COLUMNS: Columns = {"EPOCH": "reset_epoch", "TOKEN": "token"}
 _COLUMNS: Columns = {
     "OP-ID": "op_id",
-    "KIND": "kind",
+    "KIND": Minor("kind"),
     "TIME": lambda item: wall_time(item["unix_ms"]),
-    "BY": "by",
+    "BY": Minor("by"),
     "QUEUES": lambda item: len(item["steps"]),
     "REPLAYED": lambda item: sum(step["replayed_count"] for step in item["steps"]),
     "SKIPPED": lambda item: sum(step["skipped_count"] for step in item["steps"]),
-    "UNDOES": "undone_op_id",
-    "REASON": "reason",
+    "UNDOES": Minor("undone_op_id"),
+    "REASON": Prose("reason"),
 }
 
 

@@ -14,7 +14,7 @@ from batonmq.admin.operation import Operation
 from batonmq.cli.arguments import group_argument, topic_argument
 from batonmq.cli.change_options import by_option, op_id_option, operation, reason_option
 from batonmq.cli.command_classes import LazyCommand, LazyGroup, argument
-from batonmq.cli.output import Columns, counted, described, duration
+from batonmq.cli.output import Columns, Item, Minor, counted, described, duration
 from batonmq.cli.session import CommandSession, cluster_session
 
 commands = LazyGroup(
@@ -28,18 +28,24 @@ queue_argument = partial(
     argument, type=click.IntRange(min=0), metavar="QUEUE", help="Id of the queue."
 )
 
+
+def _state(item: Item) -> str:
+    """Return the state; an owner whose lease has expired does not own the queue for long."""
+    return "expired" if item["lease_expired"] else str(item["state"])
+
+
 _COLUMNS: Columns = {
     "GROUP": "group",
     "TOPIC": "topic",
     "BROKER": "broker",
     "QUEUE": "queue_id",
-    "STATE": "state",
+    "STATE": _state,
     "TOKEN": "token",
     "OWNER": "client_id",
-    "HELD": lambda item: item["client_id"] and duration(item["held_ms"]),
-    "LEASE-AGE": lambda item: item["client_id"] and duration(item["lease_age_ms"]),
-    "SUBSCRIPTION": lambda item: item["subscription_generation"] or None,
-    "WAITERS": lambda item: ",".join(item["waiters"]),
+    "HELD": Minor(lambda item: item["client_id"] and duration(item["held_ms"])),
+    "LEASE-AGE": Minor(lambda item: item["client_id"] and duration(item["lease_age_ms"])),
+    "SUBSCRIPTION": Minor(lambda item: item["subscription_generation"] or None),
+    "WAITERS": Minor(lambda item: ",".join(item["waiters"])),
 }
 _MORE_COLUMNS: Columns = {
     "GENERATION": "generation",
@@ -58,7 +64,11 @@ _KEPT_COLUMNS: Columns = {
 @click.option("--topic", default="", help="Only this topic.")
 @cluster_session
 def list_(session: CommandSession, group: str, topic: str) -> None:
-    """List the owner, the subscription and the waiters of each queue."""
+    """List the owner, the subscription and the waiters of each queue.
+
+    The state is `expired` if the lease of the owner has expired: its process is dead, paused or cut
+    off, and another member gets the queue as soon as it acquires it.
+    """
     session.run(_list(session, group, topic))
 
 

@@ -94,7 +94,7 @@ def get(
 
 async def _get(session: CommandSession, message_id: str) -> None:
     async with session.admin() as admin:
-        _show(session, await MessageQueries(admin).message(message_id))
+        show_message(session, await MessageQueries(admin).message(message_id))
 
 
 async def _find(session: CommandSession, topic: str, key: str, count: int) -> None:
@@ -103,7 +103,7 @@ async def _find(session: CommandSession, topic: str, key: str, count: int) -> No
     if not found.messages:
         raise MessageNotFound(f"topic {topic} has no message with key {key}")
     for one in found.messages:
-        _show(session, one)
+        show_message(session, one)
     if found.more:
         session.output.note("there may be more; see --count")
 
@@ -114,7 +114,7 @@ async def _read(session: CommandSession, wanted: QueueRef, offset: int | None, t
         queries = MessageQueries(admin)
         if offset is None:
             offset = await queries.offset_at(queue, parse_unix_ms(time))
-        _show(session, await queries.at_offset(queue, offset))
+        show_message(session, await queries.at_offset(queue, offset))
 
 
 async def find_queue(admin: Admin, wanted: QueueRef) -> QueueRef:
@@ -146,7 +146,8 @@ async def find_queue(admin: Admin, wanted: QueueRef) -> QueueRef:
     return queues[0]
 
 
-def _show(session: CommandSession, message: StoredMessage) -> None:
+def show_message(session: CommandSession, message: StoredMessage) -> None:
+    """Print one message, as a line of text or of JSON."""
     session.output.line(_item(message), _text(message))
 
 

@@ -15,7 +15,7 @@ from batonmq.admin.message_tracer import GroupTrace, MessageCopy, MessageTracer,
 from batonmq.cli.arguments import parse_message_queue
 from batonmq.cli.command_classes import argument, command
 from batonmq.cli.message import body_of, find_queue
-from batonmq.cli.output import Columns, Item, counted, wall_time
+from batonmq.cli.output import Columns, Item, Minor, Prose, counted, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.errors import MessageNotFound
 
@@ -59,10 +59,10 @@ def _until(item: Item) -> str | None:
 
 _COLUMNS: Columns = {
     "TIME": lambda item: _time(item["unix_ms"]),
-    "UNTIL": _until,
+    "UNTIL": Minor(_until),
     "GROUP": "group",
     "EVENT": "event",
-    "DETAIL": "detail",
+    "DETAIL": Prose("detail"),
 }
 
 

@@ -19,7 +19,7 @@ from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.cli import cluster, group, message, topic
-from batonmq.cli.change_options import resolve_by, yes_option
+from batonmq.cli.change_options import yes_option
 from batonmq.cli.command_classes import LazyGroup
 from batonmq.cli.completion import complete_groups, complete_topics
 from batonmq.cli.group_resets import execute_option, reset_offsets
@@ -96,11 +96,32 @@ def mqadmin_session(function: Callable[..., None]) -> Callable[..., None]:
     return namesrv_option(format_option(run))
 
 
-def _forward(session: CommandSession, command: click.Command, **parameters: Any) -> None:
-    """Run another command of `baton` in the same session; its other parameters have defaults."""
+def _forward(
+    session: CommandSession, command: click.Command, *arguments: str, **options: str | int | None
+) -> None:
+    """Run another command of `baton` in the same session, as if it had been typed.
+
+    So its values are converted and checked as on its own command line.
+
+    Args:
+        options: By the name of the option, with underscores; True for a flag. None and False are
+            left out.
+
+    Raises:
+        click.UsageError: a value is not allowed; the message names the option of that command.
+    """
+    options |= {"nameserver": session.nameserver, "format": session.output.form.value}
+    line = []
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            line.append(option)
+        elif value is not None and value is not False:
+            line.append(f"{option}={value}")
     context = click.get_current_context()
-    form = session.output.form.value
-    context.invoke(command, nameserver=session.nameserver, form=form, **parameters)
+    typed = [*line, "--", *arguments]
+    with command.make_context(context.info_name, typed, context.parent) as forwarded:
+        command.invoke(forwarded)
 
 
 @commands.command("updateTopic")
@@ -132,11 +153,11 @@ def update_topic(
         raise click.UsageError("-r and -w must be equal: every queue is read and written")
     queues = read or write
     if not session.run(_exists(session, topic_name)):
-        _forward(session, topic.create, name=topic_name, queues=queues or 8)
+        _forward(session, topic.create, topic_name, queues=queues or 8)
         queues = None
     if queues or perm:
         permission = _PERMISSIONS[perm] if perm else None
-        _forward(session, topic.update, name=topic_name, queues=queues, permission=permission)
+        _forward(session, topic.update, topic_name, queues=queues, permission=permission)
 
 
 async def _exists(session: CommandSession, name: str) -> bool:
@@ -155,7 +176,7 @@ async def _exists(session: CommandSession, name: str) -> bool:
 @mqadmin_session
 def delete_topic(session: CommandSession, topic_name: str, yes: bool) -> None:
     """Equals: baton topic delete TOPIC. Asks for confirmation, unless --yes is given."""
-    _forward(session, topic.delete, name=topic_name, yes=yes)
+    _forward(session, topic.delete, topic_name, yes=yes)
 
 
 @commands.command("topicList")
@@ -171,7 +192,7 @@ def topic_list(session: CommandSession) -> None:
 @mqadmin_session
 def topic_status(session: CommandSession, topic_name: str) -> None:
     """Equals: baton topic stats TOPIC."""
-    _forward(session, stats, topic=topic_name)
+    _forward(session, stats, topic_name)
 
 
 @commands.command("topicRoute")
@@ -179,7 +200,7 @@ def topic_status(session: CommandSession, topic_name: str) -> None:
 @mqadmin_session
 def topic_route(session: CommandSession, topic_name: str) -> None:
     """Equals: baton topic describe TOPIC."""
-    _forward(session, topic.describe, name=topic_name)
+    _forward(session, topic.describe, topic_name)
 
 
 @commands.command("clusterList")
@@ -203,7 +224,7 @@ def cluster_list(session: CommandSession) -> None:
 def consumer_progress(session: CommandSession, group_name: str) -> None:
     """Equals: baton group describe GROUP; without -g: baton group list."""
     if group_name:
-        _forward(session, group.describe, name=group_name)
+        _forward(session, group.describe, group_name)
     else:
         _forward(session, group.list_)
 
@@ -213,7 +234,7 @@ def consumer_progress(session: CommandSession, group_name: str) -> None:
 @mqadmin_session
 def consumer_connection(session: CommandSession, group_name: str) -> None:
     """Equals: baton group members GROUP."""
-    _forward(session, group.members, name=group_name)
+    _forward(session, group.members, group_name)
 
 
 @commands.command("resetOffsetByTime")
@@ -235,12 +256,11 @@ def reset_offset_by_time(
     _forward(
         session,
         reset_offsets,
-        group=group_name,
+        group_name,
         topic=topic_name,
         to_datetime=to_datetime,
         execute=execute,
         reason="mqadmin resetOffsetByTime",
-        by=resolve_by(click.get_current_context(), ""),
     )
 
 
@@ -257,7 +277,7 @@ def iso_time(text: str) -> str:
 @mqadmin_session
 def delete_sub_group(session: CommandSession, group_name: str, yes: bool) -> None:
     """Equals: baton group delete GROUP. Asks for confirmation, unless --yes is given."""
-    _forward(session, group.delete, name=group_name, yes=yes)
+    _forward(session, group.delete, group_name, yes=yes)
 
 
 @commands.command("queryMsgById")
@@ -265,7 +285,7 @@ def delete_sub_group(session: CommandSession, group_name: str, yes: bool) -> Non
 @mqadmin_session
 def query_msg_by_id(session: CommandSession, message_id: str) -> None:
     """Equals: baton message get ID."""
-    _forward(session, message.get, message_id=message_id)
+    _forward(session, message.get, message_id)
 
 
 @commands.command("queryMsgByKey")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from textwrap import indent
@@ -13,14 +15,36 @@ from typing import Any
 from click.exceptions import Exit
 
 from batonmq.cli.progress import ProgressLine
-from batonmq.cli.text_table import column_widths, format_rows
+from batonmq.cli.table_layout import ColumnKind, TableLayout
+from batonmq.cli.text_table import wrap
 from batonmq.errors import BatonError
 
 Item = Mapping[str, Any]
-Columns = Mapping[str, str | Callable[[Item], object]]
-"""Heading to the key of an item, or to a function that returns the cell of an item."""
+Cell = str | Callable[[Item], object]
+"""The key of an item, or a function that returns the cell of an item."""
+
+
+@dataclass(frozen=True, slots=True)
+class Minor:
+    """A column that a table leaves out first if the terminal is too narrow."""
+
+    cell: Cell
+
+
+@dataclass(frozen=True, slots=True)
+class Prose:
+    """A column of sentences; they move below their rows if the terminal is too narrow."""
+
+    cell: Cell
+
+
+Columns = Mapping[str, Cell | Minor | Prose]
+"""Heading to cell."""
 _NONE: Columns = {}
 _BOLD, _NORMAL = "\x1b[1m", "\x1b[0m"
+CUTS = "left out:"
+"""Start of the remark below a table that did not fit."""
+_KINDS = {Minor: ColumnKind.MINOR, Prose: ColumnKind.PROSE}
 
 
 class OutputFormat(StrEnum):
@@ -46,8 +70,9 @@ class Output:
             self._print(json.dumps(list(items), indent=2))
             return
         columns = self._chosen(columns, more)
-        rows = _rows(items, columns)
-        self._table(rows, columns, column_widths(rows, _heading_widths(columns)))
+        layout = self._layout(columns)
+        self._table(layout, _rows(items, columns))
+        self._tell_cuts(layout)
 
     async def item_pages(
         self, pages: AsyncIterator[Sequence[Item]], columns: Columns, more: Columns = _NONE
@@ -60,33 +85,39 @@ class Output:
             await _json_array(pages)
             return
         columns = self._chosen(columns, more)
-        widths, header = _heading_widths(columns), True
+        layout, empty = self._layout(columns), True
         async for page in pages:
-            rows = _rows(page, columns)
-            widths = column_widths(rows, widths)
-            self._table(rows, columns, widths, header=header)
-            header = False
-        if header:
-            self._table([], columns, widths)
+            self._table(layout, _rows(page, columns))
+            empty = False
+        if empty:
+            self._table(layout, [])
+        self._tell_cuts(layout)
 
     def _chosen(self, columns: Columns, more: Columns) -> Columns:
         return {**columns, **more} if self.form is OutputFormat.WIDE else columns
 
-    def _table(
-        self,
-        rows: Sequence[Sequence[str]],
-        columns: Columns,
-        widths: Sequence[int],
-        *,
-        header: bool = True,
-    ) -> None:
-        lines = list(format_rows(rows, widths))
-        if header:
-            (heading,) = format_rows([list(columns)], widths)
-            bold = sys.stdout.isatty()
-            lines.insert(0, f"{_BOLD}{heading}{_NORMAL}" if bold else heading)
+    def _layout(self, columns: Columns) -> TableLayout:
+        kinds = [_KINDS.get(type(column), ColumnKind.MAIN) for column in columns.values()]
+        whole = self.form is OutputFormat.WIDE
+        return TableLayout(list(columns), kinds, terminal_width(), whole=whole)
+
+    def _table(self, layout: TableLayout, rows: Sequence[Sequence[str]]) -> None:
+        bold = sys.stdout.isatty()
+        lines = [
+            f"{_BOLD}{line}{_NORMAL}" if bold and heading else line
+            for line, heading in layout.lines(rows)
+        ]
         if lines:
             self._print("\n".join(lines))
+
+    def _tell_cuts(self, layout: TableLayout) -> None:
+        """Print what the terminal has no room for."""
+        text = ", ".join(layout.hidden)
+        if layout.shortened:
+            text = f"{text}, and parts of names" if text else "parts of names"
+        if text:
+            for line in wrap(f"{CUTS} {text} (see --format wide)", terminal_width() or len(text)):
+                self.note(line)
 
     def detail(
         self, item: Item, parts: Sequence[Item], columns: Columns, more: Columns = _NONE
@@ -144,6 +175,11 @@ class Output:
         print(text, flush=True)
 
 
+def terminal_width() -> int | None:
+    """Return the width of the terminal; None if standard output is none: any line fits then."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
 def described(error: BatonError) -> dict[str, Any]:
     """Return every field of an error, for JSON."""
     return {
@@ -189,6 +225,11 @@ def duration(milliseconds: int) -> str:
     return "".join(texts[:2])
 
 
+def seconds(milliseconds: int | None) -> str | None:
+    """Return a duration in seconds as text, to the millisecond."""
+    return None if milliseconds is None else f"{milliseconds / 1000:.3f}"
+
+
 def counted(number: int, noun: str) -> str:
     """Return a count with its noun: 1 queue, 2 queues."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
@@ -204,15 +245,13 @@ async def _json_array(pages: AsyncIterator[Sequence[Item]]) -> None:
     print("[]" if lead == "[" else "\n]", flush=True)
 
 
-def _heading_widths(columns: Columns) -> list[int]:
-    return [len(heading) for heading in columns]
-
-
 def _rows(items: Sequence[Item], columns: Columns) -> list[list[str]]:
     """Return the cells of a table."""
     return [[printable(_cell(item, column)) for column in columns.values()] for item in items]
 
 
-def _cell(item: Item, column: str | Callable[[Item], object]) -> str:
+def _cell(item: Item, column: Cell | Minor | Prose) -> str:
+    if isinstance(column, Minor | Prose):
+        column = column.cell
     value = item[column] if isinstance(column, str) else column(item)
     return "-" if value is None or value == "" else str(value)

@@ -28,7 +28,7 @@ from batonmq.cli.outgoing_message import (
     from_text,
     parse_properties,
 )
-from batonmq.cli.output import Output, OutputFormat, counted, wall_time
+from batonmq.cli.output import Columns, Minor, Output, OutputFormat, counted, wall_time
 from batonmq.cli.progress import progress
 from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.cli.times import parse_rate
@@ -36,6 +36,14 @@ from batonmq.errors import BatonError, InvalidArgument
 
 Codec = Literal["none", "lz4", "zstd"]
 _PENDING_MAX = 10_000
+_STORED_COLUMNS: Columns = {
+    "TOPIC": Minor(lambda item: item["queue"].topic),
+    "BROKER": lambda item: item["queue"].broker,
+    "QUEUE": lambda item: item["queue"].queue_id,
+    "MESSAGES": "count",
+    "FIRST-OFFSET": "first_offset",
+    "NEXT-OFFSET": "next_offset",
+}
 compression_option = click.option(
     "--compression",
     default="none",
@@ -191,14 +199,7 @@ class _ReceiptSummary:
                     }
                     for queue, offsets in sorted(self._offsets.items())
                 ],
-                {
-                    "TOPIC": lambda item: item["queue"].topic,
-                    "BROKER": lambda item: item["queue"].broker,
-                    "QUEUE": lambda item: item["queue"].queue_id,
-                    "MESSAGES": "count",
-                    "FIRST-OFFSET": "first_offset",
-                    "NEXT-OFFSET": "next_offset",
-                },
+                _STORED_COLUMNS,
             )
 
     def raise_failure(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 
@@ -55,6 +56,32 @@ def truncate(text: str, width: int) -> str:
             break
         kept.append(character)
     return "".join(kept) + (_ELLIPSIS if width > 0 else "")
+
+
+def shorten(text: str, width: int) -> str:
+    """Return `text` cut to `width`, with an ellipsis in its middle if something is left out.
+
+    Names often differ at their end, and begin with what they are.
+    """
+    if text_width(text) <= width:
+        return text
+    end, room = "", (width - text_width(_ELLIPSIS)) // 2
+    for character in reversed(text):
+        if text_width(character + end) > room:
+            break
+        end = character + end
+    return truncate(text, width - text_width(end)) + end
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Return `text` as lines, broken at spaces and behind commas; a longer word is a line."""
+    lines = [""]
+    for word in re.findall(r"[^\s,]*,+|[^\s,]+|\s+", text):
+        if text_width((lines[-1] + word).rstrip()) <= width or not lines[-1]:
+            lines[-1] += word
+        else:
+            lines.append(word.lstrip())
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 def text_width(text: str) -> int:

@@ -40,11 +40,11 @@ def parse_rate(text: str) -> float:
     Raises:
         InvalidArgument: the text is not a rate, or the rate is 0.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(/s)?", text)
-    if not found or float(found[1]) == 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(/s)?", text)
+    if not match or float(match[1]) == 0:
         raise InvalidArgument(
             f"{text!r} is not a rate",
             remedy="Use a number per second, such as 100/s.",
             facts={"field": "rate"},
         )
-    return float(found[1])
+    return float(match[1])

@@ -13,7 +13,7 @@ from batonmq.admin.reports import Topic
 from batonmq.cli.arguments import topic_argument
 from batonmq.cli.change_options import check_can_ask, confirm, yes_option
 from batonmq.cli.command_classes import LazyCommand, LazyGroup
-from batonmq.cli.output import Columns, wall_time
+from batonmq.cli.output import Columns, Minor, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 
 commands = LazyGroup(
@@ -21,10 +21,14 @@ commands = LazyGroup(
     help="Create, list, describe, change and delete topics.",
     no_args_is_help=True,
     lazy={
+        "peek": LazyCommand(
+            "batonmq.cli.topic_peek:peek",
+            "Show the newest messages of a topic, or the first ones from a position on.",
+        ),
         "stats": LazyCommand(
             "batonmq.cli.topic_stats:stats",
             "Show what the queues of a topic hold, their last store time and their growth.",
-        )
+        ),
     },
 )
 _PERMISSIONS: Mapping[str, Literal["read_write", "read", "write"]] = {
@@ -37,7 +41,7 @@ _COLUMNS: Columns = {
     "QUEUES": "queue_count",
     "PERMISSION": "permission",
     "BROKERS": lambda item: ",".join(item["queue_counts"]),
-    "CREATED": lambda item: wall_time(item["create_unix_ms"]),
+    "CREATED": Minor(lambda item: wall_time(item["create_unix_ms"])),
 }
 _MORE_COLUMNS: Columns = {
     "ID": "topic_id",
@@ -45,7 +49,7 @@ _MORE_COLUMNS: Columns = {
     "INHERITED": lambda item: "yes" if item["inherited"] else "no",
 }
 _QUEUE_COLUMNS: Columns = {
-    "TOPIC": "topic",
+    "TOPIC": Minor("topic"),
     "BROKER": "broker",
     "QUEUE": "queue_id",
     "FIRST-OFFSET": "first_offset",

@@ -12,14 +12,14 @@ from batonmq._common.clock import Clock
 from batonmq.admin.topic_stats import QueueStats, TopicStats
 from batonmq.cli.arguments import topic_argument
 from batonmq.cli.command_classes import command
-from batonmq.cli.output import Columns, duration, wall_time
+from batonmq.cli.output import Columns, Minor, duration, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 
 _COLUMNS: Columns = {
-    "TOPIC": "topic",
+    "TOPIC": Minor("topic"),
     "BROKER": "broker",
     "QUEUE": "queue_id",
-    "FIRST-OFFSET": "first_offset",
+    "FIRST-OFFSET": Minor("first_offset"),
     "NEXT-OFFSET": "next_offset",
     "MESSAGES": "count",
     "LAST-STORED": lambda item: (

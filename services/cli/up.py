@@ -16,7 +16,7 @@ from batonmq.cli import context_file
 from batonmq.cli.command_classes import command
 from batonmq.cli.context_file import ContextError
 from batonmq.cli.global_options import GlobalOptions
-from batonmq.cli.output import Columns, Output, OutputFormat
+from batonmq.cli.output import Columns, Minor, Output, OutputFormat
 from batonmq.cli.session import CommandSession, global_options, local_session
 from batonmq_server.local.child_process import NotReady
 from batonmq_server.local.cluster import ClusterFailed, LocalCluster, to_stderr
@@ -40,7 +40,7 @@ _COLUMNS: Columns = {
     "SERVICE": "name",
     "ADDRESS": "address",
     "METRICS": "metrics_address",
-    "PID": "pid",
+    "PID": Minor("pid"),
 }
 
 
@@ -171,7 +171,8 @@ async def _up(
         if observe:
             prometheus = Prometheus(cluster.data_dir / "prometheus", scrape_targets(cluster))
             await exits.enter_async_context(prometheus)
-            to_stderr(f"Prometheus is at http://{prometheus.address}, with alerts at /alerts")
+            page = await prometheus.alerts_page()
+            to_stderr(f"Prometheus is at http://{prometheus.address}, with alerts at {page}")
         variables = cluster_variables(
             cluster.nameserver, name, uses_tls=defaults.security is not None
         )

@@ -21,6 +21,8 @@ CONFIG = Path(__file__).parents[2] / "deploy" / "prometheus"
 PORT = 9090
 READY_S = 30.0
 STOP_GRACE_S = 10.0
+_ALERT_PAGES = ("/alerts", "/classic/alerts")
+"""The page of the alerts: usually, and in a Debian package, which has the classic pages only."""
 _BARE = "scrape_configs:\n- job_name: baton\n  file_sd_configs:\n  - files: [targets.json]\n"
 _RUNBOOK = re.compile(r"(?<=runbook_url: )(?=docs/)")
 
@@ -126,10 +128,20 @@ class Prometheus:
             copy.write_text(_RUNBOOK.sub(f"{top}/", path.read_text()))
         (self._data_dir / "targets.json").write_text(json.dumps(self._targets, indent=2) + "\n")
 
+    async def alerts_page(self) -> str:
+        """Return the URL of the page that shows the alerts; that of the first page without one."""
+        for path in _ALERT_PAGES:
+            if await asyncio.to_thread(self._serves, path):
+                return f"http://{self.address}{path}"
+        return f"http://{self.address}/"
+
     def _is_ready(self) -> bool:
+        return self._serves("/-/ready")
+
+    def _serves(self, path: str) -> bool:
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with direct.open(f"http://{self.address}/-/ready", timeout=1) as response:
+            with direct.open(f"http://{self.address}{path}", timeout=1) as response:
                 return bool(response.status == 200)
         except OSError:
             return False

@@ -204,16 +204,22 @@ def denial_to_pb(denial: Denial, now_ms: int) -> pb.Denial:
     )
 
 
-def entry_to_pb(entry: LockEntry, now_ms: int) -> pb.LockEntry:
-    """Return one entry, for List and Describe."""
+def entry_to_pb(entry: LockEntry, now_ms: int, silence_ms: int) -> pb.LockEntry:
+    """Return one entry, for List and Describe.
+
+    Args:
+        silence_ms: Time without a KeepAlive after which the lease of an owner has expired.
+    """
     owner = entry.lock.owner
+    lease_age_ms = now_ms - entry.lease_start_ms if owner else 0
     waiters = sorted(entry.waiters.items(), key=lambda item: (item[1].since_ms, item[0]))
     return pb.LockEntry(
         queue=key_to_pb(entry.key),
         state=_LOCK_STATES[entry.state],
         owner=incarnation_to_pb(owner) if owner else None,
         token=entry.lock.token,
-        lease_age_ms=now_ms - entry.lease_start_ms if owner else 0,
+        lease_age_ms=lease_age_ms,
+        lease_expired=owner is not None and lease_age_ms >= silence_ms,
         held_ms=now_ms - entry.held_since_ms if owner else 0,
         waiters=[requester.client_id for requester, _ in waiters],
         generation=entry.lock.generation,

@@ -89,7 +89,7 @@ class QueueReleaser:
         """Free the holds that match their entries, and return how many.
 
         Raises:
-            NoQuorum: not known yet; the change goes on.
+            NoQuorum: the outcome is not known yet; the change continues.
             NotLeader: the term ended meanwhile.
         """
         tasks = [
@@ -148,7 +148,7 @@ class QueueReleaser:
         """Free one entry, once no other change of it is in progress.
 
         Returns:
-            Whether it was freed; None if the term is over.
+            Whether it was freed; None if the term has ended.
         """
         await self._changes.wait_for(key)
         entry = self._table.get(key)
@@ -181,7 +181,7 @@ class QueueReleaser:
     # Forced by an operator
 
     async def force_release(self, request: ForceRequest) -> ForceReleaseResult:
-        """Take a queue from its owner, whatever it is doing; once per operation id.
+        """Take a queue from its owner, even with messages in flight; once per operation id.
 
         Raises:
             UnknownQueue: the queue has never been owned.

@@ -138,7 +138,7 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         key = lock_proto.key_from_pb(request.queue)
         leader, now_ms = self._candidate.leader(), self._clock.monotonic_ms()
         entry, evicted = leader.describe(key)
-        shown, pending = lock_proto.entry_to_pb(entry, now_ms), entry.pending
+        shown, pending = lock_proto.entry_to_pb(entry, now_ms, leader.silence_ms), entry.pending
         return pb.DescribeResponse(
             entry=shown,
             term=leader.term,
@@ -160,7 +160,7 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         after = lock_proto.key_from_page_token(request.page_token)
         leader, now_ms = self._candidate.leader(), self._clock.monotonic_ms()
         entries = (
-            (str(entry.key), lock_proto.entry_to_pb(entry, now_ms))
+            (str(entry.key), lock_proto.entry_to_pb(entry, now_ms, leader.silence_ms))
             for entry in leader.entries(group, topic, after)
         )
         page, next_page_token = page_of(entries, request.page_size)

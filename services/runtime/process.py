@@ -42,6 +42,7 @@ from batonmq_server.runtime.metrics_server import MetricsServer
 from batonmq_server.runtime.server_options import SERVER_OPTIONS, with_connections_max
 from batonmq_server.runtime.service_runtime import Runtime, StopRequested
 from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.runtime.settings_server import SettingsServicer, add_settings
 from batonmq_server.runtime.tls import check_files, export_expiry, listen
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ log = logging.getLogger(__name__)
 PRIVATE_UMASK = 0o077
 """What a service stores is for its own user only: files have mode 0600, folders 0700."""
 METRICS_SERVICE = "baton.metrics.v1.MetricsService"
+SETTINGS_SERVICE = "baton.settings.v1.SettingsService"
+_COMMON_SERVICES = (METRICS_SERVICE, SETTINGS_SERVICE)
 
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -93,8 +96,10 @@ def run(
         _exit_with_usage_error(usage)
     os.umask(PRIVATE_UMASK)
     logs.configure(settings.log_level, settings.log_format, service=service, node=settings.node_id)
+    described, _ = settings_help(kind, prefix)
+    servicer = SettingsServicer(service, settings.node_id, described)
     try:
-        asyncio.run(_main(service, settings, build, clock(settings)))
+        asyncio.run(_main(service, settings, build, clock(settings), servicer))
     except Exception as error:
         if rejected := _config_error(error):
             _exit_with_usage_error(f"{service}: {rejected}")
@@ -126,7 +131,9 @@ def _exit_with_usage_error(message: str) -> NoReturn:
     sys.exit(2)
 
 
-async def _main(service: str, settings: S, build: Build[S], clock: Clock) -> None:
+async def _main(
+    service: str, settings: S, build: Build[S], clock: Clock, described: SettingsServicer
+) -> None:
     shares = _share_descriptors(settings)
     etcd = EtcdSession(settings.etcd, settings.cluster, clock, security=settings.etcd_security)
     runtime = Runtime(service, settings, etcd, connect=connector(settings.security))
@@ -139,7 +146,7 @@ async def _main(service: str, settings: S, build: Build[S], clock: Clock) -> Non
             _following_etcd(runtime),
             build(settings, runtime) as app,
         ):
-            await _serve(runtime, app, status, shares)
+            await _serve(runtime, app, status, shares, described)
     except* StopRequested:
         log.info("stopped while waiting for etcd; nothing was served")
     log.info("stopped")
@@ -169,13 +176,20 @@ async def _following_etcd(runtime: Runtime) -> AsyncIterator[None]:
             task.cancel()
 
 
-async def _serve(runtime: Runtime, app: App, status: Health, shares: DescriptorShares) -> None:
+async def _serve(
+    runtime: Runtime,
+    app: App,
+    status: Health,
+    shares: DescriptorShares,
+    described: SettingsServicer,
+) -> None:
     settings = runtime.settings
     runtime.guard.add_rules(app.rules)
     export_expiry(settings, runtime.registry)
     edge = EdgeInterceptor(runtime.clock, runtime.registry, app.long_polls, runtime.guard)
-    names = [*app.servicers, METRICS_SERVICE]
+    names = [*app.servicers, *_COMMON_SERVICES]
     server = _server(runtime, app, status, edge, shares.clients)
+    add_settings(described, server)
     port = listen(server, settings)
     export_descriptors(runtime.registry, shares)
     limiter = ConnectionLimiter(port, shares.per_address, runtime.registry, open_descriptors)
@@ -220,7 +234,7 @@ def _server(
     for add in app.servicers.values():
         add(server)
     add_event_stream(runtime.hub, server)
-    names = [*app.servicers, METRICS_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    names = [*app.servicers, *_COMMON_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(names, server)
     return server
 

@@ -8,7 +8,7 @@ ServerOptions = tuple[tuple[str, int], ...]
 
 SERVER_OPTIONS: ServerOptions = (
     *OPTIONS,
-    # A port that another process serves on is an error, not something to share.
+    # Binding a port that another process serves on must fail; the port must not be shared.
     ("grpc.so_reuseport", 0),
     # Close a connection with a longer handshake: TLS, and the first frames of HTTP/2.
     ("grpc.server_handshake_timeout_ms", 5_000),

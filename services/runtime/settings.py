@@ -105,7 +105,7 @@ class ServiceSettings(Settings):
     audit_bytes_max: int = Field(64 * 1024 * 1024, ge=64 * 1024)
     """Maximum size of the audit log in bytes, over its five files."""
     node_lease_ms: int = Field(5_000, ge=2_000)
-    """Lease of the node's entry in etcd, in milliseconds; a dead process stays listed as long."""
+    """Lease of the node's entry in etcd, in milliseconds; a dead node is listed that long."""
     metrics_stream: bool = True
     """Whether the process publishes its events to the topic BATON_SYS_METRICS; at a nameserver,
     also whether it creates that topic and BATON_SYS_ALERTS."""

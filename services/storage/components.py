@@ -18,6 +18,7 @@ from batonmq_server.storage.core.retention import Retention
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.delivery_router import DeliveryRouter
 from batonmq_server.storage.flusher import Flusher, InThread, waiting_for_descriptors
+from batonmq_server.storage.key_run_repairer import KeyRunRepairer
 from batonmq_server.storage.log_cleaner import CleaningBounds, LogCleaner
 from batonmq_server.storage.long_polls import LongPolls
 from batonmq_server.storage.metric_stream import FSYNC, StorageMetricStream
@@ -124,6 +125,7 @@ def build_components(
     checkpointer = Checkpointer(node, flusher, in_thread, shortage)
     damage = DamageTracker(metrics.damaged_batches.inc)
     repairs = QueueRepairer(node, in_thread, metrics.rebuilt_queues.inc)
+    key_repairs = KeyRunRepairer(node, in_thread, metrics.rebuilt_key_runs.inc)
     patient = waiting_for_descriptors(in_thread, shortage)
     scrubber = Scrubber(node, damage, bytes_per_s=settings.scrub_bytes_per_s, in_thread=patient)
     store = node.store
@@ -206,6 +208,7 @@ def build_components(
             role,
             require=require,
             repair=repairs.repair,
+            repair_keys=key_repairs.repair,
         ),
         scheduling=ScheduleServicer(
             appender, topics, due.wake, require, runtime.guard.caller_identity

@@ -158,6 +158,11 @@ class StorageMetrics:
             "Repairs of a consume queue with damaged entries, which were rebuilt from the log.",
             registry=registry,
         )
+        self.rebuilt_key_runs = Counter(
+            "baton_storage_rebuilt_key_runs",
+            "Damaged files of the key index that were rebuilt from the log.",
+            registry=registry,
+        )
 
 
 class TrafficMetrics:

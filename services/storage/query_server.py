@@ -27,6 +27,7 @@ from batonmq.errors import (
 from batonmq_server.runtime.access.guard import PermissionCheck
 from batonmq_server.runtime.access.permissions import consume
 from batonmq_server.storage import validation
+from batonmq_server.storage.core.keyindex import DamagedRun, RunExtent
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.query import (
     KeyMatches,
@@ -87,6 +88,10 @@ async def _no_repair(_: QueueKey, __: int) -> bool:
     return False
 
 
+async def _no_key_repair(_: RunExtent) -> bool:
+    return False
+
+
 class QueryServicer(pb_grpc.QueryServiceServicer):
     """Serves QueryService; see the proto.
 
@@ -96,6 +101,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         require: Raises unless the caller may read the topic of a message that it names by its id;
             None if authorization is off.
         repair: Rebuilds the index that a read at an offset uses; returns whether it changed.
+        repair_keys: Rebuilds a damaged run of the key index; returns whether it could.
     """
 
     def __init__(  # noqa: PLR0913  the parts of a node
@@ -108,10 +114,12 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         *,
         require: PermissionCheck | None = None,
         repair: Callable[[QueueKey, int], Awaitable[bool]] = _no_repair,
+        repair_keys: Callable[[RunExtent], Awaitable[bool]] = _no_key_repair,
     ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
         self._role, self._require = role or StandaloneRole(store), require
-        self._repair, self._queries = repair, MessageQueries(store)
+        self._repair, self._repair_keys = repair, repair_keys
+        self._queries = MessageQueries(store)
 
     async def SearchOffset(
         self, request: pb.SearchOffsetRequest, context: Context
@@ -154,7 +162,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         validation.check_limit("messages_max", request.messages_max, FOUND_MAX)
         topic = await self._topics.find(request.topic)
         window = TimeWindow(request.from_unix_ms, request.to_unix_ms or _UNBOUNDED_MS)
-        found = self._find(topic.topic_id, request.key, window, request.messages_max)
+        found = await self._find(topic.topic_id, request.key, window, request.messages_max)
         return pb.FindByKeyResponse(messages=map(_message, found.messages), more=found.more)
 
     async def GetMessage(
@@ -220,18 +228,32 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
             self._damage.report_error(error)
             raise
 
-    def _find(self, topic_id: int, key: str, window: TimeWindow, messages_max: int) -> KeyMatches:
-        try:
-            return self._queries.find(
-                topic_id,
-                key,
-                window,
-                messages_max=messages_max or FOUND_DEFAULT,
-                bytes_max=FOUND_BYTES_MAX,
-            )
-        except DataLoss as error:
-            self._damage.report_error(error)
-            raise
+    async def _find(
+        self, topic_id: int, key: str, window: TimeWindow, messages_max: int
+    ) -> KeyMatches:
+        rebuilt = set[RunExtent]()
+        while True:
+            try:
+                return self._queries.find(
+                    topic_id,
+                    key,
+                    window,
+                    messages_max=messages_max or FOUND_DEFAULT,
+                    bytes_max=FOUND_BYTES_MAX,
+                )
+            except DamagedRun as error:
+                if error.extent not in rebuilt and await self._repair_keys(error.extent):
+                    rebuilt.add(error.extent)
+                    continue
+                lost = DataLoss(
+                    f"{error}, and can't be rebuilt from the log",
+                    remedy="Stop the node and run: baton fsck DIR --repair.",
+                )
+                self._damage.report_error(lost)
+                raise lost from error
+            except DataLoss as error:
+                self._damage.report_error(error)
+                raise
 
 
 def _message(match: MessageMatch) -> pb.StoredMessage:

@@ -203,7 +203,7 @@ class MemoryBroker:
         Raises:
             TopicNotFound: there is no such topic.
         """
-        found: list[ReceivedMessage] = []
+        stored: list[ReceivedMessage] = []
         async with Puller(self.nameserver, environment=self.environment) as puller:
             queues = await _retry(lambda: puller.queues(topic))
             ends = await self._ends(queues)
@@ -213,11 +213,11 @@ class MemoryBroker:
             left = dict.fromkeys(puller.assignment)
             while left:
                 for queue, messages in (await puller.poll()).items():
-                    found += [one for one in messages if one.offset < ends[queue]]
+                    stored += [one for one in messages if one.offset < ends[queue]]
                 for queue in list(left):
                     if await puller.position(queue) >= ends[queue]:
                         del left[queue]
-        return sorted(found, key=lambda one: (one.store_unix_ms, one.queue, one.offset))
+        return sorted(stored, key=lambda one: (one.store_unix_ms, one.queue, one.offset))
 
     async def settled(self, group: str, *, timeout_s: float = 0) -> None:
         """Wait until a group has handled all messages, including scheduled ones.
@@ -298,8 +298,8 @@ class MemoryBroker:
             except grpc.aio.AioRpcError:
                 pass  # the nameserver is still starting
             else:
-                here = {node.address for node in answer.nodes if node.leader}
-                missing = {name for name in self._running if f"{name}:1" not in here}
+                leaders = {node.address for node in answer.nodes if node.leader}
+                missing = {name for name in self._running if f"{name}:1" not in leaders}
             if missing:
                 await asyncio.sleep(0.005)
 

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import connector
 from batonmq.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
@@ -326,7 +327,7 @@ async def test_tokens_are_not_in_errors_logs_or_metrics(
 
 
 async def test_owner_numbers_in_a_request_are_those_of_the_caller(etcd: EtcdSession) -> None:
-    """A client can't pass for another one by what it writes into its request."""
+    """A client can't act as another owner with a number in its request."""
     async with scene(etcd) as here:
         await here.know("app", ("consume", f"topic:{TOPIC}"), ("consume", f"group:{GROUP}"))
         number = owner_of("app")
@@ -355,7 +356,7 @@ async def test_owner_numbers_in_a_request_are_those_of_the_caller(etcd: EtcdSess
 
 
 def test_every_request_with_an_incarnation_has_it_at_the_top() -> None:
-    """So that admission finds it; items of services name holders, which services have checked."""
+    """Admission looks for it there; items of services name holders that services have checked."""
     nested = {
         field.message_type.full_name + "." + inner.name
         for method in METHODS.values()
@@ -444,6 +445,7 @@ async def test_expiry_of_a_token_checks_the_calls_of_that_token_only() -> None:
 
     class CheckedGuard:
         on_change: list[object] = []  # noqa: RUF012
+        clock = Clock()
 
         def rule(self, _: str) -> None:
             return None

@@ -1,7 +1,7 @@
 """Goal: refusals and changes by operators are events of the metrics stream, in a bounded number.
 
-No count is lost, no caller can fill the stream, and every method is known as one that reads or one
-that changes.
+No count is lost, no caller can fill the stream, and every method with the role admin is either a
+read or a change.
 Method: the sink with a hub and a clock of the test; the edge with grants in a real etcd; a method
 for every contract.
 """
@@ -83,7 +83,7 @@ def test_refusals_of_many_callers_are_bounded_and_all_are_counted() -> None:
     assert (events[-1].call, events[-1].identity) == ("", "")
 
 
-def test_each_change_is_an_event_at_once_and_their_number_is_bounded() -> None:
+def test_each_change_is_an_event_at_once_and_the_number_of_events_is_bounded() -> None:
     stream = Stream()
     with stream.watched() as buffer:
         for number in range(CALLS_MAX + 50):
@@ -118,7 +118,7 @@ def test_nothing_is_kept_while_no_reader_watches() -> None:
 
 
 @pytest.mark.parametrize("path", METHODS)
-def test_method_that_needs_the_role_admin_is_known_to_read_or_to_change(path: str) -> None:
+def test_method_that_needs_the_role_admin_is_a_read_or_a_change(path: str) -> None:
     """A new method of this role must begin with a verb of one of the two lists."""
     changing = (
         "Block", "Clone", "Create", "Delete", "Elect", "Force", "Grant", "Move", "Release", "Reset",
@@ -154,8 +154,8 @@ async def test_refusals_and_changes_at_the_edge_are_events(etcd: EtcdSession) ->
     assert not [token for token in here.tokens.values() if token in shown]
 
 
-async def test_refusal_by_a_servicer_is_counted_and_told(etcd: EtcdSession) -> None:
-    """As of GetMessage, whose topic is known only there."""
+async def test_refusal_by_a_servicer_is_counted_and_published(etcd: EtcdSession) -> None:
+    """The servicer of GetMessage checks the permission: only it knows the topic."""
     stream = Stream()
     path = "/baton.storage.v1.QueryService/GetMessage"
     async with scene(etcd) as here:

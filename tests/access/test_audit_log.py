@@ -81,20 +81,20 @@ async def test_calls_of_an_operator_and_refusals_are_in_the_log(
     etcd: EtcdSession, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit"
-    async with scene(etcd) as here:
+    async with scene(etcd) as at:
         audit = AuditLog(str(path), 1 << 20, "nameserver/a", Clock())
-        here.guard.audits.append(audit)
-        await here.know("carol", ("admin", "cluster"))
-        await here.know("app", ("consume", "topic:orders"))
+        at.guard.audits.append(audit)
+        await at.know("carol", ("admin", "cluster"))
+        await at.know("app", ("consume", "topic:orders"))
         grant = stored_access_pb2.AccessGrant(role=stored_access_pb2.ROLE_CONSUME)
         request = access_service_pb2.GrantRequest(identity="billing", grant=grant)
-        await here.call(GRANT, request, "carol")
-        await refusal(here.call(GRANT, request, "app"))
-        await refusal(here.call(APPEND, request_of(METHODS[APPEND]), "app"))
-        await refusal(here.call(GRANT, request, "unknown"))
+        await at.call(GRANT, request, "carol")
+        await refusal(at.call(GRANT, request, "app"))
+        await refusal(at.call(APPEND, request_of(METHODS[APPEND]), "app"))
+        await refusal(at.call(GRANT, request, "unknown"))
         audit.close()
-    found = [(one["kind"], one["call"], one["identity"], one["reason"]) for one in lines(path)]
-    assert found == [
+    entries = [(one["kind"], one["call"], one["identity"], one["reason"]) for one in lines(path)]
+    assert entries == [
         ("operated", GRANT, "carol", "OK"),
         ("refused", GRANT, "app", "PERMISSION_DENIED"),
         ("refused", APPEND, "app", "PERMISSION_DENIED"),

@@ -133,6 +133,7 @@ AccessService       Block
 AccessService       Unblock
 AccessService       ListBlocks
 MetricsService      Watch              watcher
+SettingsService     Describe
 """
 
 
@@ -152,12 +153,12 @@ def _table() -> dict[str, set[str]]:
 def _path(service: str, method: str) -> str:
     package, _, name = service.rpartition(".")
     wanted = f"{name}Service" if package else name
-    (found,) = [
+    (full_path,) = [
         path
         for path in METHODS
         if path.endswith(f".{wanted}/{method}") and (not package or f".{package}." in path)
     ]
-    return found
+    return full_path
 
 
 MAY = _table()
@@ -260,7 +261,7 @@ async def test_reflection_requires_any_grant(
     try:
         async with asyncio.timeout(30):
             async for answer in answers:
-                names += [found.name for found in answer.list_services_response.service]
+                names += [service.name for service in answer.list_services_response.service]
     except grpc.aio.AioRpcError as error:
         assert error.code() is code
     assert bool(names) is (code is grpc.StatusCode.OK)

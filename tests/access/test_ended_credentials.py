@@ -2,7 +2,7 @@
 
 Blocked identities and certificates, tokens of the issuer that expire or lose their key, and tokens
 bound to a certificate: new calls are UNAUTHENTICATED, open streams and long polls end within 5 s,
-and those of other callers go on.
+and those of other callers continue.
 Method: every stream and long poll of every contract behind the real edge, over real TLS.
 """
 
@@ -111,7 +111,7 @@ async def test_every_open_call_of_a_blocked_certificate_ends_and_no_other(
         await here.edge.know("victim", ("admin", "cluster"))
         await here.edge.know("other", ("admin", "cluster"))
         here.edge.holds.update(WAITING)
-        victims, others = await ended_and_going_on(here, by)
+        victims, others = await errors_and_other_calls(here, by)
         assert len(victims) == len(others) == len(WAITING)
         for path, error in victims.items():
             assert isinstance(error, Unauthenticated), path
@@ -135,7 +135,7 @@ async def is_admitted(here: TlsScene, path: str) -> bool:
     return True
 
 
-async def ended_and_going_on(
+async def errors_and_other_calls(
     here: TlsScene, by: str
 ) -> tuple[dict[str, BatonError], dict[str, asyncio.Task[None]]]:
     """Block the certificates of one caller of each path; return its errors and the other calls."""
@@ -187,11 +187,11 @@ async def test_open_call_of_a_blocked_identity_ends_with_and_without_a_token(
         for channel, token in (("victim", ""), ("other", "victim")):
             assert isinstance(await refusal(here.call(path, channel, token)), Unauthenticated)
         if token_of:
-            assert len(here.edge.read) == read + 1, "the request with the token is not read"
+            assert len(here.edge.read) == read + 1, "the request with the token was read"
         assert here.edge.refused_count(path.split("/")[1].rpartition(".")[2], "UNAUTHENTICATED")
 
 
-async def test_unreadable_block_blocks(etcd: EtcdSession, tmp_path: Path) -> None:
+async def test_unreadable_entry_of_a_block_still_blocks(etcd: EtcdSession, tmp_path: Path) -> None:
     async with over_tls(etcd, tmp_path) as here:
         await here.edge.know("victim", ("admin", "cluster"))
         await here.call(PULL, "victim")
@@ -302,7 +302,7 @@ async def test_token_of_the_issuer_has_the_grants_of_its_identity(
         read = len(here.edge.read)
         error = await refusal(here.call(PULL, "other", "late"))
         assert "expired" in error.message
-        assert len(here.edge.read) == read, "its request is not read"
+        assert len(here.edge.read) == read, "the request was read"
 
 
 @pytest.mark.parametrize("path", [PULL, WATCH])
@@ -326,8 +326,8 @@ async def test_open_call_ends_when_the_token_of_the_issuer_does(
             async with asyncio.timeout(ENDS_S + 3):
                 error = await ending
         assert isinstance(error, Unauthenticated)
-        told = {"expiry": "expired", "key": "no longer has", "block": "is blocked"}
-        assert told[end] in error.message
+        expected_text = {"expiry": "expired", "key": "no longer has", "block": "is blocked"}
+        assert expected_text[end] in error.message
 
 
 async def test_token_of_the_issuer_that_is_bound_needs_its_certificate(

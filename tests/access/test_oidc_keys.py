@@ -1,7 +1,7 @@
 """Goal: the keys of the issuer are current, and their source is read in bounds.
 
-A rotated key is known soon after it is used, a removed key ends its tokens, an unreachable URL
-changes nothing for a bounded time, and nothing blocks the event loop.
+A rotated key is known soon after its first use, a removed key ends its tokens, the keys stay valid
+for a bounded time while the URL is unreachable, and reading does not block the event loop.
 Method: a source of the test in virtual time; a real https server and a real file.
 """
 
@@ -136,10 +136,10 @@ async def test_unknown_keys_cause_a_bounded_number_of_reads() -> None:
             with pytest.raises(Unauthenticated, match="'other', which its issuer does not have"):
                 tokens.verify(stranger.token("other"))
             await asyncio.sleep(0)
-        assert source.reads == 1, "the keys were read a moment ago"
+        assert source.reads == 1, "the keys were read again too soon"
 
 
-async def test_removed_key_ends_its_tokens_and_tells_open_calls() -> None:
+async def test_removed_key_ends_its_tokens_and_notifies_listeners() -> None:
     clock = SetClock()
     issuer = issuer_of(clock, "one", "two")
     source = Document(issuer.document())

@@ -37,7 +37,7 @@ ALGORITHMS = ["RS256", "ES256", "EdDSA"]
 
 
 class Scene:
-    """An issuer with a key for each algorithm, named like it; "one" is for ES256."""
+    """An issuer with a key for each algorithm, named like the algorithm; "one" is for ES256."""
 
     def __init__(self) -> None:
         self.clock = SetClock()
@@ -76,9 +76,9 @@ def test_token_of_each_algorithm_gives_the_identity_with_the_prefix(
     here: Scene, algorithm: str
 ) -> None:
     token = here.issuer.token(algorithm)
-    found = here.tokens().verify(token)
-    assert found.identity == "oidc:alice"
-    assert found.expire_unix_ms == (here.clock.unix_ms() // 1000 + 600) * 1000 + LEEWAY_MS
+    verified = here.tokens().verify(token)
+    assert verified.identity == "oidc:alice"
+    assert verified.expire_unix_ms == (here.clock.unix_ms() // 1000 + 600) * 1000 + LEEWAY_MS
 
 
 def test_identity_is_in_the_configured_claim(here: Scene) -> None:
@@ -130,7 +130,7 @@ def test_times_are_checked_with_the_leeway_at_each_call(here: Scene) -> None:
     before_ms = clock.unix_ms()
     now_s = before_ms // 1000
     token = here.issuer.token(nbf=now_s + 20, exp=now_s + 60)
-    assert tokens.verify(token).identity == "oidc:alice", "within the leeway"
+    assert tokens.verify(token).identity == "oidc:alice", "a time within the leeway was refused"
     late = here.issuer.token(nbf=now_s + 60)
     assert refusal(tokens, late) == "the JSON Web Token of oidc:alice is not valid yet"
     clock.pass_ms(60_000 + LEEWAY_MS - 1_000)
@@ -159,15 +159,15 @@ def test_changed_claims_are_refused(here: Scene) -> None:
 
 @pytest.mark.parametrize("algorithm", ["none", "None", "HS256", "HS512", "RS512", "", None, [], 7])
 def test_other_algorithms_are_refused(here: Scene, algorithm: Any) -> None:
-    """Also a MAC with the public key as its secret, which is no secret."""
+    """This includes a MAC with the public key as its secret: an attacker knows that key."""
     _, key = here.issuer.keys["RS256"]
     public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     header = encoded({"alg": algorithm, "kid": "RS256", "typ": "JWT"})
     payload = encoded({"iss": ISSUER, "aud": AUDIENCE, "sub": "root", "exp": 4e9})
     signature = encoded(hmac.digest(public, f"{header}.{payload}".encode(), sha256))
     for end in (signature, ""):
-        told = refusal(here.tokens(), f"{header}.{payload}.{end}")
-        assert "allowed are ES256, EdDSA, RS256" in told or "is malformed" in told
+        message = refusal(here.tokens(), f"{header}.{payload}.{end}")
+        assert "allowed are ES256, EdDSA, RS256" in message or "is malformed" in message
 
 
 def test_algorithm_outside_the_settings_is_refused(here: Scene) -> None:
@@ -234,10 +234,10 @@ def test_token_is_verified_once_and_a_bounded_number_is_remembered(
     here: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, token = here.tokens(), here.issuer.token()
-    found = tokens.verify(token)
+    verified = tokens.verify(token)
     with monkeypatch.context() as patch:
         patch.setattr(jwt, "decode", None)
-        assert tokens.verify(token) is found
+        assert tokens.verify(token) is verified
         monkeypatch.setattr("batonmq_server.runtime.access.oidc.REMEMBERED_MAX", 3)
     for number in range(5):
         tokens.verify(here.issuer.token(sub=f"user-{number}"))

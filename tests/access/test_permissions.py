@@ -97,7 +97,7 @@ def test_cached_decisions_match_the_current_grants(
 
 
 @given(st.sets(grants, max_size=4), st.sets(grants, max_size=4), permissions)
-def test_another_grant_takes_no_permission_away(
+def test_additional_grant_removes_no_permission(
     granted: set[Grant], more: set[Grant], permission: Permission
 ) -> None:
     authorizer = Authorizer()

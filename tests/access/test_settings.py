@@ -78,7 +78,7 @@ def test_settings_of_an_issuer_give_its_trust() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "expected_text"),
     [
         ("ACCESS", "false", "oidc_issuer needs access"),
         ("OIDC_AUDIENCE", " ,", "oidc_issuer needs oidc_audience"),
@@ -93,10 +93,12 @@ def test_settings_of_an_issuer_give_its_trust() -> None:
         ("OIDC_ALGORITHMS", "", "oidc_algorithms must be some of"),
     ],
 )
-def test_unusable_settings_of_an_issuer_are_refused(name: str, value: str, told: str) -> None:
+def test_unusable_settings_of_an_issuer_are_refused(
+    name: str, value: str, expected_text: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         load(NameserverSettings, PREFIX, {**ISSUER, f"{PREFIX}_{name}": value})
-    assert told in str(refused.value.problems)
+    assert expected_text in str(refused.value.problems)
 
 
 @pytest.mark.parametrize("document", [None, "", '{"keys": []}'])

@@ -22,7 +22,7 @@ from batonmq.admin.group_reports import (
 from batonmq.admin.locks import Denial, LockDetail
 from batonmq.admin.placement import OffsetsPlacement
 from batonmq.admin.reports import Lock
-from batonmq.cli import group_lag, lock
+from batonmq.cli import group_lag, lock, output
 from batonmq.cli.group import describe_settings, state
 from batonmq.errors import Difference, Held, SubscriptionConflict
 
@@ -114,7 +114,7 @@ def test_total_lag_counts_queues_with_a_known_lag() -> None:
 
 
 def test_lag_in_seconds_is_exact_to_the_millisecond() -> None:
-    assert [group_lag.seconds(ms) for ms in (0, 1, 90_001, None)] == [
+    assert [output.seconds(ms) for ms in (0, 1, 90_001, None)] == [
         "0.000",
         "0.001",
         "90.001",

@@ -21,7 +21,7 @@ from batonmq_server.local.layout import SERVICES
 from tests.cli.baton import RunningCluster, baton, up
 from tests.support.conditions import until_now
 
-SECRET = "a-token-that-nobody-shows"
+SECRET = "a-token-that-is-never-shown"
 NOTHING: TlsOptions = dict.fromkeys(
     ("tls", "ca_file", "cert_file", "key_file", "server_name", "token_file")
 )

@@ -14,7 +14,7 @@ from tests.support.cluster import local_cluster
 
 @pytest.fixture(scope="package")
 def nameserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """host:port of its nameserver. It lives in a thread, because a cluster belongs to one task."""
+    """Return host:port of its nameserver; the cluster runs in a thread and a task of its own."""
     started: Future[tuple[str, Callable[[], object]]] = Future()
 
     async def live() -> None:

@@ -80,14 +80,14 @@ class Scene:
 
     @property
     def bodies(self) -> Counter[str]:
-        """How often a handler was called with each body."""
+        """Return the number of handler calls by body."""
         return Counter(one.body for one in self.handled)
 
     def by(self, client_id: str) -> list[str]:
         return [one.body for one in self.handled if one.client_id == client_id]
 
     async def send(self, bodies: Sequence[str], *, queue_id: int | None = None) -> None:
-        """Send in order; to all queues in turn unless one is given."""
+        """Send in order, to one queue, or without a queue id to all queues in turn."""
         async with Producer(self.nameserver) as producer:
             for number, body in enumerate(bodies):
                 message = Message(body.encode(), tag=body.partition(":")[0] if ":" in body else "")

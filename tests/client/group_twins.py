@@ -1,4 +1,4 @@
-"""Twins: simulated services for one consumer group, in this process, behind real gRPC servers.
+"""Simulated services for one consumer group, in this process, behind real gRPC servers.
 
 They keep their state in dictionaries, record all calls, and do what the test says. They obey the
 contracts that a consumer can observe: they check tokens, reset epochs, subscription generations and
@@ -77,7 +77,7 @@ class GroupTwin(nameserver_grpc.NameserverServiceServicer):
 
     Attributes:
         group: The record.
-        deal: Client id of the member by queue id.
+        owners: Client id of the assigned member by queue id.
         heartbeats: All requests.
         sessions: Incarnation of each WatchGroup.
         verdict: The answer to a heartbeat, without the group.
@@ -86,7 +86,7 @@ class GroupTwin(nameserver_grpc.NameserverServiceServicer):
     def __init__(self, queue_count: int) -> None:
         self.queue_count = queue_count
         self.group = nameserver_pb.Group(name=GROUP, generation=100, subscription_generation=1)
-        self.deal: dict[int, str] = {}
+        self.owners: dict[int, str] = {}
         self.heartbeats: list[nameserver_pb.HeartbeatRequest] = []
         self.sessions: list[queue_pb2.Incarnation] = []
         self.verdict = nameserver_pb.HeartbeatResponse(
@@ -97,26 +97,26 @@ class GroupTwin(nameserver_grpc.NameserverServiceServicer):
         self._broken = asyncio.Event()
 
     def change(self, edit: Callable[[nameserver_pb.Group], object] = lambda _: None) -> None:
-        """Edit the record, assign by `deal`, raise the generation and push it."""
+        """Edit the record, assign by `owners`, raise the generation and push it."""
         edit(self.group)
         self.group.generation += 1
-        places = {m.incarnation.client_id: n for n, m in enumerate(self.group.members, 1)}
-        owners = [places.get(self.deal.get(q, ""), 0) for q in range(self.queue_count)]
-        assignment = nameserver_pb.BrokerAssignment(broker=BROKER, member_numbers=owners)
+        member_numbers = {m.incarnation.client_id: n for n, m in enumerate(self.group.members, 1)}
+        numbers = [member_numbers.get(self.owners.get(q, ""), 0) for q in range(self.queue_count)]
+        assignment = nameserver_pb.BrokerAssignment(broker=BROKER, member_numbers=numbers)
         del self.group.assignments[:]
         self.group.assignments.add(topic=TOPIC, brokers=[assignment])
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def change_unheard(self) -> None:
-        """Change the record without a push; a heartbeat returns it."""
+    def change_without_push(self) -> None:
+        """Change the record without a push; the next heartbeat returns it."""
         changed, self._changed = self._changed, asyncio.Event()
         self.change()
         self._changed = changed
 
-    def give(self, client_id: str, queues: Iterable[int]) -> None:
+    def assign(self, client_id: str, queues: Iterable[int]) -> None:
         """Assign these queues to a client."""
-        self.deal |= dict.fromkeys(queues, client_id)
+        self.owners |= dict.fromkeys(queues, client_id)
         self.change()
 
     def subscribe(self, expression: str) -> None:
@@ -259,8 +259,8 @@ class OffsetsTwin(offsets_grpc.OffsetsServiceServicer):
                 outcomes.append(offsets_pb.CommitOutcome(error=error_to_pb(error)))
                 continue
             self.ack(progress, item.committed_offset, item.acked)
-            done = offsets_pb.Committed(committed_offset=progress.committed)
-            outcomes.append(offsets_pb.CommitOutcome(committed=done))
+            committed = offsets_pb.Committed(committed_offset=progress.committed)
+            outcomes.append(offsets_pb.CommitOutcome(committed=committed))
         return offsets_pb.CommitResponse(offsets_epoch=1, outcomes=outcomes)
 
     async def Close(
@@ -323,21 +323,21 @@ class LockmgrTwin(lockmgr_grpc.LockmgrServiceServicer):
         self.watchers = 0
         self._streams: set[asyncio.Queue[lockmgr_pb.WatchResponse | None]] = set()
 
-    def tell(self, event: lockmgr_pb.WatchResponse | None) -> None:
+    def push(self, event: lockmgr_pb.WatchResponse | None) -> None:
         """Push to all streams; None ends them."""
         for stream in self._streams:
             stream.put_nowait(event)
 
-    def want(self, queue_id: Key, reason: lockmgr_pb.WantedReason.ValueType) -> None:
+    def push_wanted(self, queue_id: Key, reason: lockmgr_pb.WantedReason.ValueType) -> None:
         """Push to its owner that a queue is wanted."""
         token = self._offsets.queues[queue_id].token
         wanted = lockmgr_pb.Wanted(queue=_key(queue_id), token=token, reason=reason)
-        self.tell(lockmgr_pb.WatchResponse(wanted=wanted))
+        self.push(lockmgr_pb.WatchResponse(wanted=wanted))
 
-    def free(self, queue_id: Key) -> None:
+    def push_free(self, queue_id: Key) -> None:
         """Push that a queue is free."""
         freed = lockmgr_pb.Freed(queue=_key(queue_id))
-        self.tell(lockmgr_pb.WatchResponse(freed=freed))
+        self.push(lockmgr_pb.WatchResponse(freed=freed))
 
     async def Acquire(
         self, request: lockmgr_pb.AcquireRequest, context: Context
@@ -404,14 +404,14 @@ class StorageTwin(storage_grpc.StorageServiceServicer):
     Attributes:
         pulls: Every request.
         paused: Whether pulls are refused with PAUSED.
-        parked: Ids of the queues whose pulls are held now.
+        held_pulls: Ids of the queues whose pulls are held now.
     """
 
     def __init__(self, offsets: OffsetsTwin) -> None:
         self._offsets = offsets
         self.pulls: list[storage_pb.PullRequest] = []
         self.paused = False
-        self.parked: list[Key] = []
+        self.held_pulls: list[Key] = []
         self._queues: defaultdict[Key, list[Message]] = defaultdict(list)
         self._arrived = asyncio.Event()
 
@@ -446,11 +446,11 @@ class StorageTwin(storage_grpc.StorageServiceServicer):
             end = min(len(self._queues[queue_id]), request.offset + request.messages_max)
             if end > request.offset:
                 return self._answer(request, progress, end)
-            self.parked.append(queue_id)
+            self.held_pulls.append(queue_id)
             try:
                 await arrived.wait()
             finally:
-                self.parked.remove(queue_id)
+                self.held_pulls.remove(queue_id)
 
     def _answer(
         self, request: storage_pb.PullRequest, progress: Progress, end: int
@@ -462,14 +462,14 @@ class StorageTwin(storage_grpc.StorageServiceServicer):
             self._offsets.check(queue_id, request.token, acks.reset_epoch)
             self._offsets.ack(progress, acks.committed_offset, acks.acked)
         wanted = TagFilter.parse(request.expression)
-        found = [
+        records = [
             _batch(queue_id, offset, message)
             for offset, message in enumerate(self._queues[queue_id][:end])
             if offset >= request.offset and wanted.accepts(message.tag)
         ]
         return storage_pb.PullResponse(
             pull_id=request.pull_id,
-            batches=found,
+            batches=records,
             next_offset=end,
             queue_next_offset=len(self._queues[queue_id]),
             offsets_epoch=1 if request.token else 0,

@@ -1,14 +1,13 @@
 """The admin client.
 
-Goal: it tells what the services know, names those that do not answer, and passes refusals on.
-Method: topics, groups and retries against an in-process nameserver; the whole against a real
-cluster.
+Goal: it reports the state of the services, names services that do not answer, and raises their
+errors.
+Method: topics, groups and retries against an in-process nameserver; progress on a real cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -36,11 +35,6 @@ from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import Replica, offsets_service, refusal, register_broker, replica
 from tests.support.cluster import local_cluster
 from tests.support.conditions import until
-
-
-@pytest.fixture
-def cluster() -> str:
-    return f"test-{secrets.token_hex(8)}"
 
 
 @pytest_asyncio.fixture
@@ -142,7 +136,7 @@ async def test_group_is_created_with_settings_that_can_be_changed(
         with pytest.raises(GroupNotFound):
             await missing
     left = {topic.name for topic in await admin.list_topics()}
-    assert "%RETRY%g" not in left, "asking again finishes what was begun"
+    assert "%RETRY%g" not in left, "a repeated deletion completes an unfinished one"
 
 
 async def test_pause_names_operator_and_reason_and_creates_no_group(
@@ -168,14 +162,14 @@ async def test_refused_client_is_part_of_the_progress(nameserver_replica: Replic
             await refusal(nameserver_replica.join("g", "c2", "UA"))
         ).reason == "SUBSCRIPTION_CONFLICT"
 
-        seen: list[GroupProgress] = []
+        reported: list[GroupProgress] = []
 
-        async def told() -> bool:
-            seen.append(await admin.group_progress("g"))
-            return bool(seen[-1].refused)
+        async def is_reported() -> bool:
+            reported.append(await admin.group_progress("g"))
+            return bool(reported[-1].refused)
 
-        await until(told)
-        progress = seen[-1]
+        await until(is_reported)
+        progress = reported[-1]
         (refused,) = progress.refused
         assert (refused.client_id, refused.host) == ("c2", "host-of-c2")
         (difference,) = refused.error.differences
@@ -185,9 +179,9 @@ async def test_refused_client_is_part_of_the_progress(nameserver_replica: Replic
 
 async def test_cluster_lists_nodes(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> None:
     async with replica(etcd_endpoint, cluster) as running, Admin(running.address) as admin:
-        found = await admin.cluster()
-    assert found.name == cluster
-    assert found.nodes == (Node("storage", "broker-a", "broker-a", "127.0.0.1:1", "", 0, 1, True),)
+        report = await admin.cluster()
+    assert report.name == cluster
+    assert report.nodes == (Node("storage", "broker-a", "broker-a", "127.0.0.1:1", "", 0, 1, True),)
 
 
 async def test_call_waits_for_a_broker_that_is_starting(
@@ -233,7 +227,7 @@ async def test_progress_of_a_real_cluster(tmp_path: Path) -> None:
             handled = [await anext(consumer) for _ in range(3)]
             assert [message.offset for message in handled] == [0, 1, 2]
 
-            async def told() -> bool:
+            async def is_reported() -> bool:
                 progress = await admin.group_progress("g")
                 at = {QueueRef(r.topic, r.broker, r.queue_id): r for r in progress.queues}
                 return (
@@ -248,23 +242,23 @@ async def test_progress_of_a_real_cluster(tmp_path: Path) -> None:
                     and all(r.host and r.token for r in progress.queues)
                 )
 
-            await until(told)
+            await until(is_reported)
             locks = await admin.list_locks("g")
             assert [(lock.state, lock.client_id) for lock in locks] == [("held", "c1")] * 3
         after = await admin.group_progress("g")
         assert after.group.members == ()
         assert {row.client_id for row in after.queues} == {None}
-        found = await admin.cluster()
-        assert [node.service for node in found.nodes] == [
+        report = await admin.cluster()
+        assert [node.service for node in report.nodes] == [
             "storage",
             "offsets",
             "lockmgr",
             "nameserver",
         ]
-        assert all(node.leader for node in found.nodes)
+        assert all(node.leader for node in report.nodes)
 
 
-async def test_nobody_there_is_unreachable_in_time() -> None:
+async def test_missing_nameserver_is_unreachable_after_the_timeout() -> None:
     async with Admin("127.0.0.1:1", timeout_s=0.3) as admin, asyncio.timeout(20):
         with pytest.raises(Unreachable):
             await admin.list_topics()

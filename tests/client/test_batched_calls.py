@@ -1,7 +1,7 @@
 """Calls of the queues of one consumer, joined into batches.
 
-Goal: requests of one moment share a call; each queue gets its own outcome; a caller that is
-cancelled gets no queue, and no grant is left behind (protocol section 5).
+Goal: requests that are made at once share a call; each queue gets its own outcome; a cancelled
+caller gets no queue, and its grant is released (protocol section 5).
 Method: real gRPC to services that record requests and answer when the test says so.
 """
 
@@ -39,11 +39,11 @@ from tests.support.grpc_server import serving_at
 
 TOPIC, BROKER, GROUP = "orders", "broker-a", "billing"
 ASSIGNED = 3
-"""So many queues are the consumer's by the record it knows."""
+"""Number of queues that the group's record assigns to the consumer."""
 
 
 class Lockmgr(pb_grpc.LockmgrServiceServicer):
-    """Answers an item when `answers` has an entry for its queue; records every request.
+    """A lock manager that answers an item when `answers` has an entry for its queue.
 
     Attributes:
         answers: Token of the grant, or the refusal, by queue id.
@@ -95,7 +95,7 @@ class Lockmgr(pb_grpc.LockmgrServiceServicer):
 
 
 class Nameserver(nameserver_grpc.NameserverServiceServicer):
-    """Lists one node of each service, all at one address."""
+    """A nameserver that lists one node of each service, all at one address."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -118,7 +118,7 @@ class Nameserver(nameserver_grpc.NameserverServiceServicer):
 
 
 class Offsets(offsets_grpc.OffsetsServiceServicer):
-    """Closes everything; records the number of items of each call."""
+    """An offsets service that closes every queue, and records the number of items of each call."""
 
     def __init__(self) -> None:
         self.closes: list[int] = []
@@ -137,7 +137,7 @@ class Offsets(offsets_grpc.OffsetsServiceServicer):
 
 
 class Storage(storage_grpc.StorageServiceServicer):
-    """Knows every queue; records the number of queues of each call."""
+    """A storage node that has every queue, and records the number of queues of each call."""
 
     def __init__(self) -> None:
         self.extents: list[int] = []
@@ -202,20 +202,22 @@ def queue(queue_id: int, broker: str = BROKER) -> QueueRef:
     return QueueRef(TOPIC, broker, queue_id)
 
 
-async def acquired(calls: BatchedCalls, queue_id: int) -> int | BatonError:
+async def acquired(
+    calls: BatchedCalls, queue_id: int, *resume: queue_pb2.OffsetRange
+) -> int | BatonError:
     """Acquire a queue; return the token of the grant, or the refusal."""
     try:
-        item = pb.AcquireItem(queue=_key(queue_id))
+        item = pb.AcquireItem(queue=_key(queue_id), resume=resume)
         return (await calls.acquire(queue(queue_id), item)).grant.token
     except BatonError as error:
         return error
 
 
-async def test_requests_of_one_moment_share_an_acquire_and_get_their_own_outcomes() -> None:
+async def test_concurrent_requests_share_an_acquire_and_get_their_own_outcomes() -> None:
     async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
         lockmgr.answer({0: 70, 1: Held("another member owns it"), 2: 72})
-        asked = [tasks.create_task(acquired(calls, queue_id)) for queue_id in range(3)]
-        outcomes = [await task for task in asked]
+        acquiring = [tasks.create_task(acquired(calls, queue_id)) for queue_id in range(3)]
+        outcomes = [await task for task in acquiring]
         assert [outcomes[0], type(outcomes[1]), outcomes[2]] == [70, Held, 72]
         (request,) = lockmgr.acquires
         assert [item.queue.queue.queue_id for item in request.items] == [0, 1, 2]
@@ -251,47 +253,53 @@ async def test_each_acquire_has_a_higher_number_and_counts_as_seen_when_it_ends(
 
 async def test_acquire_ends_when_no_caller_waits_for_it() -> None:
     async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(acquired(calls, queue_id)) for queue_id in range(2)]
+        acquiring = [tasks.create_task(acquired(calls, queue_id)) for queue_id in range(2)]
         await until(lambda: len(lockmgr.acquires) == 1)
-        for task in asked:
+        for task in acquiring:
             task.cancel()
         await until(lambda: lockmgr.ended == 1)
         await until(lambda: not calls.acquires(queue(0)))
 
 
-async def test_grant_whose_caller_was_cancelled_is_released() -> None:
-    async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
-        gone = tasks.create_task(acquired(calls, 0))
-        waits = tasks.create_task(acquired(calls, 1))
+@asynccontextmanager
+async def unwanted_grant(
+    calls: BatchedCalls, lockmgr: Lockmgr, *resume: queue_pb2.OffsetRange
+) -> AsyncIterator[None]:
+    """Request two queues, cancel the caller of queue 0, and grant queue 0 during the block.
+
+    After the block queue 1 is granted, and its caller gets the grant.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        cancelled = tasks.create_task(acquired(calls, 0, *resume))
+        waiting = tasks.create_task(acquired(calls, 1))
         await until(lambda: len(lockmgr.acquires) == 1)
-        gone.cancel()
+        cancelled.cancel()
         lockmgr.answer({0: 70})
-        await until(lambda: lockmgr.releases == [[70]])
+        yield
         lockmgr.answer({1: 71})
-        assert await waits == 71
+        assert await waiting == 71
+
+
+async def test_grant_whose_caller_was_cancelled_is_released() -> None:
+    async with scene() as (calls, lockmgr, _), unwanted_grant(calls, lockmgr):
+        await until(lambda: lockmgr.releases == [[70]])
 
 
 async def test_grant_does_not_wait_for_the_release_of_an_unwanted_one() -> None:
-    async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
+    async with scene() as (calls, lockmgr, _):
         lockmgr.mute = asyncio.Event()
-        gone = tasks.create_task(acquired(calls, 0))
-        waits = tasks.create_task(acquired(calls, 1))
-        await until(lambda: len(lockmgr.acquires) == 1)
-        gone.cancel()
-        lockmgr.answer({0: 70})
-        await until(lambda: lockmgr.releases == [[70]])
-        lockmgr.answer({1: 71})
-        assert await waits == 71
+        async with unwanted_grant(calls, lockmgr):
+            await until(lambda: lockmgr.releases == [[70]])
         lockmgr.mute.set()
 
 
 async def test_queue_that_the_record_does_not_assign_is_not_requested() -> None:
-    """A request may outlive a newer record; with its generation it would claim another's queue."""
+    """A late request with the newer generation would acquire the queue of another member."""
     async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
         lockmgr.answer({0: 70})
-        asked = [tasks.create_task(acquired(calls, queue_id)) for queue_id in (0, ASSIGNED)]
-        assert await asked[0] == 70
-        assert isinstance(await asked[1], NotAssigned)
+        acquiring = [tasks.create_task(acquired(calls, queue_id)) for queue_id in (0, ASSIGNED)]
+        assert await acquiring[0] == 70
+        assert isinstance(await acquiring[1], NotAssigned)
         (request,) = lockmgr.acquires
         assert [item.queue.queue.queue_id for item in request.items] == [0]
         assert request.generation == 5
@@ -299,19 +307,11 @@ async def test_queue_that_the_record_does_not_assign_is_not_requested() -> None:
 
 async def test_unwanted_grant_with_claimed_work_is_closed_before_its_release() -> None:
     """Section 11: dropped messages are delivered again, flagged, before the lease expires."""
-    async with scene() as (calls, lockmgr, others), asyncio.TaskGroup() as tasks:
-        resume = queue_pb2.OffsetRange(first_offset=3, next_offset=5)
-        item = pb.AcquireItem(queue=_key(0), resume=[resume])
-        gone = tasks.create_task(calls.acquire(queue(0), item))
-        waits = tasks.create_task(acquired(calls, 1))
-        await until(lambda: len(lockmgr.acquires) == 1)
-        gone.cancel()
-        lockmgr.answer({0: 70})
+    resume = queue_pb2.OffsetRange(first_offset=3, next_offset=5)
+    async with scene() as (calls, lockmgr, others), unwanted_grant(calls, lockmgr, resume):
         await until(lambda: lockmgr.releases == [[70]])
         (closed,) = others.offsets.items
         assert (closed.token, list(closed.unfinished), list(closed.acked)) == (70, [resume], [])
-        lockmgr.answer({1: 71})
-        assert await waits == 71
 
 
 async def test_orphaned_grant_is_closed_with_all_claims_of_its_requests_before_its_release() -> (
@@ -357,7 +357,7 @@ async def test_grants_that_may_be_left_are_released_at_the_end() -> None:
         lockmgr.answer({0: 70})
         assert await acquired(calls, 0) == 70
         await calls.release_rest()
-        assert lockmgr.released_all == [], "every outcome has arrived"
+        assert lockmgr.released_all == [], "a grant was released though every outcome had arrived"
         gone = tasks.create_task(acquired(calls, 1))
         await until(lambda: len(lockmgr.acquires) == 2)
         gone.cancel()
@@ -366,7 +366,7 @@ async def test_grants_that_may_be_left_are_released_at_the_end() -> None:
         assert lockmgr.released_all == [GROUP]
 
 
-async def test_closes_and_releases_of_one_moment_share_calls() -> None:
+async def test_concurrent_closes_and_releases_share_calls() -> None:
     async with scene() as (calls, lockmgr, others), asyncio.TaskGroup() as tasks:
         closes = [
             tasks.create_task(calls.close(offsets_pb.CloseItem(queue=_key(queue_id), token=1)))
@@ -383,20 +383,20 @@ async def test_closes_and_releases_of_one_moment_share_calls() -> None:
         assert len(lockmgr.releases) <= 2
 
 
-async def test_extents_of_one_moment_share_one_call_per_broker() -> None:
+async def test_concurrent_extents_share_one_call_per_broker() -> None:
     async with scene() as (calls, _, others), asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(calls.extent(queue(queue_id))) for queue_id in range(20)]
-        found = [await task for task in asked]
-        assert [extent.next_offset for extent in found] == list(range(10, 30))
+        queries = [tasks.create_task(calls.extent(queue(queue_id))) for queue_id in range(20)]
+        extents = [await task for task in queries]
+        assert [extent.next_offset for extent in extents] == list(range(10, 30))
         assert len(others.storage.extents) <= 2
 
 
 async def test_unreachable_broker_fails_only_its_own_queues() -> None:
     async with scene() as (calls, _, _others), asyncio.TaskGroup() as tasks:
-        here = tasks.create_task(calls.extent(queue(3)))
+        reachable = tasks.create_task(calls.extent(queue(3)))
         with pytest.raises(BatonError):
             await calls.extent(queue(0, "broker-b"))
-        assert (await here).next_offset == 13
+        assert (await reachable).next_offset == 13
 
 
 def _key(queue_id: int) -> queue_pb2.GroupQueue:

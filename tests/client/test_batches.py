@@ -22,6 +22,7 @@ from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.handler_adapters import BatchHandler
 from batonmq._consumer.handler_results import MessageFailed, RetryLater
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.message_batch import MessageBatch
 from batonmq.errors import InvalidArgument
 from tests.client.group import QUICK, Scene, scene
 from tests.support.conditions import until
@@ -59,12 +60,12 @@ async def test_lists_are_runs_of_one_queue_within_messages_max(
     async with scene(nameserver, queue_count=2) as at:
         for queue_id in range(2):
             await at.send([f"{queue_id}-{number}" for number in range(50)], queue_id=queue_id)
-        lists: list[list[ReceivedMessage]] = []
+        lists: list[Sequence[ReceivedMessage]] = []
 
-        async def handle(messages: list[ReceivedMessage]) -> None:
+        async def handle(messages: MessageBatch) -> None:
             lists.append(messages)
 
-        def handle_in_thread(messages: list[ReceivedMessage]) -> None:
+        def handle_in_thread(messages: MessageBatch) -> None:
             lists.append(messages)
 
         async with running_batches(at, handle_in_thread if plain else handle, messages_max=20):
@@ -85,7 +86,7 @@ async def test_results_apply_to_each_message_and_only_failed_ones_are_retried(
         await at.send(TEN)
         lists: list[list[str]] = []
 
-        async def handle(messages: list[ReceivedMessage]) -> list[object]:
+        async def handle(messages: MessageBatch) -> list[object]:
             lists.append(bodies_of(messages))
             return [
                 RetryLater(0) if message.body in (b"3", b"7") and message.attempts == 1 else None
@@ -108,7 +109,7 @@ async def test_raised_error_fails_the_list_and_each_message_is_retried_alone(
         lists: list[list[str]] = []
         taken: list[str] = []
 
-        async def handle(messages: list[ReceivedMessage]) -> None:
+        async def handle(messages: MessageBatch) -> None:
             lists.append(bodies_of(messages))
             if "5" in lists[-1] and messages[0].attempts < 3:
                 raise ValueError("no five")
@@ -119,7 +120,7 @@ async def test_raised_error_fails_the_list_and_each_message_is_retried_alone(
         first = next(each for each in lists if "5" in each)
         assert len(first) > 1
         assert [each for each in lists if "5" in each] == [first, ["5"], ["5"]]
-        assert sorted(taken) == TEN, "each counts once"
+        assert sorted(taken) == TEN, "a message failed more than once"
 
 
 async def test_result_of_the_wrong_length_fails_the_list(
@@ -129,7 +130,7 @@ async def test_result_of_the_wrong_length_fails_the_list(
         await at.send(["1", "2"])
         attempts: list[int] = []
 
-        async def handle(messages: list[ReceivedMessage]) -> list[None] | None:
+        async def handle(messages: MessageBatch) -> list[None] | None:
             attempts.extend(message.attempts for message in messages)
             return None if messages[0].attempts > 1 else [None] * (len(messages) + 1)
 
@@ -144,7 +145,7 @@ async def test_orderly_list_counts_only_up_to_the_first_failure(nameserver: str)
         await at.send(TEN)
         lists: list[list[tuple[str, int]]] = []
 
-        async def handle(messages: list[ReceivedMessage]) -> list[object]:
+        async def handle(messages: MessageBatch) -> list[object]:
             lists.append([(message.body.decode(), message.attempts) for message in messages])
             return [
                 RetryLater(10) if message.body == b"4" and message.attempts < 3 else None
@@ -166,7 +167,7 @@ async def test_handle_timeout_is_for_the_list_and_any_message_extends_it(nameser
         await at.send(TEN)
         ended: list[str] = []
 
-        async def handle(messages: list[ReceivedMessage]) -> None:
+        async def handle(messages: MessageBatch) -> None:
             if messages[0].attempts == 1:
                 try:
                     await asyncio.Event().wait()
@@ -189,13 +190,13 @@ async def test_list_of_a_thread_that_hangs_is_retried(
         await at.send(["1", "2", "3"])
         let_go, taken = threading.Event(), list[str]()
 
-        def handle(messages: list[ReceivedMessage]) -> None:
+        def handle(messages: MessageBatch) -> None:
             if messages[0].attempts == 1:
                 let_go.wait(30)
                 return
             taken.extend(bodies_of(messages))
 
-        # Long enough, on any machine, for a thread that must end in time.
+        # Longer than any machine delays a thread that ends in time.
         async with running_batches(at, handle, replace(QUICK, handle_timeout_ms=3_000)):
             await until(lambda: handled_all(at))
             let_go.set()
@@ -208,7 +209,7 @@ async def test_consumer_that_stops_on_a_failure_acknowledges_nothing_of_the_list
     async with scene(nameserver, queue_count=1) as at:
         await at.send(TEN)
 
-        async def fail(_: list[ReceivedMessage]) -> None:
+        async def fail(_: MessageBatch) -> None:
             raise ValueError("on purpose")
 
         settings = replace(ORDERLY, retries_max=1, exhausted="stop")
@@ -217,7 +218,7 @@ async def test_consumer_that_stops_on_a_failure_acknowledges_nothing_of_the_list
                 await consumer.run_batches(fail)
         taken: list[ReceivedMessage] = []
 
-        async def take(messages: list[ReceivedMessage]) -> None:
+        async def take(messages: MessageBatch) -> None:
             taken.extend(messages)
 
         async with running_batches(at, take, settings):
@@ -227,7 +228,7 @@ async def test_consumer_that_stops_on_a_failure_acknowledges_nothing_of_the_list
 
 
 async def test_messages_max_of_zero_is_refused() -> None:
-    async def handle(_: list[ReceivedMessage]) -> None:
+    async def handle(_: MessageBatch) -> None:
         pass
 
     consumer = Consumer("127.0.0.1:1", "g", {"t": "*"})

@@ -1,6 +1,6 @@
 """The clients for programs without asyncio.
 
-Goal: they do in plain threads what the asyncio clients do, and leave no thread behind.
+Goal: in plain threads they behave like the asyncio clients, and they leave no thread behind.
 Method: a real cluster; the calls run in threads of the test.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from batonmq._blocking import BlockingConsumer, BlockingProducer, BlockingPuller
 from batonmq._consumer.membership import SubscriptionVerdict
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.message_batch import MessageBatch
 from batonmq._producer.send_buffer import ProducerClosed
 from batonmq.admin.admin import Admin
 from batonmq.errors import BadExpression, TopicNotFound, Unreachable
@@ -50,7 +52,7 @@ def test_many_threads_send_and_one_thread_receives(at: Scene) -> None:
     assert not our_threads()
 
 
-def test_message_at_the_break_of_an_iteration_is_delivered_again(at: Scene) -> None:
+def test_last_message_before_a_break_is_redelivered(at: Scene) -> None:
     with BlockingProducer(at.nameserver) as producer:
         producer.send(at.topic, b"x")
     for expected in (False, True):
@@ -103,19 +105,19 @@ def test_consumer_handles_lists_pauses_queues_and_reports_its_state(at: Scene) -
     with BlockingProducer(at.nameserver) as producer:
         for number in range(50):
             producer.send(at.topic, b"%d" % number)
-    lists: list[list[ReceivedMessage]] = []
+    lists: list[Sequence[ReceivedMessage]] = []
     with BlockingConsumer(at.nameserver, at.group, {at.topic: "*"}, QUICK) as consumer:
         consumer.handle_timeout_ms = 20_000
         assert consumer.handle_timeout_ms == 20_000
         assert consumer.verdict == SubscriptionVerdict("accepted")
-        told: set[object] = set()
+        states: set[object] = set()
 
-        def handle(messages: list[ReceivedMessage]) -> None:
+        def handle(messages: MessageBatch) -> None:
             queue = messages[0].queue
             consumer.pause(queue)
-            told.add((queue in consumer.assignment, consumer.flow.get(queue)))
+            states.add((queue in consumer.assignment, consumer.flow.get(queue)))
             consumer.resume(queue)
-            # Last: another handler stops the consumer, which clears `flow`, when all are in here.
+            # This comes last: the last handler stops the consumer, and a stop clears `flow`.
             lists.append(messages)
             if sum(map(len, lists)) == 50:
                 consumer.stop()
@@ -123,7 +125,7 @@ def test_consumer_handles_lists_pauses_queues_and_reports_its_state(at: Scene) -
         consumer.run_batches(handle, messages_max=5)
         consumer.close(drain_ms=0)
         assert consumer.assignment == ()
-    assert told == {(True, "paused")}
+    assert states == {(True, "paused")}
     assert max(map(len, lists)) <= 5
     assert len({(m.queue, m.offset) for each in lists for m in each}) == 50
 
@@ -162,11 +164,11 @@ async def test_puller_reads_seeks_and_commits(at: Scene) -> None:
 
 
 def _polled(puller: BlockingPuller, count: int) -> list[bytes]:
-    found: list[bytes] = []
-    while len(found) < count:
-        for messages in puller.poll(count_max=count - len(found)).values():
-            found += [message.body for message in messages]
-    return found
+    bodies: list[bytes] = []
+    while len(bodies) < count:
+        for messages in puller.poll(count_max=count - len(bodies)).values():
+            bodies += [message.body for message in messages]
+    return bodies
 
 
 # ---- errors

@@ -1,6 +1,6 @@
 """An error that leaves the block of a client for programs without asyncio.
 
-Goal: the wrapped client's block is left by the same error, and the caller gets the error unchanged.
+Goal: the block of the wrapped client gets the same error, and the caller gets the error unchanged.
 Method: a real server whose storage never answers, and blocks in threads of the test.
 """
 

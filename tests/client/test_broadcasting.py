@@ -168,7 +168,7 @@ async def test_every_member_gets_every_message_once_also_over_a_restart(
 
 
 @pytest.mark.e2e
-async def test_queue_added_while_the_member_runs_or_is_away_is_read_from_its_first_message(
+async def test_queue_added_while_the_member_runs_or_is_down_is_read_from_its_first_message(
     nameserver: str, tmp_path: Path
 ) -> None:
     last = broadcasting(tmp_path / "f", replace(QUICK, consume_from="last"))

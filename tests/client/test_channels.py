@@ -1,6 +1,6 @@
-"""Channels to services that are far away, or busy.
+"""Channels to slow services.
 
-Goal: a connection that takes long to open is waited for, and opened.
+Goal: a client waits for a connection that takes more than a second to open.
 Method: a real server behind a proxy that delays each connection.
 """
 
@@ -21,15 +21,15 @@ WAIT_S = 1.4
 
 
 @asynccontextmanager
-async def far(port: int) -> AsyncIterator[str]:
-    """The address of a proxy to `port` that delays each connection before it forwards data."""
+async def delaying_proxy(port: int) -> AsyncIterator[str]:
+    """Yield the address of a proxy to `port` that delays each connection before it forwards."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there = await asyncio.open_connection("127.0.0.1", port)
+        upstream = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.sleep(WAIT_S)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_pass(reader, there[1]))
-            tasks.create_task(_pass(there[0], writer))
+            tasks.create_task(_pass(reader, upstream[1]))
+            tasks.create_task(_pass(upstream[0], writer))
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
@@ -38,21 +38,21 @@ async def far(port: int) -> AsyncIterator[str]:
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
-        while piece := await reader.read(65_536):
-            writer.write(piece)
+        while data := await reader.read(65_536):
+            writer.write(data)
     except ConnectionError:
         pass
     finally:
         writer.close()
 
 
-async def test_a_connection_that_takes_longer_than_a_second_is_made() -> None:
+async def test_connection_that_takes_longer_than_a_second_is_opened() -> None:
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with far(port) as address, connect(address) as channel:
+        async with delaying_proxy(port) as address, connect(address) as channel:
             assert await ask_health(channel, timeout_s=20) == SERVING
     finally:
         await server.stop(None)

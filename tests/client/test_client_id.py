@@ -1,7 +1,7 @@
 """Goal: a member with a fixed client id joins again soon after its process was killed.
 
 Method: a process that is killed while it is a member of a real cluster; and two live members in
-virtual time, of which the second one may wait as long as its settings say, and no longer.
+virtual time, of which the second one waits until its start timeout.
 """
 
 from __future__ import annotations
@@ -73,5 +73,5 @@ def test_client_id_of_a_live_member_is_refused_when_the_start_times_out(
 
     with caplog.at_level(logging.WARNING):
         run_virtual(check())
-    told = [r for r in caplog.records if "client id is in use" in r.getMessage()]
-    assert len(told) == (1 if timeout_ms else 0)
+    warnings = [r for r in caplog.records if "client id is in use" in r.getMessage()]
+    assert len(warnings) == (1 if timeout_ms else 0)

@@ -1,7 +1,7 @@
 """Pausing queues, closing early, and what a consumer counts.
 
-Goal: a paused queue stays owned and waits while others go on; `close` keeps its drain time; the
-metrics show what happened, and no gauge of a closed consumer.
+Goal: a paused queue stays owned and delivers nothing while other queues continue; `close` keeps its
+drain time; the metrics count the events, and a closed consumer has no gauge.
 Method: a real cluster, and handlers that wait for the test.
 """
 
@@ -28,7 +28,7 @@ from tests.support.conditions import until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
 
-async def test_paused_queue_stays_owned_and_waits_while_others_go_on(
+async def test_paused_queue_stays_owned_and_delivers_nothing(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=2) as at:
@@ -171,7 +171,7 @@ async def test_metrics_count_events_and_show_gauges_of_a_running_consumer(
         ) as consumer, asyncio.TaskGroup() as tasks:  # fmt: skip
             tasks.create_task(consumer.run(handle))
             await waiting.wait()
-            # A message that was sent back may arrive in between, and is handled meanwhile.
+            # A retried message may be handled at the same time.
             held = {
                 "handling_messages": 1,
                 "buffered_messages": 1,

@@ -1,8 +1,8 @@
 """The consumer, on a real cluster.
 
 Goal: every message of a group is handled once, in the order of its queue, while members join and
-leave; a message that was started and not finished is delivered again, flagged; a member that does
-not fit the group is refused with the reason.
+leave; a message whose handler did not end is redelivered, flagged; a member with another
+subscription is rejected with the differences.
 Method: real services; each test has its own topic and group; handlers wait for events of the test,
 so that nothing depends on speed.
 """
@@ -72,14 +72,14 @@ async def test_coroutine_handles_every_message_once_and_in_order(nameserver: str
 async def test_plain_function_runs_in_threads(nameserver: str) -> None:
     async with scene(nameserver) as at:
         await at.send(numbers(40))
-        together = threading.Barrier(4, timeout=50)
+        barrier = threading.Barrier(4, timeout=50)
         threads: set[str] = set()
 
         async with at.consumer("a") as consumer, asyncio.TaskGroup() as tasks:
 
             def handle(message: ReceivedMessage) -> None:
                 if message.offset == 0:
-                    together.wait()  # returns only if all four queues are handled at once
+                    barrier.wait()  # returns only if all four queues are handled at once
                 threads.add(threading.current_thread().name)
                 at.note(consumer, message)
 
@@ -310,7 +310,7 @@ async def test_handler_that_outlasts_the_drain_is_cancelled_and_its_message_rede
 
 
 async def test_work_in_flight_survives_the_loss_of_a_token(nameserver: str) -> None:
-    """A lock manager that dies between fence and answer causes this."""
+    """A lock manager that is killed between the fence and its answer causes this."""
     async with scene(nameserver, queue_count=1) as at:
         await at.send(numbers(10), queue_id=0)
         proceed = asyncio.Event()
@@ -353,7 +353,7 @@ async def take_token(at: Scene) -> None:
                     expected_token=lock.token,
                     condition=offsets_pb.FENCE_CONDITION_FORCED,
                     forced_by="test",
-                    forced_reason="what a dead lock manager leaves behind",
+                    forced_reason="the fence of a killed lock manager",
                     holder=lock.owner,
                 )
             ],
@@ -367,7 +367,7 @@ async def take_token(at: Scene) -> None:
 # ---- received messages
 
 
-async def test_tags_whose_hashes_collide_are_told_apart(nameserver: str) -> None:
+async def test_tags_with_the_same_hash_are_distinguished(nameserver: str) -> None:
     assert tag_hash("Aa") == tag_hash("BB")
     async with scene(nameserver) as at:
         await at.send([f"{tag}:{n}" for n in range(20) for tag in ("Aa", "BB", "C")])
@@ -387,7 +387,7 @@ async def test_each_of_two_groups_gets_every_message_it_subscribes_to(nameserver
 
 
 @pytest.mark.parametrize("consume_from", ["first", "last"])
-async def test_group_without_progress_starts_where_consume_from_says(
+async def test_group_without_progress_starts_at_consume_from(
     nameserver: str, consume_from: str
 ) -> None:
     settings = replace(QUICK, consume_from="first" if consume_from == "first" else "last")
@@ -401,7 +401,7 @@ async def test_group_without_progress_starts_where_consume_from_says(
         assert at.bodies == dict.fromkeys(expected, 1)
 
 
-async def test_group_with_progress_continues_whatever_consume_from_says(nameserver: str) -> None:
+async def test_group_with_progress_ignores_consume_from(nameserver: str) -> None:
     last = replace(QUICK, consume_from="last")
     async with scene(nameserver) as at:
         async with handle_all(at, "a", settings=last) as consumer:

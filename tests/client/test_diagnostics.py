@@ -1,6 +1,6 @@
-"""Goal: a bundle tells what it has found and what it has not, and no secret.
+"""Goal: a diagnostics bundle has everything that was readable, names the rest, and has no secret.
 
-Method: a cluster that is not there, folders and values made by hand, a small HTTP server.
+Method: an unreachable cluster, hand-made folders and values, a small HTTP server.
 """
 
 from __future__ import annotations
@@ -15,45 +15,47 @@ import pytest
 from batonmq.admin.diagnostics import LOG_BYTES, Diagnostics, scrape, without_secrets
 
 
-async def test_cluster_that_is_away_is_a_problem_and_the_rest_is_there(tmp_path: Path) -> None:
+async def test_unreachable_cluster_is_a_problem_and_the_bundle_has_the_rest(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "storage.log").write_text("serving\n")
-    found = Diagnostics("127.0.0.1:1")
-    found.add_folder(tmp_path)
-    await found.collect()
-    assert found.files.keys() == {"about.json", "local/logs/storage.log", "problems.txt"}
-    assert "cluster: UNREACHABLE" in found.files["problems.txt"].decode()
-    assert json.loads(found.files["about.json"])["packages"]["batonmq"]
+    bundle = Diagnostics("127.0.0.1:1")
+    bundle.add_folder(tmp_path)
+    await bundle.collect()
+    assert bundle.files.keys() == {"about.json", "local/logs/storage.log", "problems.txt"}
+    assert "cluster: UNREACHABLE" in bundle.files["problems.txt"].decode()
+    assert json.loads(bundle.files["about.json"])["packages"]["batonmq"]
 
 
-async def test_services_that_hang_do_not_keep_the_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_collection_from_services_that_hang_times_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("batonmq.admin.diagnostics._WHOLE_TIMEOUT_S", 0.2)
     monkeypatch.setattr("batonmq.admin.diagnostics._TIMEOUT_S", 60)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        found = Diagnostics(f"127.0.0.1:{silent.getsockname()[1]}")
-        async with asyncio.timeout(20):  # less than one question takes
-            await found.collect()
-    assert found.files.keys() == {"about.json", "problems.txt"}
+        bundle = Diagnostics(f"127.0.0.1:{silent.getsockname()[1]}")
+        async with asyncio.timeout(20):  # less than the timeout of one call
+            await bundle.collect()
+    assert bundle.files.keys() == {"about.json", "problems.txt"}
     assert (
-        found.files["problems.txt"] == b"the collection timed out after 0.2 s: files are missing\n"
+        bundle.files["problems.txt"] == b"the collection timed out after 0.2 s: files are missing\n"
     )
 
 
 def test_folder_without_logs_is_a_problem(tmp_path: Path) -> None:
-    found = Diagnostics("127.0.0.1:1")
-    found.add_folder(tmp_path)
-    assert found.problems == [f"{tmp_path}: no logs and no recovery report"]
+    bundle = Diagnostics("127.0.0.1:1")
+    bundle.add_folder(tmp_path)
+    assert bundle.problems == [f"{tmp_path}: no logs and no recovery report"]
 
 
-def test_only_the_end_of_a_log_is_taken_and_secrets_are_not(tmp_path: Path) -> None:
+def test_bundle_has_the_end_of_a_log_without_its_secrets(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "a.log"
     log.write_text(
         "begin\n" + "x" * LOG_BYTES + "\npassword=hunter2 postgres://u:pw@host/db\nend\n"
     )
-    found = Diagnostics("127.0.0.1:1")
-    found.add_folder(tmp_path)
-    text = found.files["local/logs/a.log"].decode()
+    bundle = Diagnostics("127.0.0.1:1")
+    bundle.add_folder(tmp_path)
+    text = bundle.files["local/logs/a.log"].decode()
     assert text.endswith("\nend\n")
     assert "begin" not in text
     assert "hunter2" not in text
@@ -61,7 +63,7 @@ def test_only_the_end_of_a_log_is_taken_and_secrets_are_not(tmp_path: Path) -> N
     assert "@host/db" in text
 
 
-def test_secrets_are_known_by_their_keys_and_fencing_tokens_are_none() -> None:
+def test_secrets_are_removed_by_key_and_fencing_tokens_are_kept() -> None:
     value = {"token": 5, "etcd_password": "x", "deep": [{"api_key": "y", "a": 1}], "secret": ""}
     assert without_secrets(value) == {
         "token": 5, "etcd_password": "[removed]", "deep": [{"api_key": "[removed]", "a": 1}],
@@ -81,14 +83,14 @@ async def _serve(answer: bytes, address: list[str]) -> asyncio.Server:
     return server
 
 
-async def test_metrics_are_the_body_of_the_page() -> None:
+async def test_scrape_returns_the_body_of_the_page() -> None:
     address: list[str] = []
     page = b"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\nbaton_up 1\n"
     async with await _serve(page, address):
         assert await scrape(address[0]) == "baton_up 1\n"
 
 
-async def test_page_that_is_missing_is_an_error() -> None:
+async def test_scrape_of_a_missing_page_is_an_error() -> None:
     address: list[str] = []
     async with await _serve(b"HTTP/1.0 404 Not Found\r\n\r\n", address):
         with pytest.raises(OSError, match="404"):

@@ -1,7 +1,7 @@
-"""Goal: a client with several nameservers works as long as one of them runs, and reconnects to the
-others.
+"""Goal: a client with several nameservers works as long as one of them runs, and reconnects to
+services while it waits.
 
-Method: directories made by hand, at addresses without a server and at real servers.
+Method: directories with addresses without a server and with addresses of real servers.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ NO_SERVER = "127.0.0.1:1,127.0.0.1:2"
 
 @asynccontextmanager
 async def directory(nameserver: str) -> AsyncIterator[Directory]:
-    made = Directory(nameserver, Random(1))
+    opened = Directory(nameserver, Random(1))
     try:
-        yield made
+        yield opened
     finally:
-        await made.close()
+        await opened.close()
 
 
 class Nameserver(nameserver_grpc.NameserverServiceServicer):
-    """Knows one node of the offsets service."""
+    """A nameserver with one node of the offsets service."""
 
     def __init__(self, address: str) -> None:
         self._node = pb.Node(service=pb.SERVICE_KIND_OFFSETS, address=address, leader=True)
@@ -59,48 +59,50 @@ def test_list_without_an_address_is_refused(nameserver: str) -> None:
 
 
 @pytest.mark.e2e
-async def test_question_goes_to_the_next_nameserver_until_one_answers(nameserver: str) -> None:
+async def test_call_is_retried_at_the_next_nameserver_until_one_answers(nameserver: str) -> None:
     topic = f"t-{secrets.token_hex(4)}"
-    async with Admin(nameserver) as admin, directory(f"{NO_SERVER},{nameserver}") as made:
+    async with Admin(nameserver) as admin, directory(f"{NO_SERVER},{nameserver}") as opened:
         await admin.create_topic(topic, 1)
-        assert (await query_route(made, topic)).topic.name == topic
-        assert made.nameserver_address == nameserver, "and it is asked from now on"
+        assert (await query_route(opened, topic)).topic.name == topic
+        assert opened.nameserver_address == nameserver, (
+            "the next call does not go to the nameserver that answered"
+        )
         with pytest.raises(TopicNotFound):
-            await query_route(made, "nothing")
-        assert made.nameserver_address == nameserver, "a rejected call is not retried elsewhere"
-    async with directory(f"{NO_SERVER},{nameserver}") as made:
-        assert await made.refresh()
+            await query_route(opened, "nothing")
+        assert opened.nameserver_address == nameserver, "a rejected call was retried elsewhere"
+    async with directory(f"{NO_SERVER},{nameserver}") as opened:
+        assert await opened.refresh()
 
 
-async def test_every_nameserver_is_asked_once_if_none_answers() -> None:
-    asked: list[str] = []
-    async with directory(NO_SERVER) as made:
+async def test_call_tries_every_nameserver_once_if_none_answers() -> None:
+    addresses: list[str] = []
+    async with directory(NO_SERVER) as opened:
 
-        async def ask(stub: object) -> pb.QueryRouteResponse:
-            asked.append(made.nameserver_address)
-            return await made.nameserver().QueryRoute(
+        async def call(stub: object) -> pb.QueryRouteResponse:
+            addresses.append(opened.nameserver_address)
+            return await opened.nameserver().QueryRoute(
                 pb.QueryRouteRequest(topic="flights"), timeout=CALL_TIMEOUT_S
             )
 
         with pytest.raises(Unreachable):
-            await made.ask_nameserver(ask)
-    assert asked == NO_SERVER.split(",")
+            await opened.ask_nameserver(call)
+    assert addresses == NO_SERVER.split(",")
 
 
-async def test_while_somebody_is_away_the_ways_to_all_are_tried() -> None:
-    made: dict[str, grpc.aio.Channel] = {}
+async def test_pause_after_a_failed_call_connects_idle_channels() -> None:
+    channels: dict[str, grpc.aio.Channel] = {}
 
-    def note(address: str) -> grpc.aio.Channel:
-        return made.setdefault(address, connect(address))
+    def connect_once(address: str) -> grpc.aio.Channel:
+        return channels.setdefault(address, connect(address))
 
     async with serving_at() as offsets:
         servicer = Nameserver(offsets)  # type: ignore[abstract]
         async with serving_at(
             lambda server: nameserver_grpc.add_NameserverServiceServicer_to_server(servicer, server)
         ) as nameserver:
-            directory = Directory(nameserver, Random(1), note)
+            directory = Directory(nameserver, Random(1), connect_once)
             await directory.offsets("drivers")
-            channel = made[offsets]
+            channel = channels[offsets]
             assert channel.get_state() is grpc.ChannelConnectivity.IDLE
             await directory.pause(Unreachable("no offsets node is registered"), 0)
             async with asyncio.timeout(20):

@@ -2,7 +2,7 @@
 
 Goal: each queue is in the view of the member that the record assigns it to, and in no other;
 filters, mode and pause are those of the record.
-Method: records by hand, and Hypothesis: the views of all members give the assignment again.
+Method: hand-made records; with Hypothesis, the views of all members together are the assignment.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ def incarnation(client_id: str, number: int = 1) -> queue_pb2.Incarnation:
 
 
 def record(members: list[str], owners: dict[QueueRef, str]) -> pb.Group:
-    """Return a record that assigns queues by `owners`; names that are no members get none."""
-    places = {client_id: place for place, client_id in enumerate(members, 1)}
+    """Return a record that assigns queues by `owners`; other names than members get no queue."""
+    member_numbers = {client_id: number for number, client_id in enumerate(members, 1)}
 
     def assignment_of(topic: str, broker: str) -> pb.BrokerAssignment:
         mine = [q for q in QUEUES if (q.topic, q.broker) == (topic, broker)]
         return pb.BrokerAssignment(
-            broker=broker, member_numbers=[places.get(owners.get(queue, ""), 0) for queue in mine]
+            broker=broker,
+            member_numbers=[member_numbers.get(owners.get(queue, ""), 0) for queue in mine],
         )
 
     return pb.Group(
@@ -74,8 +75,8 @@ def test_another_incarnation_of_the_client_id_has_no_queues() -> None:
 def test_queue_of_a_topic_outside_of_the_subscription_is_ignored() -> None:
     group = record(["a"], dict.fromkeys(QUEUES, "a"))
     del group.subscriptions[1]
-    found = GroupView.of(group, incarnation("a"))
-    assert {queue.topic for queue in found.assigned} == {"flights"}
+    view = GroupView.of(group, incarnation("a"))
+    assert {queue.topic for queue in view.assigned} == {"flights"}
 
 
 def test_filters_mode_and_pause_are_those_of_the_record() -> None:

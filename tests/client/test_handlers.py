@@ -1,7 +1,7 @@
-"""Handlers that misbehave.
+"""Handlers with faults.
 
-Goal: whatever a handler does, its message is delivered again or becomes a dead letter, its queue
-goes on, and the process can end.
+Goal: the message of a faulty handler is redelivered or becomes a dead letter, its queue continues,
+and the process can end.
 Method: the in-memory broker; retry delays in virtual time; another process for the last test.
 """
 

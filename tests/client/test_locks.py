@@ -25,49 +25,53 @@ OPERATION = Operation("tester", "a test")
 async def test_described_lock_has_owner_lease_and_token(nameserver: str) -> None:
     async with scene(nameserver, 1) as at, Admin(nameserver) as admin:
         queue = QueueRef(at.topic, "broker-0", 0)
-        never = await Locks(admin).describe(at.group, queue)
-        assert (never.lock.state, never.lock.token, never.lock.client_id) == ("free", 0, None)
+        without_owner = await Locks(admin).describe(at.group, queue)
+        assert (
+            without_owner.lock.state,
+            without_owner.lock.token,
+            without_owner.lock.client_id,
+        ) == ("free", 0, None)
         async with handle_all(at, "c1"):
 
             async def owned() -> bool:
                 return (await Locks(admin).describe(at.group, queue)).lock.client_id == "c1"
 
             await until(owned)
-            found = await Locks(admin).describe(at.group, queue)
-            assert found.lock.state == "held"
-            assert found.lock.token > 0
-            assert found.lock.subscription_generation > 0
-            assert 0 < found.lease_left_ms <= 30_000
-            assert (found.pending_step, found.owner_evicted) == ("", False)
-            assert found.lock.queue_id == 0
+            lock = await Locks(admin).describe(at.group, queue)
+            assert lock.lock.state == "held"
+            assert lock.lock.token > 0
+            assert lock.lock.subscription_generation > 0
+            assert 0 < lock.lease_left_ms <= 30_000
+            assert (lock.pending_step, lock.owner_evicted) == ("", False)
+            assert lock.lock.queue_id == 0
         after = await Locks(admin).describe(at.group, queue)
         assert (after.lock.state, after.lease_left_ms) == ("free", 0)
 
 
 async def test_live_owner_acquires_a_queue_again_after_a_forced_release(nameserver: str) -> None:
     async with scene(nameserver, 1) as at, Admin(nameserver) as admin:
-        queue, let_go = QueueRef(at.topic, "broker-0", 0), asyncio.Event()
+        queue, proceed = QueueRef(at.topic, "broker-0", 0), asyncio.Event()
         await at.send(["x"])
         async with at.consumer("c1") as consumer, asyncio.TaskGroup() as tasks:
 
             async def handle(message: ReceivedMessage) -> None:
                 at.note(consumer, message)
                 if len(at.handled) == 1:
-                    await let_go.wait()
+                    await proceed.wait()
 
             tasks.create_task(consumer.run(handle))
             await until(lambda: len(at.handled) == 1)
             before = await Locks(admin).describe(at.group, queue)
-            taken = await Locks(admin).force_release(at.group, queue, OPERATION)
-            assert (taken.client_id, taken.maybe_seen_count) == ("c1", 1)
-            assert taken.token > before.lock.token
+            released = await Locks(admin).force_release(at.group, queue, OPERATION)
+            assert (released.client_id, released.maybe_seen_count) == ("c1", 1)
+            assert released.token > before.lock.token
 
             async def owned_again() -> bool:
                 lock = (await Locks(admin).describe(at.group, queue)).lock
-                return lock.client_id == "c1" and lock.token > taken.token
+                return lock.client_id == "c1" and lock.token > released.token
 
             await until(owned_again)
-            let_go.set()
+            proceed.set()
 
             async def caught_up() -> bool:
                 return await at.lag() == 0
@@ -98,5 +102,9 @@ async def test_release_all_releases_no_queue_of_a_running_client(nameserver: str
         )
         await at.send(["x"])
         await until(lambda: at.bodies["x"] == 1)
-        nobody = await Locks(admin).release_all("nobody")
-        assert (nobody.incarnation_ids, nobody.released_count, nobody.kept) == ((), 0, ())
+        unknown_client = await Locks(admin).release_all("unknown")
+        assert (
+            unknown_client.incarnation_ids,
+            unknown_client.released_count,
+            unknown_client.kept,
+        ) == ((), 0, ())

@@ -1,9 +1,9 @@
 """Clients outside the network of the services.
 
 Goal: a client that calls a nameserver at its outside address gets the outside addresses of all
-nodes that have one; a client that uses another address does not.
-Method: a nameserver that is reached under two names and lists itself, a node with an outside
-address, and one without.
+nodes that have one; a client that calls another address gets the inside addresses.
+Method: a nameserver with two names; it lists itself, a node with an outside address, and one
+without.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from batonmq.admin.admin import Admin
 INSIDE = ["offsets-0.offsets.baton.svc:10912", "storage-a-0.storage.baton.svc:10911"]
 
 
-class Twin(pb_grpc.NameserverServiceServicer):
+class NameserverTwin(pb_grpc.NameserverServiceServicer):
     """A nameserver.
 
     Attributes:
-        outside: Its outside address.
+        outside: Outside address of the nameserver.
     """
 
     outside = ""
@@ -56,8 +56,8 @@ class Twin(pb_grpc.NameserverServiceServicer):
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    """Return the settings of a nameserver with an outside address on 127.0.0.1."""
-    server, twin = grpc.aio.server(), Twin()  # type: ignore[abstract]
+    """Return the port of a nameserver whose outside address is on 127.0.0.1."""
+    server, twin = grpc.aio.server(), NameserverTwin()  # type: ignore[abstract]
     pb_grpc.add_NameserverServiceServicer_to_server(twin, server)
     bound = server.add_insecure_port("127.0.0.1:0")
     twin.outside = f"127.0.0.1:{bound}"
@@ -67,23 +67,23 @@ async def port() -> AsyncIterator[int]:
 
 
 async def addresses(nameserver: str) -> list[str]:
-    around = Around()
-    directory = Directory(nameserver, around.random, around.connect)
+    environment = Around()
+    directory = Directory(nameserver, environment.random, environment.connect)
     try:
         return [node.address for node in (await directory.refresh())[1:]]
     finally:
         await directory.close()
 
 
-async def test_who_comes_from_outside_is_given_outside_addresses(port: int) -> None:
+async def test_client_outside_gets_outside_addresses(port: int) -> None:
     assert await addresses(f"127.0.0.1:{port}") == ["mq.example.com:30930", INSIDE[1]]
 
 
-async def test_who_comes_from_inside_is_given_inside_addresses(port: int) -> None:
+async def test_client_inside_gets_inside_addresses(port: int) -> None:
     assert await addresses(f"localhost:{port}") == INSIDE
 
 
-async def test_an_operator_outside_sees_the_addresses_that_work_there(port: int) -> None:
+async def test_cluster_report_for_a_client_outside_has_outside_addresses(port: int) -> None:
     async with Admin(f"127.0.0.1:{port}") as admin:
         cluster = await admin.cluster()
     assert [node.address for node in cluster.nodes] == [

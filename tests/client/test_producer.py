@@ -1,9 +1,9 @@
 """The producer.
 
 Goal: many sends share few batches; a retried batch is the same batch; an error reaches only the
-senders of its messages; flushing or closing loses no submitted message, and nothing waits for ever.
-Method: a nameserver and a storage node of lists that fail when told to (`tests.client.twins`),
-behind real servers; requests are held at a gate where something has to happen meanwhile.
+senders of its messages; flushing or closing loses no submitted message, and every wait ends.
+Method: a simulated nameserver and storage node behind real servers (`tests.client.twins`); a gate
+holds requests while the test does something else.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def queue(queue_id: int, topic: str = "orders") -> QueueRef:
 async def submit(
     producer: Producer, *numbers: int, queue_id: int | None = None
 ) -> list[PendingReceipt]:
-    wanted = None if queue_id is None else queue(queue_id)
+    chosen = None if queue_id is None else queue(queue_id)
     return [
-        await producer.submit("orders", Message(b"%d" % number), queue=wanted) for number in numbers
+        await producer.submit("orders", Message(b"%d" % number), queue=chosen) for number in numbers
     ]
 
 
@@ -65,21 +65,23 @@ async def outcomes(pending: list[PendingReceipt]) -> list[Receipt | BatonError]:
 # ---- receipts
 
 
-async def test_receipt_tells_where_the_message_is() -> None:
+async def test_receipt_has_queue_offset_and_message_id() -> None:
     async with twins(orders=4) as at, Producer(at.address) as producer:
         await producer.send("orders", b"first", queue=queue(2))
         second, third = await outcomes(await submit(producer, 2, 3, queue_id=2))
     assert isinstance(second, Receipt)
     assert isinstance(third, Receipt)
     assert (second.queue, second.offset, third.offset) == (queue(2), 1, 2)
-    assert second.message_id == "broker-a-1000-0", "broker, position of the batch, place in it"
+    assert second.message_id == "broker-a-1000-0", (
+        "broker, position of the batch, index in the batch"
+    )
     assert third.message_id == "broker-a-1000-1"
     assert second.store_unix_ms == 1_700_000_000_000
     assert not second.duplicate
 
 
 @pytest.mark.parametrize("durability", Durability)
-async def test_durability_is_asked_for_and_told(durability: Durability) -> None:
+async def test_receipt_has_the_requested_durability(durability: Durability) -> None:
     settings = ProducerSettings(durability=durability)
     async with twins(orders=1) as at, Producer(at.address, settings) as producer:
         receipt = await producer.send("orders", b"")
@@ -97,7 +99,7 @@ async def test_receipt_can_be_awaited_late_and_more_than_once() -> None:
 # ---- batches
 
 
-async def test_sends_that_come_together_travel_in_few_batches() -> None:
+async def test_concurrent_messages_share_few_batches() -> None:
     gate = Gate()
     async with twins(orders=8) as at, Producer(at.address) as producer:
         at.storage.before = gate
@@ -109,14 +111,14 @@ async def test_sends_that_come_together_travel_in_few_batches() -> None:
     assert len({(r.queue, r.offset) for r in receipts if isinstance(r, Receipt)}) == 2_000
 
 
-async def test_many_tasks_that_send_at_once_ask_for_the_route_and_share_batches() -> None:
+async def test_many_concurrent_sends_share_batches_and_query_no_further_route() -> None:
     async with twins(orders=8) as at, Producer(at.address) as producer:
         await producer.send("orders", b"opens the topic")
-        asked = len(at.nameserver.asked)
+        query_count = len(at.nameserver.route_queries)
         async with asyncio.TaskGroup() as tasks:
             for number in range(500):
                 tasks.create_task(producer.send("orders", b"%d" % number))
-        assert len(at.nameserver.asked) == asked
+        assert len(at.nameserver.route_queries) == query_count
         assert sum(map(len, at.storage.requests)) <= 50
         assert len(at.storage.stored) == 501
 
@@ -143,7 +145,7 @@ async def test_only_the_first_sends_of_a_new_producer_wait_for_the_route(
             for _ in range(500):
                 tasks.create_task(send())
         assert waited == 500
-        assert len(at.nameserver.asked) == 1
+        assert len(at.nameserver.route_queries) == 1
         assert len(at.storage.stored) == 2_500
 
 
@@ -164,7 +166,7 @@ async def test_linger_waits_for_more_messages() -> None:
     settings = ProducerSettings(linger_ms=4_000)
     async with twins(orders=1, more=1) as at, Producer(at.address, settings) as producer:
         await submit(producer, 1)
-        await producer.submit("more", Message(b"after a question to the nameserver"))
+        await producer.submit("more", Message(b"after a call to the nameserver"))
         await submit(producer, 2)
         await producer.flush()
         (request,) = at.storage.requests
@@ -188,7 +190,7 @@ async def test_request_holds_no_more_batches_than_storage_takes() -> None:
         assert [len(request) for request in at.storage.requests] == [1, 1_024, 1_022]
 
 
-# ---- where to
+# ---- queues
 
 
 async def test_ordering_key_keeps_its_queue_and_its_order_through_failures() -> None:
@@ -210,7 +212,7 @@ async def test_ordering_key_keeps_its_queue_and_its_order_through_failures() -> 
 
 @pytest.mark.parametrize("in_flight_bytes_max", [2_000, 1_000_000])
 async def test_messages_of_a_key_sent_at_once_keep_their_order(in_flight_bytes_max: int) -> None:
-    """Also if the topic is not open yet; small messages do not overtake large ones."""
+    """The topic may not be open yet; small messages do not overtake large ones."""
     settings = ProducerSettings(in_flight_bytes_max=in_flight_bytes_max)
     async with twins(orders=4) as at, Producer(at.address, settings) as producer:
         async with asyncio.TaskGroup() as tasks:
@@ -232,32 +234,32 @@ async def test_messages_without_key_use_all_queues() -> None:
         }
 
 
-async def test_queue_that_is_not_there_is_refused() -> None:
+async def test_unknown_queue_is_refused() -> None:
     async with twins(orders=2) as at, Producer(at.address) as producer:
         with pytest.raises(QueueNotFound):
             await producer.send("orders", b"", queue=queue(2))
         assert at.storage.requests == []
 
 
-async def test_topic_that_is_not_there_is_refused_at_once() -> None:
+async def test_unknown_topic_is_refused_at_once() -> None:
     async with twins(orders=2) as at, Producer(at.address) as producer:
         with pytest.raises(TopicNotFound):
             await producer.send("order", b"")
-        assert at.nameserver.asked == ["order"]
+        assert at.nameserver.route_queries == ["order"]
 
 
-async def test_queues_that_are_added_are_used() -> None:
+async def test_added_queue_is_used() -> None:
     async with twins(orders=1) as at, Producer(at.address) as producer:
         await producer.send("orders", b"")
         at.nameserver.set_topic("orders", 2)
 
-        async def stored_in_the_new_one() -> bool:
+        async def added_queue_is_used() -> bool:
             return (await producer.send("orders", b"")).queue == queue(1)
 
-        await until(stored_in_the_new_one)
+        await until(added_queue_is_used)
 
 
-async def test_topic_that_is_deleted_is_refused_from_then_on() -> None:
+async def test_deleted_topic_is_refused() -> None:
     async with twins(orders=1) as at, Producer(at.address) as producer:
         await producer.send("orders", b"")
         at.nameserver.set_topic("orders", 0)
@@ -272,16 +274,16 @@ async def test_topic_that_is_deleted_is_refused_from_then_on() -> None:
         await until(refused)
 
 
-async def test_broker_that_moved_is_followed() -> None:
+async def test_broker_with_a_new_address_is_found() -> None:
     async with twins(orders=1) as at, Producer(at.address) as producer:
         new_address, at.nameserver.storage_address = at.nameserver.storage_address, NOWHERE
         (pending,) = await submit(producer, 1)
-        await until(lambda: at.nameserver.asked)
+        await until(lambda: at.nameserver.route_queries)
         at.nameserver.storage_address = new_address
         assert (await pending).offset == 0
 
 
-# ---- trouble
+# ---- failures
 
 
 async def test_repeated_batch_is_the_same_to_the_byte() -> None:
@@ -296,7 +298,7 @@ async def test_repeated_batch_is_the_same_to_the_byte() -> None:
         assert at.storage.queues["orders", 0] == [b"1", b"2"]
 
 
-async def test_answer_that_was_lost_does_not_store_twice() -> None:
+async def test_batch_whose_answer_was_lost_is_stored_once() -> None:
     async with twins(orders=1) as at, Producer(at.address) as producer:
         at.storage.after = failing(NotServing("killed before it answered"))
         first = await producer.send("orders", b"first")
@@ -330,8 +332,8 @@ async def test_refused_batch_fails_its_senders_only() -> None:
         assert len(at.storage.stored) == 5
 
 
-async def test_batch_that_may_be_stored_does_not_lend_its_sequence_to_the_next() -> None:
-    """The next one would pass for its repetition, and be lost with a receipt."""
+async def test_sequence_of_a_batch_that_may_be_stored_is_not_used_again() -> None:
+    """Otherwise storage would take the next batch for a retry: it would be lost with a receipt."""
     async with twins(orders=1) as at, Producer(at.address) as producer:
         at.storage.after = failing(Internal("a bug, after the write"))
         with pytest.raises(Internal):
@@ -341,8 +343,8 @@ async def test_batch_that_may_be_stored_does_not_lend_its_sequence_to_the_next()
     assert (second.offset, second.duplicate) == (1, False)
 
 
-async def test_queue_that_gives_up_on_a_batch_disturbs_no_other_queue() -> None:
-    """A new epoch on one queue must not end that of the others."""
+async def test_timed_out_batch_of_a_queue_does_not_affect_other_queues() -> None:
+    """A new producer epoch on one queue must not end the epoch of other queues."""
 
     def queue_0_is_full(header: Header) -> BatonError | None:
         return Overloaded("wait") if header.queue_id == 0 else None
@@ -359,7 +361,7 @@ async def test_queue_that_gives_up_on_a_batch_disturbs_no_other_queue() -> None:
         assert at.storage.queues == {("orders", 0): [b"0"], ("orders", 1): [b"1", b"2"]}
 
 
-async def test_message_that_is_too_large_is_refused_and_never_sent() -> None:
+async def test_too_large_message_is_refused_and_never_sent() -> None:
     async with twins(orders=1) as at, Producer(at.address) as producer:
         with pytest.raises(LimitExceeded) as refused:
             await producer.send("orders", bytes(4 * 1024 * 1024 + 1))
@@ -367,7 +369,7 @@ async def test_message_that_is_too_large_is_refused_and_never_sent() -> None:
     assert refused.value.facts["field"] == "body"
 
 
-async def test_sender_that_gives_up_takes_nothing_from_the_others() -> None:
+async def test_cancelled_wait_for_a_receipt_does_not_affect_other_messages() -> None:
     gate = Gate()
     async with twins(orders=1) as at, Producer(at.address) as producer:
         at.storage.before = gate
@@ -381,13 +383,13 @@ async def test_sender_that_gives_up_takes_nothing_from_the_others() -> None:
 
         first, second = await submit(producer, 1, 2)
         async with asyncio.TaskGroup() as tasks:
-            gives_up = tasks.create_task(wait_for(1, first))
-            stays = tasks.create_task(wait_for(2, second))
+            cancelled = tasks.create_task(wait_for(1, first))
+            kept = tasks.create_task(wait_for(2, second))
             await until(lambda: len(waiting) == 2)
-            gives_up.cancel()
-            await until(gives_up.done)
+            cancelled.cancel()
+            await until(cancelled.done)
             gate.open()
-        assert stays.result().offset == 2
+        assert kept.result().offset == 2
         assert at.storage.queues["orders", 0] == [b"opens the topic", b"1", b"2"]
 
 
@@ -410,21 +412,21 @@ async def test_no_more_bytes_are_in_flight_than_allowed() -> None:
             for number in range(6):
                 tasks.create_task(send(number))
             await until(lambda: gate.arrived and done)
-            assert len(done) == 2, "the third would be too much"
+            assert len(done) == 2, "a third message exceeds the limit"
             gate.open()
         await producer.flush()
         assert len(done) == 6
         assert len(at.storage.stored) == 7
 
 
-async def test_message_larger_than_the_bound_travels_when_nothing_else_does() -> None:
+async def test_message_larger_than_the_limit_is_sent_when_no_other_is_in_flight() -> None:
     settings = ProducerSettings(in_flight_bytes_max=1_000)
     async with twins(orders=1) as at, Producer(at.address, settings) as producer:
         assert (await producer.send("orders", bytes(5_000))).offset == 0
         assert (await producer.send("orders", bytes(5_000))).offset == 1
 
 
-# ---- ends
+# ---- flush and close
 
 
 async def test_flush_waits_for_every_outcome() -> None:
@@ -435,7 +437,7 @@ async def test_flush_waits_for_every_outcome() -> None:
         assert len(at.storage.stored) == 200
 
 
-async def test_closing_loses_nothing() -> None:
+async def test_close_loses_no_message() -> None:
     async with twins(orders=4) as at:
         at.storage.before = failing(NotServing("not yet"), times=3)
         async with Producer(at.address) as producer:
@@ -444,7 +446,7 @@ async def test_closing_loses_nothing() -> None:
         assert all(isinstance(one, Receipt) for one in await outcomes(pending))
 
 
-async def test_closing_without_a_broker_ends_within_the_delivery_timeout() -> None:
+async def test_close_without_a_broker_ends_within_the_delivery_timeout() -> None:
     clock, settings = Clock(), ProducerSettings(delivery_timeout_ms=1_000, batch_messages_max=1)
     async with twins(orders=2) as at:
         at.nameserver.storage_address = NOWHERE
@@ -453,10 +455,10 @@ async def test_closing_without_a_broker_ends_within_the_delivery_timeout() -> No
             begin_ms = clock.monotonic_ms()
         spent_ms = clock.monotonic_ms() - begin_ms
         assert all(isinstance(one, Unreachable) for one in await outcomes(pending))
-    assert spent_ms < 9_000, "not the timeout once for each of the ten batches of a queue"
+    assert spent_ms < 9_000, "the batches of a queue waited for their timeout one after the other"
 
 
-async def test_batches_that_never_left_do_not_wait_for_a_try_each() -> None:
+async def test_unsent_batches_behind_a_hanging_request_time_out_together() -> None:
     gate = Gate()
     settings = ProducerSettings(
         delivery_timeout_ms=3_000, request_timeout_ms=4_000, batch_messages_max=1
@@ -468,7 +470,7 @@ async def test_batches_that_never_left_do_not_wait_for_a_try_each() -> None:
         assert len(at.storage.requests) == 1
 
 
-async def test_block_that_fails_is_left_at_once_with_its_own_error() -> None:
+async def test_error_in_the_block_closes_the_producer_without_waiting() -> None:
     gate = Gate()
     async with twins(orders=1) as at:
         at.storage.before = gate
@@ -481,7 +483,7 @@ async def test_block_that_fails_is_left_at_once_with_its_own_error() -> None:
             await pending
 
 
-async def test_closed_producer_takes_nothing() -> None:
+async def test_closed_producer_refuses_messages() -> None:
     async with twins(orders=1) as at:
         async with Producer(at.address) as producer:
             await producer.send("orders", b"")
@@ -489,7 +491,7 @@ async def test_closed_producer_takes_nothing() -> None:
             await producer.send("orders", b"")
 
 
-async def test_close_waits_for_every_outcome_and_refuses_what_comes_later() -> None:
+async def test_close_waits_for_every_outcome_and_refuses_later_messages() -> None:
     gate = Gate()
     async with twins(orders=1) as at, Producer(at.address) as producer:
         at.storage.before = gate
@@ -544,26 +546,28 @@ async def test_batch_that_is_moved_while_the_producer_closes_is_stored() -> None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(producer.close())
             gate.open()
-        found = await outcomes(pending)
-        assert {type(one) for one in found} == {Receipt}
-        assert {one.queue.queue_id for one in found if isinstance(one, Receipt)} == {0}
+        results = await outcomes(pending)
+        assert {type(one) for one in results} == {Receipt}
+        assert {one.queue.queue_id for one in results if isinstance(one, Receipt)} == {0}
 
 
-async def test_refusal_after_a_try_that_may_have_stored_it_says_so() -> None:
+async def test_error_says_that_an_earlier_attempt_may_have_stored_the_message() -> None:
     async with twins(orders=2) as at, Producer(at.address) as producer:
 
-        async def die(_: Sequence[bytes]) -> None:
+        async def fail_after_storing(_: Sequence[bytes]) -> None:
             """Make the next attempt find the queue deleted."""
             at.storage.refusal = lambda _: QueueNotFound("gone")
             at.storage.before = failing(QueueNotFound("gone"), times=99)
             at.nameserver.set_topic("orders", 1)
             raise Unreachable("killed before it answered")
 
-        at.storage.after = die
+        at.storage.after = fail_after_storing
         (pending,) = await submit(producer, 1, queue_id=1)
-        with pytest.raises(Unreachable, match="gone; an earlier attempt may have stored") as told:
+        with pytest.raises(
+            Unreachable, match="gone; an earlier attempt may have stored"
+        ) as refused:
             await pending
-        assert "Check whether it is stored" in told.value.remedy
+        assert "Check whether it is stored" in refused.value.remedy
 
 
 async def _refusal_of(producer: Producer, body: bytes) -> BatonError:
@@ -578,7 +582,7 @@ async def _refusal(producer: Producer) -> BatonError:
     return refused.value
 
 
-async def test_sends_that_still_look_for_their_topic_are_told_of_the_closing() -> None:
+async def test_sends_that_wait_for_their_route_fail_at_the_close() -> None:
     async with asyncio.TaskGroup() as tasks, Producer(NOWHERE) as producer:
         sending = [tasks.create_task(_refusal(producer)) for _ in range(3)]
         await asyncio.sleep(0)  # each has begun
@@ -592,10 +596,12 @@ async def test_sends_without_a_nameserver_fail_together() -> None:
         sending = [tasks.create_task(_refusal(producer)) for _ in range(20)]
         await asyncio.wait(sending)
     assert {type(one.result()) for one in sending} == {Unreachable}
-    assert clock.monotonic_ms() - begin_ms < 9_000, "not the timeout once for each"
+    assert clock.monotonic_ms() - begin_ms < 9_000, (
+        "the sends waited for their timeout one after the other"
+    )
 
 
-async def test_error_nobody_awaits_is_no_trouble() -> None:
+async def test_receipt_with_an_error_need_not_be_awaited() -> None:
     async with twins(orders=1) as at:
         at.storage.refusal = lambda _: BadBatch("never")
         async with Producer(at.address) as producer:

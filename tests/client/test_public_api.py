@@ -105,7 +105,7 @@ print(sorted(hidden & {name.partition(".")[0] for name in sys.modules}))
 
 
 def imports_for_type_checkers(module: ModuleType) -> dict[str, str]:
-    """Names that a package imports below `if TYPE_CHECKING`, and from where."""
+    """Return the names that a package imports below `if TYPE_CHECKING`, with their modules."""
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
@@ -118,7 +118,7 @@ def imports_for_type_checkers(module: ModuleType) -> dict[str, str]:
 
 
 def classes_in(hint: object) -> Iterator[type]:
-    """Classes of the library that a type hint names."""
+    """Return the classes of the library in a type hint."""
     for part in (hint, get_origin(hint)):
         if isinstance(part, type) and part.__module__.startswith("batonmq"):
             yield part
@@ -127,7 +127,7 @@ def classes_in(hint: object) -> Iterator[type]:
 
 
 def classes_of_signature(member: object) -> Iterator[type]:
-    """Classes of the library in the parameters and in the result of a function or property."""
+    """Return the classes of the library in the signature of a function or property."""
     if isinstance(member, property):
         member = member.fget
     elif isinstance(member, staticmethod | classmethod):
@@ -138,7 +138,7 @@ def classes_of_signature(member: object) -> Iterator[type]:
 
 
 def classes_beside(cls: type) -> Iterator[type]:
-    """Classes of the library in the fields and in the public methods of a class."""
+    """Return the classes of the library in the fields and public methods of a class."""
     if dataclasses.is_dataclass(cls):
         for field in dataclasses.fields(cls):
             yield from classes_in(get_type_hints(cls)[field.name])
@@ -148,17 +148,17 @@ def classes_beside(cls: type) -> Iterator[type]:
 
 
 def reachable_classes(values: list[object]) -> set[type]:
-    """Classes of the library that a program gets by, or passes to, these values."""
-    found: set[type] = set()
+    """Return the classes of the library that these values return or accept, directly or not."""
+    classes: set[type] = set()
     waiting = [value for value in values if isinstance(value, type)]
     for value in values:
         waiting += classes_of_signature(value)
     while waiting:
         cls = waiting.pop()
-        if cls not in found:
-            found.add(cls)
+        if cls not in classes:
+            classes.add(cls)
             waiting += classes_beside(cls)
-    return found
+    return classes
 
 
 @pytest.mark.parametrize("module", PACKAGES, ids=lambda module: module.__name__)
@@ -200,7 +200,7 @@ def test_every_class_that_administration_returns_is_public() -> None:
 
 def test_every_module_of_administration_has_a_public_name() -> None:
     modules = {
-        f"batonmq.admin.{found.name}" for found in pkgutil.iter_modules(batonmq.admin.__path__)
+        f"batonmq.admin.{module.name}" for module in pkgutil.iter_modules(batonmq.admin.__path__)
     }
     public = {name for name in modules if not name.startswith("batonmq.admin._")}
     assert public <= set(batonmq.admin._HOMES.values())
@@ -240,7 +240,7 @@ def test_public_methods_have_docstrings() -> None:
 
 
 def test_every_module_is_public_or_has_an_underscore() -> None:
-    names = {f"batonmq.{found.name}" for found in pkgutil.iter_modules(batonmq.__path__)}
+    names = {f"batonmq.{module.name}" for module in pkgutil.iter_modules(batonmq.__path__)}
     assert {name for name in names if not name.startswith("batonmq._")} == PUBLIC_MODULES
 
 
@@ -251,7 +251,7 @@ def test_unknown_name_is_an_attribute_error(module: ModuleType) -> None:
 
 
 def test_client_works_without_packages_of_services_and_of_extras() -> None:
-    """Extras of `batonmq.idempotence` are installed here, or not."""
+    """The extras of `batonmq.idempotence` may be missing."""
     program = [sys.executable, "-c", IMPORT_ALL, " ".join(NOT_FOR_CLIENTS)]
     left_out = (*FOR_SERVICES, "batonmq.cli", "batonmq.idempotence.")
     done = subprocess.run(

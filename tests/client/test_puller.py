@@ -70,10 +70,14 @@ async def poll_messages(reading: Puller, count: int, count_max: int = 7) -> list
     messages: list[ReceivedMessage] = []
     async with asyncio.timeout(40):
         while len(messages) < count:
-            found = await reading.poll(5_000, count_max)
-            assert sum(map(len, found.values())) <= count_max
-            assert all(m.queue == queue for queue, some in found.items() for m in some)
-            messages += [message for some in found.values() for message in some]
+            polled = await reading.poll(5_000, count_max)
+            assert sum(map(len, polled.values())) <= count_max
+            assert all(
+                m.queue == queue for queue, queue_messages in polled.items() for m in queue_messages
+            )
+            messages += [
+                message for queue_messages in polled.values() for message in queue_messages
+            ]
     return messages
 
 
@@ -89,7 +93,7 @@ def numbers(*first_and_end: int) -> list[str]:
 
 
 @pytest.mark.e2e
-async def test_messages_of_each_queue_come_in_order_and_new_ones_without_delay(
+async def test_messages_of_a_queue_are_returned_in_order_and_without_delay(
     nameserver: str,
 ) -> None:
     async with unowned_group(nameserver) as at, puller(at) as pulling:
@@ -220,7 +224,7 @@ async def test_reader_seeks_by_offset_time_begin_and_end(nameserver: str) -> Non
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("to", [-1, 1 << 63, AtTime(-1), AtTime(1 << 63), "start", 1.5, None])
-async def test_invalid_seek_target_is_refused_and_reading_goes_on(
+async def test_invalid_seek_target_is_refused_and_reading_continues(
     nameserver: str, to: SeekTarget
 ) -> None:
     async with unowned_group(nameserver, 1) as at, puller(at) as pulling:
@@ -341,8 +345,8 @@ class KeptQueue:
             raise OffsetAheadOfLog(f"{offset} is beyond {self.end}")
         begin = max(offset, self.first)
         end = min(begin + 2, self.end)
-        found = tuple(map(_batch, range(begin, end)))
-        return FetchedBatches(found, end, begin - offset, KeptOffsets(self.first, self.end))
+        batches = tuple(map(_batch, range(begin, end)))
+        return FetchedBatches(batches, end, begin - offset, KeptOffsets(self.first, self.end))
 
 
 def _batch(offset: int) -> bytes:

@@ -1,6 +1,6 @@
 """Goal: reports have the values of the services by name, and None for unknown values.
 
-Method: messages of the contracts made by hand, and the values made from them.
+Method: hand-made messages of the contracts are converted to reports.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def row(queue_id: int, **values: object) -> QueueProgress:
     return QueueProgress("g", "t", "a", queue_id, **(nothing | values))
 
 
-def test_progress_joins_what_each_service_knows() -> None:
+def test_progress_joins_the_values_of_three_services() -> None:
     queues = [QueueRef("t", "a", queue_id) for queue_id in (3, 2, 1, 0)]
     progress = [
         offsets_pb.Progress(queue=pb_queue(0), token=7, committed_offset=10, unacked_count=2),
@@ -77,12 +77,12 @@ def test_progress_joins_what_each_service_knows() -> None:
         offsets_pb.Progress(queue=pb_queue(2), token=4, committed_offset=6),
     ]
     owner = queue_pb2.Incarnation(client_id="c1", incarnation_id=1)
-    gone = queue_pb2.Incarnation(client_id="gone", incarnation_id=9)
+    removed_member = queue_pb2.Incarnation(client_id="gone", incarnation_id=9)
     held, free = lockmgr_pb.LOCK_STATE_HELD, lockmgr_pb.LOCK_STATE_FREE
     locks = [
         lockmgr_pb.LockEntry(queue=pb_queue(0), state=held, owner=owner, token=7),
         lockmgr_pb.LockEntry(queue=pb_queue(1), state=free, token=3),
-        lockmgr_pb.LockEntry(queue=pb_queue(2), state=held, owner=gone, token=4),
+        lockmgr_pb.LockEntry(queue=pb_queue(2), state=held, owner=removed_member, token=4),
     ]
     ends = {QueueRef("t", "a", 0): 15, QueueRef("t", "a", 1): 5, QueueRef("t", "a", 3): 9}
     rows = join_progress(GROUP, queues, progress, map(lock_from_pb, locks), ends)
@@ -104,7 +104,7 @@ def test_progress_joins_what_each_service_knows() -> None:
     )
 
 
-def test_lock_tells_its_state_by_name() -> None:
+def test_lock_has_the_name_of_its_state() -> None:
     entry = lockmgr_pb.LockEntry(queue=pb_queue(0), state=lockmgr_pb.LOCK_STATE_FREE, token=3)
     entry.waiters.append("c2")
     lock = lock_from_pb(entry)
@@ -128,19 +128,19 @@ def pb_group() -> pb.Group:
     )
 
 
-def test_settings_that_are_not_set_are_told_as_what_they_mean() -> None:
+def test_unset_settings_are_reported_as_their_defaults() -> None:
     group = group_from_pb(pb.Group(name="g"))
     assert (group.model, group.consume_from) == ("clustering", "last")
     assert (group.policy, group.ownership, group.strategy) == ("reject", "on", "sticky")
     assert (group.assignments, group.staged, group.pause) == ((), None, None)
 
 
-def test_group_tells_its_settings_by_name() -> None:
-    given = pb_group()
-    given.policy = pb.SUBSCRIPTION_POLICY_STAGED_LATEST
-    given.ownership = pb.OWNERSHIP_OFF
-    given.strategy = pb.STRATEGY_AVERAGE_BY_CIRCLE
-    group = group_from_pb(given)
+def test_group_has_the_names_of_its_settings() -> None:
+    message = pb_group()
+    message.policy = pb.SUBSCRIPTION_POLICY_STAGED_LATEST
+    message.ownership = pb.OWNERSHIP_OFF
+    message.strategy = pb.STRATEGY_AVERAGE_BY_CIRCLE
+    group = group_from_pb(message)
     assert (group.policy, group.ownership) == ("staged_latest", "off")
     assert group.strategy == "average_by_circle"
     assert [(m.client_id, m.differs, m.room) for m in group.members] == [
@@ -149,33 +149,33 @@ def test_group_tells_its_settings_by_name() -> None:
     ]
 
 
-def test_places_of_members_become_their_names() -> None:
-    given = pb_group()
+def test_member_numbers_become_client_ids() -> None:
+    message = pb_group()
     brokers = [
         pb.BrokerAssignment(broker="a", member_numbers=[2, 0]),
         pb.BrokerAssignment(broker="b", member_numbers=[1]),
     ]
-    given.assignments.append(pb.TopicAssignment(topic="t", brokers=brokers))
-    assert group_from_pb(given).assignments == (
+    message.assignments.append(pb.TopicAssignment(topic="t", brokers=brokers))
+    assert group_from_pb(message).assignments == (
         Assignment("t", "a", 0, "c2"),
         Assignment("t", "a", 1, None),
         Assignment("t", "b", 0, "c1"),
     )
 
 
-def test_group_tells_what_waits_and_who_paused_it() -> None:
-    given = pb_group()
-    given.staged.subscriptions.append(pb.Subscription(topic="t", expression="A"))
-    given.staged.draining, given.staged.since_unix_ms = True, 7
-    given.pause.by, given.pause.reason, given.pause.since_unix_ms = "me", "why", 8
-    group = group_from_pb(given)
+def test_group_has_staged_subscriptions_and_pause() -> None:
+    message = pb_group()
+    message.staged.subscriptions.append(pb.Subscription(topic="t", expression="A"))
+    message.staged.draining, message.staged.since_unix_ms = True, 7
+    message.pause.by, message.pause.reason, message.pause.since_unix_ms = "me", "why", 8
+    group = group_from_pb(message)
     assert group.staged == StagedSubscriptions(
         (Subscription("t", "A"),), draining=True, since_unix_ms=7
     )
     assert group.pause == Pause("me", "why", 8)
 
 
-def test_refused_client_tells_every_difference() -> None:
+def test_refused_client_has_every_difference() -> None:
     difference = Difference("t", "expression", "c9", "B", "c1", "A")
     error = SubscriptionConflict("no", differences=(difference,))
     owner = queue_pb2.Incarnation(client_id="c9", incarnation_id=9)
@@ -187,8 +187,8 @@ def test_refused_client_tells_every_difference() -> None:
     assert refused.error.differences == (difference,)
 
 
-def test_diagnosis_has_none_for_what_is_not_known() -> None:
-    found = pb.Diagnosis(
+def test_diagnosis_has_none_for_unknown_values() -> None:
+    message = pb.Diagnosis(
         queue=pb_queue(0),
         reason=pb.STUCK_REASON_NO_MEMBER,
         lag_count=-1,
@@ -197,17 +197,19 @@ def test_diagnosis_has_none_for_what_is_not_known() -> None:
         next_offset=0,
         unmoved_ms=-1,
     )
-    known = diagnosis_from_pb(found)
-    assert (known.topic, known.broker, known.queue_id) == ("t", "a", 0)
-    assert (known.lag, known.lag_ms, known.committed_offset, known.unmoved_ms) == (None,) * 4
-    assert (known.log_end_offset, known.client_id) == (0, None)
-    assert (known.reason, known.stuck) == ("NO_MEMBER", True)
+    diagnosis = diagnosis_from_pb(message)
+    assert (diagnosis.topic, diagnosis.broker, diagnosis.queue_id) == ("t", "a", 0)
+    assert (diagnosis.lag, diagnosis.lag_ms, diagnosis.committed_offset, diagnosis.unmoved_ms) == (
+        None,
+    ) * 4
+    assert (diagnosis.log_end_offset, diagnosis.client_id) == (0, None)
+    assert (diagnosis.reason, diagnosis.stuck) == ("NO_MEMBER", True)
 
 
 @pytest.mark.parametrize("reason", StuckReason)
-def test_what_is_stuck_is_what_the_nameserver_counts_as_stuck(reason: StuckReason) -> None:
-    found = pb.Diagnosis(
+def test_diagnosis_is_stuck_for_the_stuck_reasons_of_the_nameserver(reason: StuckReason) -> None:
+    message = pb.Diagnosis(
         queue=pb_queue(0), reason=pb.StuckReason.Value(f"STUCK_REASON_{reason.value}")
     )
-    diagnosis = diagnosis_from_pb(found)
+    diagnosis = diagnosis_from_pb(message)
     assert (diagnosis.reason, diagnosis.stuck) == (reason.value, reason.stuck)

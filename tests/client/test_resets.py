@@ -76,9 +76,9 @@ def test_reset_selects_only_the_named_topic_or_queue() -> None:
 def test_reset_of_an_unknown_topic_or_queue_is_refused() -> None:
     with pytest.raises(TopicNotFound):
         queues_in(ResetScope("gone"), group("t"), [], TOPICS)
-    for place in (("a", 2), ("b", 0)):
+    for queue in (("a", 2), ("b", 0)):
         with pytest.raises(QueueNotFound) as refused:
-            queues_in(ResetScope("t", place), group("t"), [], TOPICS)
+            queues_in(ResetScope("t", queue), group("t"), [], TOPICS)
         assert "baton topic describe t" in refused.value.remedy
     with pytest.raises(InvalidArgument, match="no progress"):
         queues_in(ResetScope(), group(), [], TOPICS)
@@ -177,17 +177,17 @@ async def test_skipped_messages_are_not_delivered(nameserver: str) -> None:
 async def test_undo_restores_the_progress_and_is_recorded(nameserver: str) -> None:
     async with handled(nameserver) as (at, resets):
         before = await committed(at)
-        there = Operation("tester", "there")
-        await resets.reset(await resets.plan(at.group, ToEarliest()), there)
+        skipped = Operation("tester", "there")
+        await resets.reset(await resets.plan(at.group, ToEarliest()), skipped)
         assert set((await committed(at)).values()) == {0}
-        back = Operation("tester", "back")
-        preview = await resets.undo(at.group, there.op_id, back, dry_run=True)
-        done = await resets.undo(at.group, there.op_id, back)
+        undo = Operation("tester", "back")
+        preview = await resets.undo(at.group, skipped.op_id, undo, dry_run=True)
+        done = await resets.undo(at.group, skipped.op_id, undo)
         assert [s.to_offset for s in preview.steps] == [s.to_offset for s in done.steps]
         assert await committed(at) == before
         newest, oldest = await resets.history(at.group)
-        assert (oldest.op_id, oldest.reason, oldest.kind) == (there.op_id, "there", "reset")
-        assert (newest.op_id, newest.undone_op_id) == (back.op_id, there.op_id)
+        assert (oldest.op_id, oldest.reason, oldest.kind) == (skipped.op_id, "there", "reset")
+        assert (newest.op_id, newest.undone_op_id) == (undo.op_id, skipped.op_id)
         assert newest.steps == done.steps
         with pytest.raises(OperationNotFound):
             await resets.undo(at.group, "no-such", OPERATION)

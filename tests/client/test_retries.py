@@ -142,4 +142,4 @@ def test_producer_id_differs_by_message_topic_and_reset() -> None:
 def test_message_is_sent_back_to_its_own_broker_if_that_has_a_queue() -> None:
     queues = [QueueRef("r", broker, 0) for broker in ("broker-a", "broker-b")]
     assert retry_queue(queues, "broker-b", 1) == queues[1]
-    assert {retry_queue(queues, "broker-c", once) for once in range(9)} == set(queues)
+    assert {retry_queue(queues, "broker-c", producer_id) for producer_id in range(9)} == set(queues)

@@ -1,8 +1,8 @@
 """Retry, dead letters and timeouts, on a real cluster.
 
-Goal: a failed message is delivered again with all its fields, then becomes a dead letter; it is
-never lost, nor stored twice by two members, even if storage is killed meanwhile; a handler that
-hangs delays no other queue.
+Goal: a failed message is redelivered with all its fields, then becomes a dead letter; it is never
+lost, nor stored twice by two members, even if storage is killed; a handler that hangs delays no
+other queue.
 Method: real services; handlers fail on purpose and request short delays.
 """
 
@@ -58,7 +58,7 @@ async def running_member(
 
 async def dead_letters(at: Scene, count: int) -> list[ReceivedMessage]:
     """Return the first `count` dead letters of the group."""
-    topic, found = dead_letter_topic(at.group), list[ReceivedMessage]()
+    topic, letters = dead_letter_topic(at.group), list[ReceivedMessage]()
 
     async def is_there() -> bool:
         async with Admin(at.nameserver) as admin:
@@ -68,22 +68,22 @@ async def dead_letters(at: Scene, count: int) -> list[ReceivedMessage]:
     group = f"g-{secrets.token_hex(4)}"
     async with Consumer(at.nameserver, group, {topic: "*"}, READ) as consumer:
         async for message in consumer:
-            found.append(message)
-            if len(found) == count:
+            letters.append(message)
+            if len(letters) == count:
                 consumer.stop()
-    return found
+    return letters
 
 
 async def bodies_until(at: Scene, topic: str, last: bytes) -> list[bytes]:
     """Read a topic of one queue up to a message."""
-    found: list[bytes] = []
+    bodies: list[bytes] = []
     group = f"g-{secrets.token_hex(4)}"
     async with Consumer(at.nameserver, group, {topic: "*"}, READ) as consumer:
         async for message in consumer:
-            found.append(message.body)
+            bodies.append(message.body)
             if message.body == last:
                 consumer.stop()
-    return found
+    return bodies
 
 
 async def test_message_that_always_fails_becomes_a_dead_letter_with_all_its_fields(
@@ -166,7 +166,7 @@ async def test_thread_that_hangs_delays_no_queue_and_its_result_is_ignored(
                 let_go.wait(30)
             ended.append(message.body.decode())
 
-        # Long enough, on any machine, for the thread that must end in time.
+        # Longer than any machine delays a thread that ends in time.
         settings = replace(BACK, retries_max=0, handle_timeout_ms=3_000)
         async with running_member(at, handle, settings):
             (dead,) = await dead_letters(at, 1)
@@ -240,7 +240,7 @@ async def test_orderly_message_that_fails_too_often_becomes_a_dead_letter(namese
         assert (dead.body, dead.properties["baton.attempts"]) == (b"bad", "3")
 
 
-async def test_consumer_that_stops_on_a_failure_leaves_the_message_to_others(
+async def test_consumer_that_stops_on_a_failure_leaves_the_message_to_other_members(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=1) as at:

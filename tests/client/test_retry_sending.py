@@ -2,7 +2,7 @@
 
 Goal: a message is sent again until it is stored or its queue is lost; a message that returns from
 the retry topic has the fields of the first delivery.
-Method: the sender against a nameserver and a storage node of this process that the test lets fail.
+Method: the sender with a nameserver and a storage node in this process that fail on purpose.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from tests.client.twins import BROKER, NameserverTwin
 from tests.support.grpc_server import serving_at
 
 Context = grpc.aio.ServicerContext[Any, Any]
-PLACE = QueueRef("t", BROKER, 3)
+SCHEDULED_PLACE = QueueRef("t", BROKER, 3)
 
 
 class ScheduleTwin(pb_grpc.ScheduleServiceServicer):
-    """Records what is scheduled.
+    """A storage node that records the scheduled items.
 
     Attributes:
         failures: Errors that the next calls raise, one each.
@@ -107,7 +107,11 @@ async def sending() -> AsyncIterator[tuple[ScheduleTwin, RetrySender]]:
 
 
 def message(
-    offset: int = 0, body: bytes = b"body", *, queue: QueueRef = PLACE, record: Record | None = None
+    offset: int = 0,
+    body: bytes = b"body",
+    *,
+    queue: QueueRef = SCHEDULED_PLACE,
+    record: Record | None = None,
 ) -> ReceivedMessage:
     """Return a message that was delivered for the first time."""
     builder = BatchBuilder()

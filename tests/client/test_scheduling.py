@@ -1,8 +1,8 @@
-"""Sending for later.
+"""Scheduled messages.
 
-Goal: a message comes at its time, once, with all it had, or is taken back; also when the storage
-node is killed meanwhile.
-Method: a real cluster; the store time of a received message is compared with the time asked for.
+Goal: a scheduled message is delivered when due, once, with all its fields, or is cancelled, even if
+the storage node is killed.
+Method: a real cluster; the store time of a received message is compared with its due time.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ async def new_topic(nameserver: str, queue_count: int = 4) -> str:
 
 
 async def receive(nameserver: str, topic: str, count: int) -> list[ReceivedMessage]:
-    """The first `count` messages of a topic."""
-    found: list[ReceivedMessage] = []
+    """Return the first `count` messages of a topic."""
+    messages: list[ReceivedMessage] = []
     async with Consumer(nameserver, f"g{topic}", {topic: "*"}, FROM_FIRST) as consumer:
         async for message in consumer:
-            found.append(message)
-            if len(found) == count:
+            messages.append(message)
+            if len(messages) == count:
                 consumer.stop()
-    return found
+    return messages
 
 
-async def test_a_message_for_later_comes_at_its_time_with_all_it_had(nameserver: str) -> None:
+async def test_scheduled_message_is_delivered_when_due_with_all_its_fields(nameserver: str) -> None:
     topic = await new_topic(nameserver)
     async with Producer(nameserver) as producer:
         before = Clock().unix_ms()
@@ -76,8 +76,8 @@ async def test_a_message_for_later_comes_at_its_time_with_all_it_had(nameserver:
         assert before + 700 <= receipt.deliver_unix_ms <= Clock().unix_ms() + 700
         assert receipt.queue.topic == plain.queue.topic == topic
         assert not receipt.duplicate
-    found = {one.body: one for one in await receive(nameserver, topic, 2)}
-    now, later = found[b"now"], found[b"later"]
+    by_body = {one.body: one for one in await receive(nameserver, topic, 2)}
+    now, later = by_body[b"now"], by_body[b"later"]
     assert (now.queue, now.store_unix_ms) == (plain.queue, plain.store_unix_ms)
     assert (later.tag, tuple(later.keys), dict(later.properties)) == (
         "paid", ("a", "b"), {"x": "y"},
@@ -86,26 +86,26 @@ async def test_a_message_for_later_comes_at_its_time_with_all_it_had(nameserver:
     assert later.store_unix_ms >= receipt.deliver_unix_ms
 
 
-async def test_levels_times_and_delays_are_the_same(nameserver: str) -> None:
+async def test_delay_level_and_due_time_determine_the_delivery(nameserver: str) -> None:
     topic = await new_topic(nameserver)
     async with Producer(nameserver) as producer:
         now = Clock().unix_ms()
         past = await producer.send(topic, b"past", deliver_at_unix_ms=now - 1_000)
         assert past.deliver_unix_ms == now - 1_000
-        (found,) = await receive(nameserver, topic, 1)
-        assert found.body == b"past"
+        (message,) = await receive(nameserver, topic, 1)
+        assert message.body == b"past"
         now = Clock().unix_ms()
         level = await producer.send(topic, b"level", delay_level=1)
-        at = await producer.send(topic, b"at", deliver_at_unix_ms=now + 1_000)
+        exact = await producer.send(topic, b"at", deliver_at_unix_ms=now + 1_000)
         assert 1_000 <= level.deliver_unix_ms - now < 31_000
-        assert at.deliver_unix_ms == now + 1_000
-    due = {b"level": level.deliver_unix_ms, b"at": at.deliver_unix_ms}
+        assert exact.deliver_unix_ms == now + 1_000
+    due = {b"level": level.deliver_unix_ms, b"at": exact.deliver_unix_ms}
     later = await receive(nameserver, topic, 2)
     assert {one.body for one in later} == due.keys()
     assert all(one.store_unix_ms >= due[one.body] for one in later)
 
 
-async def test_what_is_cancelled_does_not_come(nameserver: str) -> None:
+async def test_cancelled_message_is_not_delivered(nameserver: str) -> None:
     topic = await new_topic(nameserver, 1)
     async with Producer(nameserver) as producer:
         cancelled = await producer.send(topic, b"cancelled", delay_ms=5_000)
@@ -114,19 +114,19 @@ async def test_what_is_cancelled_does_not_come(nameserver: str) -> None:
         await other.cancel(cancelled.schedule_id)
         with pytest.raises(NotScheduled):
             await other.cancel(cancelled.schedule_id)
-        (found,) = await receive(nameserver, topic, 1)
-        assert (found.body, found.offset) == (b"kept", 0)
+        (message,) = await receive(nameserver, topic, 1)
+        assert (message.body, message.offset) == (b"kept", 0)
         with pytest.raises(InvalidArgument):
             await other.cancel("nonsense")
 
 
-async def test_an_id_of_a_broker_that_is_not_there_is_unreachable(nameserver: str) -> None:
+async def test_cancel_at_an_unknown_broker_is_unreachable(nameserver: str) -> None:
     async with Producer(nameserver, ProducerSettings(delivery_timeout_ms=300)) as producer:
         with pytest.raises(Unreachable):
             await producer.cancel("elsewhere-5")
 
 
-async def test_a_queue_and_an_ordering_key_are_kept(nameserver: str) -> None:
+async def test_scheduled_message_keeps_its_queue_and_its_ordering_key(nameserver: str) -> None:
     topic = await new_topic(nameserver)
     async with Producer(nameserver) as producer:
         third = QueueRef(topic, BROKER, 2)
@@ -137,7 +137,7 @@ async def test_a_queue_and_an_ordering_key_are_kept(nameserver: str) -> None:
         assert later.queue == plain.queue
 
 
-async def test_refusals_come_before_anything_is_sent(nameserver: str) -> None:
+async def test_invalid_scheduled_message_is_refused_before_it_is_sent(nameserver: str) -> None:
     topic = await new_topic(nameserver)
     async with Producer(nameserver) as producer:
         with pytest.raises(LimitExceeded):
@@ -145,10 +145,10 @@ async def test_refusals_come_before_anything_is_sent(nameserver: str) -> None:
         with pytest.raises(InvalidArgument):
             await producer.send(topic, b"a", delay_ms=5, delay_level=5)
         with pytest.raises(TopicNotFound):
-            await producer.send("nobody", b"a", delay_ms=5)
+            await producer.send("unknown", b"a", delay_ms=5)
 
 
-async def test_many_share_requests_and_each_has_an_id_of_its_own(nameserver: str) -> None:
+async def test_many_scheduled_messages_have_distinct_ids(nameserver: str) -> None:
     topic = await new_topic(nameserver)
     async with Producer(nameserver) as producer:
         pending = [
@@ -161,7 +161,7 @@ async def test_many_share_requests_and_each_has_an_id_of_its_own(nameserver: str
             await producer.cancel(receipt.schedule_id)
 
 
-async def test_a_producer_that_closes_flushes_first(nameserver: str) -> None:
+async def test_close_stores_all_scheduled_messages(nameserver: str) -> None:
     topic = await new_topic(nameserver)
     async with Producer(nameserver) as producer:
         pending = [await producer.submit(topic, Message(b"a"), delay_ms=50) for _ in range(100)]
@@ -172,22 +172,22 @@ async def test_a_producer_that_closes_flushes_first(nameserver: str) -> None:
 
 
 class _Lost(schedule_grpc.ScheduleServiceServicer):
-    """The first answer is lost; from then on the queue is gone."""
+    """A storage node that loses its first answer, and then has no queue any more."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.call_count = 0
 
     async def Schedule(
         self, request: schedule_pb.ScheduleRequest, context: Context
     ) -> schedule_pb.ScheduleResponse:
-        self.asked += 1
-        if self.asked == 1:
+        self.call_count += 1
+        if self.call_count == 1:
             raise Unreachable("killed before it answered")
         gone = schedule_pb.ScheduleOutcome(error=error_to_pb(QueueNotFound("gone")))
         return schedule_pb.ScheduleResponse(outcomes=[gone] * len(request.items))
 
 
-async def test_a_refusal_after_a_try_that_may_have_stored_it_says_so() -> None:
+async def test_error_says_that_an_earlier_attempt_may_have_stored_the_scheduled_message() -> None:
     lost = _Lost()  # type: ignore[abstract]
     add: Any = partial(schedule_grpc.add_ScheduleServiceServicer_to_server, lost)
     settings = ProducerSettings(delivery_timeout_ms=5_000)
@@ -196,10 +196,10 @@ async def test_a_refusal_after_a_try_that_may_have_stored_it_says_so() -> None:
         with pytest.raises(Unreachable, match="gone; an earlier attempt may have stored"):
             async with producer:
                 await producer.send("orders", b"a", delay_ms=600_000)
-    assert lost.asked > 1
+    assert lost.call_count > 1
 
 
-def test_code_without_asyncio_can_do_the_same(nameserver: str) -> None:
+def test_blocking_producer_schedules_and_cancels(nameserver: str) -> None:
     topic = asyncio.run(new_topic(nameserver))
     with BlockingProducer(nameserver) as producer:
         receipt = producer.send(topic, b"a", delay_ms=600_000)
@@ -210,9 +210,9 @@ def test_code_without_asyncio_can_do_the_same(nameserver: str) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
-async def test_kill_9_of_the_storage_loses_and_doubles_no_message_for_later(tmp_path: Path) -> None:
+async def test_kill_9_of_storage_loses_and_duplicates_no_scheduled_message(tmp_path: Path) -> None:
     sent: dict[int, int] = {}
-    found: list[ReceivedMessage] = []
+    received: list[ReceivedMessage] = []
     stop = asyncio.Event()
 
     async def produce(nameserver: str) -> None:
@@ -237,22 +237,24 @@ async def test_kill_9_of_the_storage_loses_and_doubles_no_message_for_later(tmp_
 
             async def consume() -> None:
                 async for message in consumer:
-                    found.append(message)  # noqa: PERF401  others look at it meanwhile
+                    received.append(message)  # noqa: PERF401  the test reads the list meanwhile
 
             producing = tasks.create_task(produce(cluster.nameserver))
             tasks.create_task(consume())
             for _ in range(2):
-                goal = len(found) + 1_000
-                await until(lambda goal=goal: len(found) >= goal, timeout_s=30)  # type: ignore[misc]
+                goal = len(received) + 1_000
+                await until(lambda goal=goal: len(received) >= goal, timeout_s=30)  # type: ignore[misc]
                 await cluster.kill("storage")
                 await cluster.serving("storage")
             goal = len(sent) + 1_000
             await until(lambda: len(sent) >= goal, timeout_s=30)
             stop.set()
             await producing
-            await until(lambda: len({one.body for one in found}) >= len(sent), timeout_s=30)
+            await until(lambda: len({one.body for one in received}) >= len(sent), timeout_s=30)
             consumer.stop()
-    numbers = [int(one.body) for one in found]
-    assert set(numbers) == set(sent), "something is lost"
-    assert len(numbers) == len(set(numbers)), "something came twice"
-    assert all(one.store_unix_ms >= sent[int(one.body)] for one in found), "something came early"
+    numbers = [int(one.body) for one in received]
+    assert set(numbers) == set(sent), "a message was lost"
+    assert len(numbers) == len(set(numbers)), "a message was delivered twice"
+    assert all(one.store_unix_ms >= sent[int(one.body)] for one in received), (
+        "a message was delivered too early"
+    )

@@ -207,12 +207,12 @@ async def test_call_without_room_waits_and_the_close_ends_it() -> None:
         asyncio.TaskGroup() as tasks,
     ):
         at.storage.before = gate
-        caught = list[PartlySent]()
+        errors = list[PartlySent]()
 
         async def send() -> None:
             with pytest.raises(PartlySent) as error:
                 await producer.send_many("orders", [bytes(100)] * 100)
-            caught.append(error.value)
+            errors.append(error.value)
 
         tasks.create_task(send())
         await until(lambda: gate.arrived and len(producer._waiting))
@@ -220,9 +220,9 @@ async def test_call_without_room_waits_and_the_close_ends_it() -> None:
         await asyncio.sleep(0)
         gate.open()
         await closing
-        await until(lambda: caught)
-        assert sum(one.message_count for one in caught[0].stored) == len(at.storage.stored) == 10
-        (failed,) = caught[0].failed
+        await until(lambda: errors)
+        assert sum(one.message_count for one in errors[0].stored) == len(at.storage.stored) == 10
+        (failed,) = errors[0].failed
         assert isinstance(failed, FailedRange)
         assert isinstance(failed.error, ProducerClosed)
         assert (failed.first_index, failed.message_count) == (10, 90)

@@ -1,7 +1,7 @@
-"""What a producer can be asked for beyond a plain send: one way, compressed, in order of a key.
+"""One-way messages, compression, and the order of a key while the queues of a topic change.
 
-Goal: one-way messages are as safe as others but for a receipt; compression changes nothing but
-bytes; the order of a key survives a change of the queues.
+Goal: a one-way message is as safe as any other, and has no receipt; compression changes only the
+bytes; the messages of a key keep their order when the number of queues changes.
 Method: as in `test_producer`.
 """
 
@@ -37,7 +37,7 @@ from tests.support.conditions import until
 # ---- one way
 
 
-async def test_one_way_message_is_handed_over_without_waiting_for_its_outcome() -> None:
+async def test_one_way_send_does_not_wait_for_the_outcome() -> None:
     gate = Gate()
     async with twins(orders=1) as at, Producer(at.address) as producer:
         at.storage.before = gate
@@ -50,7 +50,7 @@ async def test_one_way_message_is_handed_over_without_waiting_for_its_outcome() 
         assert producer.one_way_failures == 0
 
 
-async def test_closing_loses_no_one_way_message() -> None:
+async def test_close_loses_no_one_way_message() -> None:
     async with twins(orders=4) as at:
         async with Producer(at.address) as producer:
             for number in range(100):
@@ -58,7 +58,7 @@ async def test_closing_loses_no_one_way_message() -> None:
         assert Counter(at.storage.stored) == Counter(b"%d" % n for n in range(100))
 
 
-async def test_one_way_message_waits_for_room_like_any_other() -> None:
+async def test_one_way_message_waits_for_room() -> None:
     gate = Gate()
     settings = ProducerSettings(in_flight_bytes_max=10_000)
     async with twins(orders=1) as at, Producer(at.address, settings) as producer:
@@ -74,7 +74,7 @@ async def test_one_way_message_waits_for_room_like_any_other() -> None:
         assert len(at.storage.stored) == 3
 
 
-async def test_one_way_messages_that_fail_are_counted_and_others_are_not(
+async def test_failed_one_way_messages_are_counted_and_other_failures_are_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with twins(orders=4) as at, Producer(at.address) as producer:
@@ -85,12 +85,12 @@ async def test_one_way_messages_that_fail_are_counted_and_others_are_not(
             await producer.send("orders", b"")
         await producer.flush()
         assert producer.one_way_failures == 50
-    told = [record.message for record in caplog.records if "one-way" in record.message]
-    assert len(told) == 1
-    assert "error=never" in told[0]
+    log_lines = [record.message for record in caplog.records if "one-way" in record.message]
+    assert len(log_lines) == 1
+    assert "error=never" in log_lines[0]
 
 
-async def test_blocking_producer_sends_one_way_too() -> None:
+async def test_blocking_producer_sends_one_way_messages() -> None:
     def work(address: str) -> int:
         with BlockingProducer(address) as producer:
             for number in range(20):
@@ -103,7 +103,7 @@ async def test_blocking_producer_sends_one_way_too() -> None:
         assert at.storage.log == [b"%d" % n for n in range(20)]
 
 
-async def test_one_way_messages_without_a_broker_are_counted_when_the_producer_is_left() -> None:
+async def test_one_way_messages_without_a_broker_are_counted_at_the_close() -> None:
     settings = ProducerSettings(delivery_timeout_ms=300)
     async with twins(orders=2) as at:
         at.nameserver.storage_address = NOWHERE
@@ -113,7 +113,7 @@ async def test_one_way_messages_without_a_broker_are_counted_when_the_producer_i
         assert producer.one_way_failures == 10
 
 
-async def test_one_way_message_that_cannot_be_handed_over_is_refused() -> None:
+async def test_invalid_one_way_message_is_refused() -> None:
     async with twins(orders=1) as at:
         async with Producer(at.address) as producer:
             with pytest.raises(TopicNotFound):
@@ -126,7 +126,7 @@ async def test_one_way_message_that_cannot_be_handed_over_is_refused() -> None:
         assert producer.one_way_failures == 0
 
 
-def test_log_tells_of_losses_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+def test_losses_are_logged_once_per_interval(caplog: pytest.LogCaptureFixture) -> None:
     losses = OneWayFailures()
     with caplog.at_level(logging.WARNING):
         losses.add(0, Unreachable("x"), 0)
@@ -143,7 +143,7 @@ def test_log_tells_of_losses_once_in_a_while(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
-async def test_batches_are_compressed_as_the_settings_say(
+async def test_large_batch_is_compressed_by_the_setting(
     compression: Literal["lz4", "zstd"],
 ) -> None:
     settings = ProducerSettings(compression=compression)
@@ -153,7 +153,7 @@ async def test_batches_are_compressed_as_the_settings_say(
     large, small = at.storage.headers
     assert large.compression is Compression[compression.upper()]
     assert large.length < 400
-    assert small.compression is Compression.NONE, "it has less than 1,024 bytes"
+    assert small.compression is Compression.NONE, "a batch of less than 1,024 bytes was compressed"
     assert at.storage.queues["orders", 0] == [b"abc" * 1_000, b"abc" * 300]
 
 
@@ -163,8 +163,8 @@ async def test_nothing_is_compressed_by_default() -> None:
     assert at.storage.headers[0].compression is Compression.NONE
 
 
-async def test_compressed_batch_takes_no_more_messages_than_another() -> None:
-    """`batch_bytes_max` bounds what a consumer has to unpack."""
+async def test_limit_of_a_compressed_batch_is_its_uncompressed_size() -> None:
+    """`batch_bytes_max` limits the size that a consumer has to decompress."""
     settings = ProducerSettings(compression="lz4", batch_bytes_max=10_000)
     gate = Gate()
     async with twins(orders=1) as at, Producer(at.address, settings) as producer:
@@ -176,7 +176,7 @@ async def test_compressed_batch_takes_no_more_messages_than_another() -> None:
         assert max(header.count for header in at.storage.headers) == 2
 
 
-def test_compression_that_is_not_known_is_refused() -> None:
+def test_unknown_compression_is_refused() -> None:
     settings = ProducerSettings(compression="gzip")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="gzip") as refused:
         Producer("127.0.0.1:1", settings)
@@ -191,14 +191,14 @@ def queues(count: int) -> tuple[QueueRef, ...]:
 
 
 def keys_that(*, move: bool, count: int = 5) -> list[str]:
-    """Keys that (do not) move when two queues become four."""
+    """Return keys that change their queue, or keep it, when two queues become four."""
     before, after = KeyedQueues(queues(2)), KeyedQueues(queues(4))
     keys = [f"key-{number}" for number in range(100)]
     return [key for key in keys if (before.of(key) != after.of(key)) is move][:count]
 
 
-async def sees(producer: Producer, queue: QueueRef) -> None:
-    """Until the producer knows the queue."""
+async def until_known(producer: Producer, queue: QueueRef) -> None:
+    """Wait until the producer knows the queue."""
 
     async def known() -> bool:
         try:
@@ -212,7 +212,7 @@ async def sees(producer: Producer, queue: QueueRef) -> None:
     await until(known)
 
 
-async def test_key_that_moves_waits_for_what_is_under_way_of_it() -> None:
+async def test_key_that_changes_its_queue_waits_for_its_messages_in_flight() -> None:
     gate = Gate()
     (key, *_), (other, *_) = keys_that(move=True), keys_that(move=False)
     old, new = KeyedQueues(queues(2)).of(key), KeyedQueues(queues(4)).of(key)
@@ -222,22 +222,22 @@ async def test_key_that_moves_waits_for_what_is_under_way_of_it() -> None:
         await until(lambda: gate.arrived)
         second = await producer.submit("orders", Message(b"2"), ordering_key=key)
         at.nameserver.set_topic("orders", 4)
-        await sees(producer, queues(4)[3])
+        await until_known(producer, queues(4)[3])
         async with asyncio.TaskGroup() as tasks:
             third = tasks.create_task(producer.send("orders", b"3", ordering_key=key))
             one_way = tasks.create_task(producer.send_one_way("orders", b"4", ordering_key=key))
-            stays = await producer.submit("orders", Message(b"stays"), ordering_key=other)
+            unmoved = await producer.submit("orders", Message(b"stays"), ordering_key=other)
             assert not third.done()
             assert not one_way.done()
             gate.open()
         await producer.flush()
         assert (await first).queue == (await second).queue == old
         assert third.result().queue == new
-        assert (await stays).queue == KeyedQueues(queues(4)).of(other)
+        assert (await unmoved).queue == KeyedQueues(queues(4)).of(other)
         assert at.storage.queues["orders", new.queue_id][-2:] == [b"3", b"4"]
 
 
-async def test_key_that_moves_with_nothing_under_way_does_not_wait() -> None:
+async def test_key_without_messages_in_flight_changes_its_queue_at_once() -> None:
     gate = Gate()
     moving = keys_that(move=True)
     async with twins(orders=2) as at, Producer(at.address) as producer:
@@ -245,17 +245,17 @@ async def test_key_that_moves_with_nothing_under_way_does_not_wait() -> None:
             await producer.send("orders", b"", ordering_key=key)
         at.storage.before = gate
         at.nameserver.set_topic("orders", 4)
-        await sees(producer, queues(4)[3])
+        await until_known(producer, queues(4)[3])
         pending = [
             await producer.submit("orders", Message(b""), ordering_key=key) for key in moving
         ]
         gate.open()
-        found = [(await one).queue for one in pending]
-        assert found == [KeyedQueues(queues(4)).of(key) for key in moving]
+        receipt_queues = [(await one).queue for one in pending]
+        assert receipt_queues == [KeyedQueues(queues(4)).of(key) for key in moving]
 
 
-async def test_order_of_every_key_is_kept_through_changes_under_load() -> None:
-    """In the order of storing, whatever the queue."""
+async def test_messages_of_a_key_are_stored_in_order_while_queues_are_added() -> None:
+    """The order of storing counts, over all queues."""
     keys = [f"key-{number}" for number in range(20)]
     settings = ProducerSettings(batch_messages_max=5, in_flight_bytes_max=2_000)
     async with twins(orders=1) as at:

@@ -1,7 +1,7 @@
-"""Goal: a program that is asked to end drains its consumer, without a line of code for it.
+"""Goal: a signal drains the consumer of a program that has no code for signals.
 
-Method: each program is a process; it is signalled while it handles a message, and goes on only
-when the test says so. The message must be handled and committed, and the queue released.
+Method: each program is a process that gets the signal while it handles a message; the handler
+continues when the test says so. The message must be committed, and the queue released.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ PROGRAMS = {
 
 
 async def started(nameserver: str, program: str, group: str, topic: str) -> Process:
-    """Start a program, and return when it handles a message."""
+    """Start a program; return it when it handles a message."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, nameserver, group, topic, stdin=PIPE, stdout=PIPE
     )
@@ -76,7 +76,7 @@ async def started(nameserver: str, program: str, group: str, topic: str) -> Proc
 
 
 async def ended(process: Process) -> tuple[int, bytes]:
-    """Let the handler go on; return the status and the rest of the output."""
+    """Let the handler continue; return the exit status and the rest of the output."""
     assert process.stdin is not None
     process.stdin.write(b"\n")
     output, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
@@ -97,7 +97,7 @@ async def test_signal_drains_the_consumer(
         assert await at.lag() == 0
         locks = await admin.list_locks(at.group, at.topic)
         assert [lock.client_id for lock in locks] == [None], (
-            "released, so the next member waits for no lease"
+            "the next member would wait for the lease"
         )
 
 

@@ -82,12 +82,12 @@ async def test_puller_filters_alike_with_and_without_a_group(nameserver: str, gr
         async with Puller(nameserver, name, settings, filters=filters) as pulling:
             (queue,) = await pulling.queues(at.topic)
             await pulling.assign([queue])
-            found: list[str] = []
+            bodies: list[str] = []
             async with asyncio.timeout(40):
-                while len(found) < 2:
-                    for some in (await pulling.poll(5_000, 100)).values():
-                        found += [message.body.decode() for message in some]
-            assert found == ["20", "3"]
+                while len(bodies) < 2:
+                    for messages in (await pulling.poll(5_000, 100)).values():
+                        bodies += [message.body.decode() for message in messages]
+            assert bodies == ["20", "3"]
 
             async def has_passed_the_rest() -> bool:
                 assert not await pulling.poll(0, 100)
@@ -150,9 +150,9 @@ async def test_condition_filters_in_the_in_memory_broker() -> None:
             for price in range(20):
                 await producer.send("orders", b"%d" % price, properties={"price": str(price)})
         async with broker.consumer("billing", {"orders": "sql: price >= 17"}) as consumer:
-            found: list[bytes] = []
+            bodies: list[bytes] = []
             async for message in consumer:
-                found.append(message.body)
-                if len(found) == 3:
+                bodies.append(message.body)
+                if len(bodies) == 3:
                     consumer.stop()
-        assert found == [b"17", b"18", b"19"]
+        assert bodies == [b"17", b"18", b"19"]

@@ -103,7 +103,7 @@ async def member(at: Twins, **settings: Any) -> AsyncIterator[Consumer]:
         **{"commit_interval_ms": 50, "drain_timeout_ms": 100, "send_back": False, **settings}
     )
     async with Consumer(at.address, GROUP, {TOPIC: "*"}, quick, client_id="a") as consumer:
-        at.nameserver.give("a", range(at.nameserver.queue_count))
+        at.nameserver.assign("a", range(at.nameserver.queue_count))
         yield consumer
 
 
@@ -142,7 +142,7 @@ async def test_bytes_of_one_queue_delay_others_but_do_not_starve_them() -> None:
             at.storage.send(1, "y1", "y2")
             await until(lambda: [q.queue_id for q in consumer.flow] == [0, 1])
             assert set(consumer.flow.values()) == {"bytes"}
-            assert at.storage.pulls_of(1)[-1].offset == 0, "one share, and no more"
+            assert at.storage.pulls_of(1)[-1].offset == 0, "a queue has one share of the bytes"
             taken = await take(consumer, 12)
             assert sorted(taken) == sorted([b"x" * 10] * 10 + [b"y1", b"y2"])
             await until(lambda: not consumer.flow)

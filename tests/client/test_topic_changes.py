@@ -129,19 +129,19 @@ async def test_batch_for_a_removed_queue_is_sent_to_another_queue(tmp_path: Path
             pending += [
                 await producer.submit(TOPIC, message, ordering_key=str(n)) for n in range(8)
             ]
-            nailed = await producer.submit(TOPIC, message, queue=pinned)
+            pinned_receipt = await producer.submit(TOPIC, message, queue=pinned)
             await admin.update_topic(TOPIC, queue_count=1)
             receipts = [await one for one in pending]
             assert {r.queue.queue_id for r in receipts} == {0}
             with pytest.raises(NotWritable):
-                await nailed
+                await pinned_receipt
             with pytest.raises(NotWritable):
                 await producer.send(TOPIC, b"y", queue=pinned)
             with pytest.raises(QueueNotFound):
                 await producer.send(TOPIC, b"y", queue=QueueRef(TOPIC, "broker-0", 4))
         async with Consumer(cluster.nameserver, "g", {TOPIC: "*"}, FROM_FIRST) as consumer:
-            found = [await anext(consumer) for _ in range(17)]
-        moved = [m for m in found if m.body == b"x"]
+            messages = [await anext(consumer) for _ in range(17)]
+        moved = [m for m in messages if m.body == b"x"]
         assert {(m.tag, tuple(m.keys), m.properties["p"]) for m in moved} == {
             ("t", ("a", "b"), "v")
         }
@@ -159,15 +159,15 @@ async def test_unwritable_topic_refuses_and_unreadable_topic_delays(
             await until(lambda: bodies == [b"1"])
             topic = await admin.update_topic(TOPIC, permission="read")
             assert topic.permission == "read"
-            unheard = await _send_until_refused(producer)
-            await until(lambda: bodies == [b"1", *unheard])
+            early = await _send_until_refused(producer)
+            await until(lambda: bodies == [b"1", *early])
             await admin.update_topic(TOPIC, permission="write")
             await until(lambda: "its topic is not readable" in caplog.text)
             await _send_when_known(producer, b"2")
             await _send_when_known(producer, b"3")
-            assert bodies == [b"1", *unheard]
+            assert bodies == [b"1", *early]
             await admin.update_topic(TOPIC, permission="read_write")
-            await until(lambda: bodies == [b"1", *unheard, b"2", b"3"])
+            await until(lambda: bodies == [b"1", *early, b"2", b"3"])
             await until(lambda: "its topic is readable again" in caplog.text)
 
 
@@ -177,10 +177,10 @@ async def _send_until_refused(producer: Producer) -> list[bytes]:
 
     async def refused() -> bool:
         try:
-            await producer.send(TOPIC, b"unheard")
+            await producer.send(TOPIC, b"early")
         except NotWritable:
             return True
-        stored.append(b"unheard")
+        stored.append(b"early")
         return False
 
     await until(refused)
@@ -237,15 +237,15 @@ async def progress_of_topic(admin: Admin) -> list[QueueProgress]:
 
 async def _first_offset(admin: Admin) -> int:
     """Return the first offset of the queue after retention has removed all it can."""
-    found: list[int | None] = []
+    first_offsets: list[int | None] = []
 
-    async def stands() -> bool:
+    async def is_constant() -> bool:
         (extent,) = (await admin.describe_topic(TOPIC)).queues
-        found.append(extent.first_offset)
-        return len(found) > 50 and len(set(found[-50:])) == 1
+        first_offsets.append(extent.first_offset)
+        return len(first_offsets) > 50 and len(set(first_offsets[-50:])) == 1
 
-    await until(stands)
-    first = found[-1]
+    await until(is_constant)
+    first = first_offsets[-1]
     assert first is not None
     assert first > 60, "four segments hold 32 messages"
     return first

@@ -20,7 +20,7 @@ BYTES_MAX = 100
 
 
 class Topic(TopicQueues):
-    """A topic of which the test says which keys have to wait."""
+    """A topic; the test sets the keys that have to wait."""
 
     def __init__(self) -> None:
         self.moving: set[str] = set()
@@ -30,7 +30,7 @@ class Topic(TopicQueues):
 
 
 class Batches:
-    """Counts bytes in flight, and records the messages in their order."""
+    """Batches that count bytes in flight and record the messages in their order."""
 
     def __init__(self) -> None:
         self.topics: dict[str, TopicQueues] = {}
@@ -121,7 +121,7 @@ async def test_small_message_does_not_overtake_a_large_one_without_room() -> Non
     assert scene.batches.placed == [b"first", b"large", b"small"]
 
 
-async def test_message_above_the_limit_goes_when_no_other_is_in_flight() -> None:
+async def test_message_above_the_limit_is_sent_when_no_other_is_in_flight() -> None:
     scene = Scene(["t"])
     scene.send(b"first", 1)
     scene.send(b"huge", 10 * BYTES_MAX)

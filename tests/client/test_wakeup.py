@@ -1,6 +1,6 @@
 """Conditions that tasks wait for.
 
-Goal: a task goes on when its condition holds, not before, and no change is missed.
+Goal: a task continues when its condition holds, not before, and no change is missed.
 Method: tasks in the event loop, and flags that the test sets.
 """
 
@@ -22,7 +22,7 @@ async def test_condition_that_holds_is_not_waited_for() -> None:
         await Condition(Wakeup(), lambda: True).wait()
 
 
-async def test_waiting_task_goes_on_only_when_the_condition_holds() -> None:
+async def test_waiting_task_continues_only_when_the_condition_holds() -> None:
     wakeup, flags = Wakeup(), {"a": False, "b": False}
     async with asyncio.timeout(1), asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(Condition(wakeup, lambda: all(flags.values())).wait())

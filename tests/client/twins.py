@@ -1,7 +1,7 @@
-"""A cluster of one process for the client: a nameserver and a storage node that keep everything in
-lists and can be told to fail, behind real servers and the services' own edge.
+"""A simulated cluster for clients: a nameserver and storage nodes with lists for queues.
 
-Storage judges producers' sequences by the real table, and batches by the real checks.
+They run in this process behind real gRPC servers and the services' own edge, and fail when a test
+says so. Storage checks sequences with the real producer table, and batches with the real checks.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ async def _nothing(_: Sequence[bytes]) -> None:
 
 
 def bodies(batch: bytes) -> list[bytes]:
-    """Bodies of the messages of a batch."""
+    """Return the bodies of the messages of a batch."""
     header = check_batch(batch, stamped=False)
     return [record.body for record in decode_records(batch, header, range(header.count))]
 
 
 class NameserverTwin(nameserver_grpc.NameserverServiceServicer):
-    """Topics on one broker, or with as many queues on each of two.
+    """Topics on one broker, or on two brokers with the same number of queues on each.
 
     Attributes:
-        other_address: Of the other broker; empty if there is none.
+        other_address: Address of the other broker; empty if there is none.
+        route_queries: Topic of each QueryRoute.
     """
 
     def __init__(self) -> None:
         self.queue_counts: dict[str, int] = {}
         self.storage_address = NOWHERE
         self.other_address = ""
-        self.asked: list[str] = []
+        self.route_queries: list[str] = []
         self._generation = 1
         self._changed = asyncio.Event()
 
@@ -89,7 +90,7 @@ class NameserverTwin(nameserver_grpc.NameserverServiceServicer):
     async def QueryRoute(
         self, request: nameserver_pb.QueryRouteRequest, context: Context
     ) -> nameserver_pb.QueryRouteResponse:
-        self.asked.append(request.topic)
+        self.route_queries.append(request.topic)
         return nameserver_pb.QueryRouteResponse(route=self.route(request.topic))
 
     async def WatchRoute(
@@ -116,16 +117,16 @@ class NameserverTwin(nameserver_grpc.NameserverServiceServicer):
 
 
 class StorageTwin(pb_grpc.StorageServiceServicer):
-    """Queues as lists.
+    """A storage node whose queues are lists.
 
     Attributes:
-        requests: The batches of every Append, as they came.
+        requests: The batches of each Append, in the order of arrival.
         queues: Bodies by topic and queue.
-        log: Bodies in the order in which they were stored.
-        headers: Headers of the batches that were stored, in order.
-        before: Awaited before anything is stored; may raise.
-        after: Awaited when all is stored and not yet answered; may raise.
-        refusal: Says of a batch why it is refused, if it is.
+        log: Bodies in the order of storing.
+        headers: Headers of the stored batches, in order.
+        before: Awaited by each Append before it stores its batches; may raise.
+        after: Awaited by each Append between storing and its answer; may raise.
+        refusal: Returns the error for a batch, or None if it is stored.
     """
 
     def __init__(self) -> None:
@@ -141,11 +142,11 @@ class StorageTwin(pb_grpc.StorageServiceServicer):
 
     @property
     def stored(self) -> list[bytes]:
-        """Bodies of all queues."""
+        """Return the bodies of all queues."""
         return [body for queue in self.queues.values() for body in queue]
 
     def has(self, count: int) -> bool:
-        """Whether so many messages are stored."""
+        """Return whether at least `count` messages are stored."""
         return len(self.log) >= count
 
     async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendResponse:
@@ -185,15 +186,15 @@ class StorageTwin(pb_grpc.StorageServiceServicer):
         queue = self.queues[header.topic, header.queue_id]
         receipt = StoreReceipt(len(queue), 4_096 * len(self.headers), 0, 1_700_000_000_000)
         self._table.record(header, key, receipt)
-        found = bodies(batch)
-        queue += found
-        self.log += found
+        batch_bodies = bodies(batch)
+        queue += batch_bodies
+        self.log += batch_bodies
         self.headers.append(header)
         return receipt
 
 
 class Twins:
-    """The cluster: `nameserver`, `storage`, perhaps `other`, and where clients find it."""
+    """The simulated services, and the address of the nameserver."""
 
     def __init__(self) -> None:
         self.nameserver = NameserverTwin()  # type: ignore[abstract]
@@ -204,31 +205,33 @@ class Twins:
 
 @asynccontextmanager
 async def two_brokers(**queue_counts: int) -> AsyncIterator[Twins]:
-    """A cluster with so many queues of these topics on each of two brokers."""
-    async with twins(**queue_counts) as made:
-        add_other: Any = partial(pb_grpc.add_StorageServiceServicer_to_server, made.other)
-        async with serving_at(add_other) as made.nameserver.other_address:
-            yield made
+    """Run a cluster of two brokers; each has the given number of queues of each topic."""
+    async with twins(**queue_counts) as cluster:
+        add_other: Any = partial(pb_grpc.add_StorageServiceServicer_to_server, cluster.other)
+        async with serving_at(add_other) as cluster.nameserver.other_address:
+            yield cluster
 
 
 @asynccontextmanager
 async def twins(**queue_counts: int) -> AsyncIterator[Twins]:
-    """A cluster with these topics that serves until the block ends."""
-    made = Twins()
+    """Run a cluster of one broker with these topics until the block ends."""
+    cluster = Twins()
     for topic, queue_count in queue_counts.items():
-        made.nameserver.set_topic(topic, queue_count)
-    add_storage: Any = partial(pb_grpc.add_StorageServiceServicer_to_server, made.storage)
+        cluster.nameserver.set_topic(topic, queue_count)
+    add_storage: Any = partial(pb_grpc.add_StorageServiceServicer_to_server, cluster.storage)
     add_nameserver: Any = partial(
-        nameserver_grpc.add_NameserverServiceServicer_to_server, made.nameserver
+        nameserver_grpc.add_NameserverServiceServicer_to_server, cluster.nameserver
     )
     async with AsyncExitStack() as servers:
-        made.nameserver.storage_address = await servers.enter_async_context(serving_at(add_storage))
-        made.address = await servers.enter_async_context(serving_at(add_nameserver))
-        yield made
+        cluster.nameserver.storage_address = await servers.enter_async_context(
+            serving_at(add_storage)
+        )
+        cluster.address = await servers.enter_async_context(serving_at(add_nameserver))
+        yield cluster
 
 
 def failing(error: BatonError, times: int = 1) -> Hook:
-    """Raises `error` the first few times."""
+    """Return a hook that raises `error` the first `times` times."""
     left = [error] * times
 
     async def fail(_: Sequence[bytes]) -> None:

@@ -18,9 +18,9 @@ import batonmq_server
 
 def modules() -> Iterator[ModuleType]:
     for package in (batonmq, batonmq_server):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not found.name.endswith("__main__"):
-                yield importlib.import_module(found.name)
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                yield importlib.import_module(module.name)
 
 
 def test_no_module_has_an_error_as_a_constant() -> None:

@@ -1,6 +1,6 @@
 """Goal: every error says what to do about it.
 
-Method: every class of errors that there is, in the library and in the services.
+Method: all error classes of the library and of the services.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def classes(kind: type[BatonError] = BatonError) -> Iterator[type[BatonError]]:
 
 
 def name_of(kind: type[BatonError]) -> str:
-    """Tells the classes apart in the report."""
+    """Return the name of the class for the test report."""
     return kind.__name__
 
 

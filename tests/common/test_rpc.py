@@ -27,10 +27,10 @@ def test_status_without_details_is_retried_only_if_transient(
     code: grpc.StatusCode, reason: str
 ) -> None:
     error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="gone")
-    found = from_rpc_error(error)
-    assert found.reason == reason
-    assert (found.retry is Retry.SAME_CALL) == (reason == "UNREACHABLE")
-    assert found.message == f"{code.name}: gone"
+    converted = from_rpc_error(error)
+    assert converted.reason == reason
+    assert (converted.retry is Retry.SAME_CALL) == (reason == "UNREACHABLE")
+    assert converted.message == f"{code.name}: gone"
 
 
 @pytest.mark.parametrize("trailer", [b"\xff", "no bytes"])
@@ -47,10 +47,10 @@ def test_server_that_does_not_know_the_call_is_another_service() -> None:
     error = grpc.aio.AioRpcError(
         grpc.StatusCode.UNIMPLEMENTED, nothing, nothing, details="Method not found!"
     )
-    found = from_rpc_error(error)
-    assert (found.reason, found.retry) == ("INTERNAL", Retry.NEVER)
-    assert "Method not found!" in found.message
-    assert found.remedy.startswith("Check the address")
+    converted = from_rpc_error(error)
+    assert (converted.reason, converted.retry) == ("INTERNAL", Retry.NEVER)
+    assert "Method not found!" in converted.message
+    assert converted.remedy.startswith("Check the address")
 
 
 @pytest.mark.parametrize("letter", ["x", "\u00e9", "\U0001f600"])

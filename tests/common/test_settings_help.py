@@ -28,11 +28,11 @@ def test_source_is_environment_file_or_default(tmp_path: Path) -> None:
     file.write_text('node_id = "file"\nlog_level = "DEBUG"\n')
     env = {"BATON_LAMP_CONFIG_FILE": str(file), "BATON_LAMP_NODE_ID": "env", "OTHER": "x"}
     settings, problems = settings_help(Lamp, "BATON_LAMP", env)
-    found = {setting.name: setting for setting in settings}
+    by_name = {setting.name: setting for setting in settings}
     assert problems == ()
-    assert (found["node_id"].value, found["node_id"].source) == ("env", "environment")
-    assert (found["log_level"].value, found["log_level"].source) == ("DEBUG", str(file))
-    warm = found["warm_ms"]
+    assert (by_name["node_id"].value, by_name["node_id"].source) == ("env", "environment")
+    assert (by_name["log_level"].value, by_name["log_level"].source) == ("DEBUG", str(file))
+    warm = by_name["warm_ms"]
     assert (warm.variable, warm.value, warm.source) == ("BATON_LAMP_WARM_MS", "60", "default")
     assert (warm.unit, warm.allowed) == ("ms", "≥ 1, ≤ 1,000")
     assert warm.meaning == "How long it takes, at most."
@@ -45,11 +45,11 @@ def test_all_problems_are_reported_together() -> None:
     assert [problem.source for problem in problems] == [
         "BATON_LAMP_X", "BATON_LAMP_NODE_ID", "BATON_LAMP_WARM_MS",
     ]  # fmt: skip
-    found = {setting.name: setting for setting in settings}
-    assert (found["node_id"].value, found["node_id"].default, found["node_id"].source) == (
+    by_name = {setting.name: setting for setting in settings}
+    assert (by_name["node_id"].value, by_name["node_id"].default, by_name["node_id"].source) == (
         None, None, "",
     )  # fmt: skip
-    assert (found["warm_ms"].value, found["warm_ms"].source) == ("0", "environment")
+    assert (by_name["warm_ms"].value, by_name["warm_ms"].source) == ("0", "environment")
 
 
 def test_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:

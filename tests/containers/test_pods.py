@@ -46,7 +46,7 @@ spec:
       securityContext: {runAsUser: 10001, runAsGroup: 10001}
       containers:
         - image: batonmq/services:1
-          command: [python, -m, batonmq_server.offsets, $(NAME), $(NOBODY)]
+          command: [python, -m, batonmq_server.offsets, $(NAME), $(UNSET)]
           envFrom: [{configMapRef: {name: offsets-x1}}]
           env:
             - {name: NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
@@ -120,7 +120,7 @@ def test_pod_has_the_values_of_its_manifest() -> None:
         "AT": "offsets-1.offsets:10912",
         "OWN": "10912",
     }
-    assert second.command == ("python", "-m", "batonmq_server.offsets", "offsets-1", "$(NOBODY)")
+    assert second.command == ("python", "-m", "batonmq_server.offsets", "offsets-1", "$(UNSET)")
     assert second.names == (
         "offsets-1.offsets", "offsets-1.offsets.baton", "offsets-1.offsets.baton.svc",
         "front", "front.baton", "front.baton.svc",
@@ -131,11 +131,11 @@ def test_pod_has_the_values_of_its_manifest() -> None:
 
 
 def test_job_has_one_pod_without_a_service_name() -> None:
-    found = jobs(yaml.safe_load_all(MANIFEST))
-    assert found.keys() == {"once"}
-    once = found["once"]
-    assert (once.name, once.command, once.names) == ("once", ("baton", "demo"), ())
-    assert once.secrets == {"/tls": "tls-demo"}
+    pods_by_job = jobs(yaml.safe_load_all(MANIFEST))
+    assert pods_by_job.keys() == {"once"}
+    pod = pods_by_job["once"]
+    assert (pod.name, pod.command, pod.names) == ("once", ("baton", "demo"), ())
+    assert pod.secrets == {"/tls": "tls-demo"}
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="NO OPENSSL")

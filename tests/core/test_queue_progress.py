@@ -49,8 +49,24 @@ def handled_offsets(acks: Acks) -> set[int]:
 
 def handle(progress: QueueProgress, *offsets: int) -> None:
     for offset in offsets:
-        assert progress.start(offset)
-        assert progress.finish(offset)
+        assert start(progress, offset)
+        assert finish(progress, offset)
+
+
+def start(progress: QueueProgress, offset: int) -> bool:
+    return progress.start(offset, offset + 1)
+
+
+def finish(progress: QueueProgress, offset: int) -> bool:
+    return progress.finish(offset, offset + 1) == 1
+
+
+def is_done(progress: QueueProgress, offset: int) -> bool:
+    return not progress.not_done(offset, offset + 1)
+
+
+def receive(progress: QueueProgress, next_offset: int, wanted: Iterable[int]) -> None:
+    progress.receive(next_offset, runs(wanted))
 
 
 # ---- known mistakes
@@ -58,44 +74,44 @@ def handle(progress: QueueProgress, *offsets: int) -> None:
 
 def test_first_offset_of_a_later_acked_range_is_done() -> None:
     progress = QueueProgress(GrantedProgress(1, 0, 2, acked=((4, 6), (8, 10))))
-    assert [offset for offset in range(2, 12) if progress.is_done(offset)] == [4, 5, 8, 9]
+    assert [offset for offset in range(2, 12) if is_done(progress, offset)] == [4, 5, 8, 9]
 
 
 def test_work_finished_before_a_new_grant_and_committed_after_it_is_not_started_again() -> None:
     before = QueueProgress(GrantedProgress(1, 0, 5))
-    before.receive(8, [5, 6, 7])
+    receive(before, 8, [5, 6, 7])
     handle(before, 5, 6, 7)
     progress = before.renewed(GrantedProgress(2, 0, 5))
     progress.confirm(progress.acks())
     assert progress.committed == 8
     assert progress.next_offset == 5, "the next pull returns 5, 6 and 7 again"
-    assert all(progress.is_done(offset) for offset in (5, 6, 7))
+    assert all(is_done(progress, offset) for offset in (5, 6, 7))
 
 
 def test_message_whose_handler_runs_through_a_new_grant_is_not_started_again() -> None:
     before = QueueProgress(GrantedProgress(1, 0, 0))
-    before.receive(2, [0, 1])
-    assert before.start(0)
+    receive(before, 2, [0, 1])
+    assert start(before, 0)
     progress = before.renewed(GrantedProgress(2, 0, 0))
-    assert progress.is_done(0)
-    assert not progress.is_done(1), "the message was never started"
-    assert progress.finish(0)
+    assert is_done(progress, 0)
+    assert not is_done(progress, 1), "the message was never started"
+    assert finish(progress, 0)
     assert handled_offsets(progress.acks()) == {0}
 
 
 def test_story_09_message_given_up_after_its_claim_is_flagged_as_redelivered() -> None:
     """offsets does not flag a claimed message, so the client does."""
     before = QueueProgress(GrantedProgress(1, 0, 0))
-    before.receive(2, [0, 1])
-    assert before.start(0)
+    receive(before, 2, [0, 1])
+    assert start(before, 0)
     assert before.claim(10) == [(0, 1)]
     before.give_up(0)
     progress = before.renewed(GrantedProgress(2, 0, 0))
-    assert not progress.is_done(0), "the message is delivered again"
+    assert not is_done(progress, 0), "the message is delivered again"
     assert progress.is_redelivered(0)
     assert not progress.is_redelivered(1)
     assert progress.close_content().unfinished == ((0, 1),), "the next owner flags it too"
-    progress.receive(1, [0])
+    receive(progress, 1, [0])
     handle(progress, 0)
     assert progress.close_content().unfinished == ()
 
@@ -103,8 +119,8 @@ def test_story_09_message_given_up_after_its_claim_is_flagged_as_redelivered() -
 def test_message_given_up_before_the_claim_is_flagged_by_offsets() -> None:
     """A message that is not claimed is flagged by the fence."""
     before = QueueProgress(GrantedProgress(1, 0, 0))
-    before.receive(1, [0])
-    assert before.start(0)
+    receive(before, 1, [0])
+    assert start(before, 0)
     before.give_up(0)
     assert before.claim(10) == []
     progress = before.renewed(GrantedProgress(2, 0, 0, maybe_seen=((0, 1),)))
@@ -114,28 +130,28 @@ def test_message_given_up_before_the_claim_is_flagged_by_offsets() -> None:
 
 def test_result_of_a_message_that_another_owner_has_acked_does_not_count() -> None:
     before = QueueProgress(GrantedProgress(1, 0, 0))
-    before.receive(2, [0, 1])
-    assert before.start(0)
+    receive(before, 2, [0, 1])
+    assert start(before, 0)
     progress = before.renewed(GrantedProgress(3, 0, 2))
     assert not progress.running
-    assert not progress.finish(0)
+    assert not finish(progress, 0)
     assert progress.acks().committed == 2
 
 
 def test_nothing_survives_a_reset() -> None:
     before = QueueProgress(GrantedProgress(1, 0, 0))
-    before.receive(3, [0, 1, 2])
+    receive(before, 3, [0, 1, 2])
     handle(before, 0)
-    assert before.start(1)
+    assert start(before, 1)
     progress = before.renewed(GrantedProgress(2, 1, 0))
-    assert not any(progress.is_done(offset) for offset in range(3))
-    assert not progress.finish(1)
+    assert not any(is_done(progress, offset) for offset in range(3))
+    assert not finish(progress, 1)
     assert handled_offsets(progress.acks()) == set()
 
 
 def test_unfinished_message_stops_the_committed_offset() -> None:
     progress = QueueProgress(GrantedProgress(1, 0, 0))
-    progress.receive(4, [0, 1, 2, 3])
+    receive(progress, 4, [0, 1, 2, 3])
     handle(progress, 1, 3)
     acks = progress.acks()
     assert (acks.committed, acks.ranges) == (0, ((1, 2), (3, 4)))
@@ -146,17 +162,17 @@ def test_unfinished_message_stops_the_committed_offset() -> None:
 
 def test_filtered_messages_are_acked_without_a_handler() -> None:
     progress = QueueProgress(GrantedProgress(1, 0, 0))
-    progress.receive(5, [])
+    receive(progress, 5, [])
     assert progress.dirty
     assert progress.acks().committed == 5
 
 
 def test_close_names_cancelled_and_given_up_messages_and_no_unstarted_ones() -> None:
     progress = QueueProgress(GrantedProgress(7, 3, 0))
-    progress.receive(5, [0, 1, 2, 3, 4])
+    receive(progress, 5, [0, 1, 2, 3, 4])
     handle(progress, 0)
-    assert progress.start(1)
-    assert progress.start(2)
+    assert start(progress, 1)
+    assert start(progress, 2)
     progress.give_up(2)
     closing = progress.close_content()
     assert (closing.token, closing.reset_epoch) == (7, 3)
@@ -166,7 +182,7 @@ def test_close_names_cancelled_and_given_up_messages_and_no_unstarted_ones() -> 
 
 def test_late_answer_to_an_older_commit_does_not_undo_a_newer_one() -> None:
     progress = QueueProgress(GrantedProgress(1, 0, 0))
-    progress.receive(2, [0, 1])
+    receive(progress, 2, [0, 1])
     handle(progress, 0)
     older = progress.acks()
     handle(progress, 1)
@@ -251,7 +267,7 @@ class OneQueue(RuleBasedStateMachine):
         wanted = [o for o in arrived if not self.naive.is_done(o) and o not in filtered]
         self.real.note_maybe_seen(runs(redelivered))
         self.maybe_seen |= redelivered
-        self.real.receive(end, wanted)
+        receive(self.real, end, wanted)
         self.naive.next_offset = end
         self.naive.waiting |= set(wanted)
         unwanted = set(arrived) - set(wanted) - self.naive.running - self.naive.given_up
@@ -264,23 +280,41 @@ class OneQueue(RuleBasedStateMachine):
     @rule(pick=PICKS)
     def start(self, pick: int) -> None:
         offset = picked(self.naive.startable, pick)
-        assert self.real.start(offset)
+        assert start(self.real, offset)
         self.naive.running.add(offset)
+
+    @precondition(lambda self: self.naive.startable)
+    @rule(pick=PICKS, count=st.integers(2, 5))
+    def start_together(self, pick: int, count: int) -> None:
+        first = picked(self.naive.startable, pick)
+        wanted = set(range(first, first + count))
+        assert self.real.start(first, first + count) == (wanted <= self.naive.startable)
+        if wanted <= self.naive.startable:
+            self.naive.running |= wanted
+
+    @rule(first=OFFSETS, count=st.integers(2, 6))
+    def finish_together(self, first: int, count: int) -> None:
+        ended = set(range(first, first + count)) & self.naive.running
+        assert self.real.finish(first, first + count) == len(ended)
+        self._finished(ended)
+
+    def _finished(self, offsets: set[int]) -> None:
+        self.naive.running -= offsets
+        self.naive.dropped -= offsets
+        self.naive.handled |= offsets
+        self.naive.waiting -= offsets
 
     @rule(offset=OFFSETS)
     def start_only_what_waits(self, offset: int) -> None:
         if offset not in self.naive.startable:
-            assert not self.real.start(offset)
+            assert not start(self.real, offset)
 
     @precondition(lambda self: self.naive.running)
     @rule(pick=PICKS)
     def finish(self, pick: int) -> None:
         offset = picked(self.naive.running, pick)
-        assert self.real.finish(offset)
-        self.naive.running.discard(offset)
-        self.naive.waiting.discard(offset)
-        self.naive.dropped.discard(offset)
-        self.naive.handled.add(offset)
+        assert finish(self.real, offset)
+        self._finished({offset})
 
     @precondition(lambda self: self.naive.running)
     @rule(pick=PICKS)
@@ -293,7 +327,7 @@ class OneQueue(RuleBasedStateMachine):
     @rule(offset=OFFSETS)
     def late_result_does_not_count(self, offset: int) -> None:
         if offset not in self.naive.running:
-            assert not self.real.finish(offset)
+            assert not finish(self.real, offset)
             self.real.give_up(offset)
 
     @rule(target=commits, arrives=st.booleans())
@@ -359,7 +393,7 @@ class OneQueue(RuleBasedStateMachine):
     @invariant()
     def nothing_done_would_be_started_again(self) -> None:
         for offset in range(self.naive.next_offset, self.naive.next_offset + 5):
-            assert self.real.is_done(offset) == self.naive.is_done(offset)
+            assert is_done(self.real, offset) == self.naive.is_done(offset)
 
     @invariant()
     def closing_says_all_of_it(self) -> None:
@@ -368,7 +402,8 @@ class OneQueue(RuleBasedStateMachine):
         started = self.naive.started | self.naive.dropped
         assert members(closing.unfinished) == started - handled_offsets(closing.acks)
         assert not members(closing.unfinished) & handled_offsets(closing.acks)
-        assert self.real.running == self.naive.running
+        assert members(self.real.running) == self.naive.running
+        assert self.real.running_count == len(self.naive.running)
 
     @invariant()
     def span_counts_from_the_committed_offset(self) -> None:

@@ -27,17 +27,17 @@ def test_data_set_is_complete_and_its_ids_are_unique() -> None:
 @pytest.mark.timeout(180)
 async def test_demo_finds_no_lost_and_no_duplicated_message(tmp_path: Path) -> None:
     flights = load_flights()[:20_000]
-    told: list[str] = []
+    steps: list[str] = []
     async with local_cluster(tmp_path / "cluster") as cluster:
         result = await run_demo(
             cluster.nameserver,
             flights,
             tmp_path / "journals",
-            lambda what, done, total: told.append(what),
+            lambda step, done, total: steps.append(step),
             pace=2_500,
         )
     assert result.ok
     assert result.published == result.consumed == 20_000
     assert result.filtered_consumed == sum(f.carrier in CARRIERS for f in flights) > 1_000
     assert result.handovers >= 8
-    assert {"publish", "filtered group"} < set(told)
+    assert {"publish", "filtered group"} < set(steps)

@@ -14,7 +14,7 @@ from ipaddress import ip_address, ip_network
 from tools.containers.pods import Resource
 
 Port = tuple[int, str]
-Way = tuple[str, str, int]
+Connection = tuple[str, str, int]
 """Caller, callee and port."""
 _OUTSIDE = "203.0.113.9"
 
@@ -36,38 +36,41 @@ class NetworkPeer:
 
 def workloads(resources: Iterable[Resource]) -> Iterator[NetworkPeer]:
     """Yield one pod of each workload; its replicas are alike."""
-    for one in resources:
-        if one["kind"] not in ("StatefulSet", "Deployment", "Job"):
+    for resource in resources:
+        if resource["kind"] not in ("StatefulSet", "Deployment", "Job"):
             continue
-        template = one["spec"]["template"]
-        labels = template["metadata"]["labels"]
+        template = resource["spec"]["template"]
+        metadata, labels = resource["metadata"], template["metadata"]["labels"]
         ports = [
             (port["containerPort"], port.get("protocol", "TCP"))
             for container in template["spec"]["containers"]
             for port in container.get("ports", ())
         ]
         yield NetworkPeer(
-            labels["app.kubernetes.io/name"], one["metadata"]["namespace"], labels, tuple(ports)
+            labels["app.kubernetes.io/name"],
+            metadata["namespace"],
+            labels,
+            tuple(ports),
         )
 
 
-def ways(
+def allowed_connections(
     resources: Iterable[Resource], callers: Iterable[NetworkPeer], callees: Iterable[NetworkPeer]
-) -> set[Way]:
+) -> set[Connection]:
     """Return every connection that is allowed."""
     policies = [one for one in resources if one["kind"] == "NetworkPolicy"]
-    called = list(callees)
+    callee_list = list(callees)
     return {
         (caller.name, callee.name, port[0])
         for caller in callers
-        for callee in called
+        for callee in callee_list
         for port in callee.ports
-        if _lets(policies, "Egress", caller, callee, port)
-        and _lets(policies, "Ingress", callee, caller, port)
+        if _allows(policies, "Egress", caller, callee, port)
+        and _allows(policies, "Ingress", callee, caller, port)
     }
 
 
-def _lets(
+def _allows(
     policies: Iterable[Resource], direction: str, at: NetworkPeer, other: NetworkPeer, port: Port
 ) -> bool:
     specs = [

@@ -1,10 +1,10 @@
-"""Rules for Prometheus: alerts, and what is recorded for them and for dashboards.
+"""Rules for Prometheus: alerts, and recorded series for alerts and dashboards.
 
-Goal: every rule asks for series, labels and reasons that the services really have, and each alert
-tells a person what it is about and where to read on, and has a test of its own. Method: read the
-rules, parse the expressions, compare with the metrics that the services register and with the
-runbooks; `promtool` runs the rules' own tests where it is installed. Each way of reading is shown
-to find a planted error.
+Goal: the series, labels and reasons of every rule exist; each alert has a summary, a runbook and a
+test of its own.
+Method: the expressions are parsed and compared with the metrics that the services register, and the
+rules with the runbooks; `promtool`, if it is installed, runs the rules' own tests. Each check also
+finds a planted error.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _each_rule = pytest.mark.parametrize(
 
 def problems(rule: dict[str, Any]) -> list[str]:
     """Return the metrics, labels and reasons of a rule that do not exist."""
-    found = []
+    messages = []
     for selector in selectors(rule["expr"]):
         if selector.name not in METRICS:
-            found.append(f"no metric {selector.name}")
+            messages.append(f"no metric {selector.name}")
             continue
         for label, values in matchers(selector):
             known = set(StuckReason) if selector.name == "baton_queue_stuck" else set(ERROR_OF)
             if label not in METRICS[selector.name]:
-                found.append(f"{selector.name} has no label {label}")
+                messages.append(f"{selector.name} has no label {label}")
             elif label == "reason":
-                found += [f"no reason {value}" for value in values if value not in known]
-    shown = set(re.findall(r"\$labels\.(\w+)", str(rule.get("annotations"))))
-    if not found:
-        found += [f"no label {s}" for s in shown - result_labels(promql.parse(rule["expr"]))]
-    return found
+                messages += [f"no reason {value}" for value in values if value not in known]
+    named = set(re.findall(r"\$labels\.(\w+)", str(rule.get("annotations"))))
+    if not messages:
+        messages += [f"no label {s}" for s in named - result_labels(promql.parse(rule["expr"]))]
+    return messages
 
 
 @_each_rule
@@ -68,7 +68,7 @@ def test_alert_has_a_severity_and_a_summary(rule: dict[str, Any]) -> None:
 
 
 def test_every_stuck_reason_raises_an_alert() -> None:
-    told = {
+    reasons = {
         value
         for rule in RULES
         for selector in selectors(rule["expr"])
@@ -76,7 +76,7 @@ def test_every_stuck_reason_raises_an_alert() -> None:
         for _, values in matchers(selector)
         for value in values
     }
-    assert told == {reason for reason in StuckReason if reason.stuck}
+    assert reasons == {reason for reason in StuckReason if reason.stuck}
 
 
 def test_rule_names_are_unique() -> None:
@@ -103,19 +103,19 @@ def test_every_runbook_has_an_alert() -> None:
 
 def test_list_of_alerts_has_each_alert_with_its_severity() -> None:
     text = (ROOT / "docs" / "how-to" / "observability.md").read_text()
-    told = re.findall(r"^\| \[(\w+)\]\(runbooks/(\w+)\.md\) \| (\w+) \|", text, re.MULTILINE)
-    assert told == [(r["alert"], r["alert"], r["labels"]["severity"]) for r in RULES]
+    listed = re.findall(r"^\| \[(\w+)\]\(runbooks/(\w+)\.md\) \| (\w+) \|", text, re.MULTILINE)
+    assert listed == [(r["alert"], r["alert"], r["labels"]["severity"]) for r in RULES]
 
 
 def test_every_alert_has_a_firing_and_a_silent_test() -> None:
-    told = [
+    checks = [
         (check["alertname"], bool(check["exp_alerts"]))
         for test in yaml.safe_load((FOLDER / "alerts_test.yaml").read_text())["tests"]
         for check in test["alert_rule_test"]
     ]
     names = {rule["alert"] for rule in RULES}
-    assert {name for name, fires in told if fires} == names
-    assert {name for name, fires in told if not fires} == names
+    assert {name for name, fires in checks if fires} == names
+    assert {name for name, fires in checks if not fires} == names
 
 
 def test_scrape_config_reads_every_rule_file() -> None:

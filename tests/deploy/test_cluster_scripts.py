@@ -26,13 +26,13 @@ RUNNING = {
 
 
 def traffic(lines: str) -> dict[str, str]:
-    """A cluster in which everything is well, and the log of the traffic has these lines."""
+    """Answers of a cluster without faults; the command `lines` prints the log of the traffic."""
     logs = {"*logs job/traffic": lines, "*logs job/traffic --tail 1": f"{{ {lines}; }} | tail -n 1"}
     return {**RUNNING, **logs}
 
 
 class Machine:
-    """A copy of `deploy`, and a PATH with a kubectl of ours; waiting takes no time."""
+    """A copy of `deploy`, and a PATH with a scripted kubectl and a `sleep` that returns at once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._programs = folder, folder / "bin"
@@ -42,10 +42,11 @@ class Machine:
         self._calls = folder / "calls"
         self._calls.touch()
 
-    def cluster(self, answers: Mapping[str, str]) -> None:
-        """What kubectl does, by patterns of its words; else it says nothing, and that all is well.
+    def set_answers(self, answers: Mapping[str, str]) -> None:
+        """Install a kubectl that runs the command of the first pattern that matches its arguments.
 
-        `$n` is how often that was asked before.
+        Without a match it prints nothing and succeeds. In a command, `$n` is the number of earlier
+        calls that matched the same pattern.
         """
         cases = "\n".join(
             f"{pattern.replace(' ', chr(92) + ' ')})\n"
@@ -66,7 +67,7 @@ class Machine:
         )
 
     def make(self, verb: str) -> subprocess.CompletedProcess[str]:
-        """What `make VERB-up` runs, where there is no program but `dirname`."""
+        """Run the script of `make VERB-up` with a PATH that has only `dirname`."""
         (self._programs / "dirname").symlink_to("/usr/bin/dirname")
         return subprocess.run(
             ["/bin/bash", self._folder / "deploy" / verb / "up.sh"],
@@ -77,8 +78,8 @@ class Machine:
             timeout=150,
         )
 
-    def asked(self, words: str) -> int:
-        """How often kubectl was given these words, among others."""
+    def call_count(self, words: str) -> int:
+        """Return the number of kubectl calls whose arguments contain these words."""
         return sum(words in call for call in self._calls.read_text().splitlines())
 
     def _program(self, name: str, text: str) -> None:
@@ -92,28 +93,28 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-@pytest.mark.parametrize(("runs", "overlay"), [("http", "kind-secure"), ("https", "minikube")])
+@pytest.mark.parametrize(("scheme", "overlay"), [("http", "kind-secure"), ("https", "minikube")])
 def test_etcd_whose_addresses_would_change_is_not_modified(
-    machine: Machine, runs: str, overlay: str
+    machine: Machine, scheme: str, overlay: str
 ) -> None:
-    machine.cluster({"*get statefulset etcd *": f"printf {runs}"})
+    machine.set_answers({"*get statefulset etcd *": f"printf {scheme}"})
     done = machine.run("apply.sh", "there", overlay)
     assert done.returncode == 1
     assert f"delete the cluster first: make {overlay.partition('-')[0]}-down" in done.stderr
-    assert (machine.asked("apply"), machine.asked("create")) == (0, 0)
+    assert (machine.call_count("apply"), machine.call_count("create")) == (0, 0)
 
 
 @pytest.mark.parametrize(
-    ("runs", "overlay"),
+    ("scheme", "overlay"),
     [("", "kind"), ("http", "kind"), ("", "kind-secure"), ("https", "kind-secure")],
 )
 def test_new_cluster_and_cluster_of_the_same_kind_are_applied(
-    machine: Machine, runs: str, overlay: str
+    machine: Machine, scheme: str, overlay: str
 ) -> None:
-    machine.cluster({"*get statefulset etcd *": f"printf '{runs}'"})
+    machine.set_answers({"*get statefulset etcd *": f"printf '{scheme}'"})
     done = machine.run("apply.sh", "there", overlay)
     assert (done.returncode, done.stderr) == (0, "")
-    assert machine.asked(f"apply -k deploy/k8s/overlays/{overlay}") == 1
+    assert machine.call_count(f"apply -k deploy/k8s/overlays/{overlay}") == 1
 
 
 @pytest.mark.parametrize(("verb", "program"), [("kind", "docker"), ("minikube", "minikube")])
@@ -131,33 +132,33 @@ def test_missing_program_is_named(machine: Machine, verb: str, program: str) -> 
 def test_script_without_arguments_prints_its_usage(
     machine: Machine, script: str, words: tuple[str, ...]
 ) -> None:
-    machine.cluster({})
+    machine.set_answers({})
     done = machine.run(script, *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"{script} ")
     assert "unbound" not in done.stderr
-    assert machine.asked("") == 0
+    assert machine.call_count("") == 0
 
 
 def test_handled_count_is_read_from_a_log_with_other_lines(machine: Machine) -> None:
     lines = f"echo '{SENT}'; echo '{WARNING}'" % "'$((n * 600))'"
-    machine.cluster(traffic(lines))
+    machine.set_answers(traffic(lines))
     done = machine.run("test.sh", "there", "kind")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("nothing lost, nothing twice.\n")
-    assert machine.asked("delete pod/") == 2
+    assert machine.call_count("delete pod/") == 2
 
 
-@pytest.mark.parametrize("handled", ["5000", ""], ids=["stands still", "is not said"])
+@pytest.mark.parametrize("handled", ["5000", ""], ids=["constant", "missing"])
 def test_missing_message_flow_fails_the_script(machine: Machine, handled: str) -> None:
-    """Also when somebody else had the last word when it asked first."""
-    said = f"echo '{SENT}'" % handled if handled else "true"
-    lines = f"{said}; [ $((n % 2)) = 1 ] || echo '{WARNING}'"
-    machine.cluster(traffic(lines))
+    """Also if the last line of the log is not a count the first time the script reads it."""
+    count = f"echo '{SENT}'" % handled if handled else "true"
+    lines = f"{count}; [ $((n % 2)) = 1 ] || echo '{WARNING}'"
+    machine.set_answers(traffic(lines))
     done = machine.run("test.sh", "there", "kind")
     assert done.returncode == 1
     assert "fewer than 1000 messages were handled in 180 s" in done.stderr
-    assert machine.asked("delete pod/") == 0
+    assert machine.call_count("delete pod/") == 0
 
 
 def test_stall_time_is_read_from_a_log_with_other_lines(
@@ -165,15 +166,15 @@ def test_stall_time_is_read_from_a_log_with_other_lines(
 ) -> None:
     since = "; ".join(f"echo '{SENT}'; echo '{WARNING}'" % n for n in (100, 200, 200, 200, 300))
     lines = f"echo '{SENT}'" % "'$((n * 600))'"
-    machine.cluster({"*--since-time*": since, **traffic(lines)})
+    machine.set_answers({"*--since-time*": since, **traffic(lines)})
     done = machine.run("test.sh", "there", "kind")
     line = r"^pod/etcd-0: ready again after \d+ s, nothing handled for 2 s$"
     assert re.search(line, done.stdout, re.MULTILINE), done.stdout
 
 
-@pytest.mark.parametrize("state", ["", "Failed"], ids=["never ends", "fails"])
+@pytest.mark.parametrize("state", ["", "Failed"], ids=["unfinished", "failed"])
 def test_failed_job_ends_the_script_and_its_pod_is_shown(machine: Machine, state: str) -> None:
-    machine.cluster(
+    machine.set_answers(
         {
             "*get job/demo *": f"echo '{state}'",
             "*wait job/demo *": "exit 1",
@@ -183,7 +184,7 @@ def test_failed_job_ends_the_script_and_its_pod_is_shown(machine: Machine, state
     done = machine.run("test.sh", "there", "kind")
     assert done.returncode == 1
     assert "ErrImageNeverPull" in done.stderr
-    assert machine.asked("logs job/traffic") == 0
+    assert machine.call_count("logs job/traffic") == 0
 
 
 def test_images_are_measured_with_the_modules_that_the_manifests_start() -> None:

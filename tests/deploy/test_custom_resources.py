@@ -1,8 +1,7 @@
-"""Custom resources are held against their schemas.
+"""The resources for the operators of Prometheus and of certificates match their schemas.
 
-Goal: a misspelt field, a value that is none, and a kind that there is not are found in what the
-operators of Prometheus and of certificates are told. Method: the committed resources are right;
-each planted error is found.
+Goal: a misspelt field, an invalid value and an unknown kind are found.
+Method: the committed resources have no problem; each planted error is found.
 """
 
 from __future__ import annotations
@@ -72,13 +71,13 @@ def test_resource_matches_its_schema(name: str) -> None:
 def test_invalid_resource_is_found(
     name: str, place: tuple[str | int, ...], value: object, problem: str
 ) -> None:
-    one = copy.deepcopy(RESOURCES[name])
-    where = one["spec"]
+    resource = copy.deepcopy(RESOURCES[name])
+    parent = resource["spec"]
     for step in place[:-1]:
-        where = where[step]
-    where[place[-1]] = value
-    (found,) = custom_problems(one)
-    assert problem in found
+        parent = parent[step]
+    parent[place[-1]] = value
+    (found_problem,) = custom_problems(resource)
+    assert problem in found_problem
 
 
 def test_unknown_kind_is_found() -> None:

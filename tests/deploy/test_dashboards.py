@@ -1,9 +1,10 @@
 """Grafana's dashboards.
 
-Goal: the committed JSON is what the code makes; each query asks for series and labels that there
-are; each panel names a command that there is. Method: the JSON is compared, the queries are parsed
-and compared with what services register and rules record. Each way of reading is shown to find a
-planted error. tests/deploy/test_live_metrics.py asks the queries of a real Prometheus.
+Goal: the committed JSON is that of the generator; the series and labels of each query exist; the
+command of each panel exists.
+Method: the JSON is compared; the queries are parsed, and their names compared with the metrics that
+services register and with the series that rules record. Each check also finds a planted error.
+tests/deploy/test_live_metrics.py sends the queries to a real Prometheus.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ _each = pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.uid
 
 def problems(panel: Panel) -> list[str]:
     """Return the metrics and labels of a panel that do not exist."""
-    found = []
+    messages = []
     for legend, query in panel.queries.items():
-        asked = filled_in(query)
-        for selector in selectors(asked):
+        filled = filled_in(query)
+        for selector in selectors(filled):
             known = METRICS.get(str(selector.name))
             if known is None:
-                found.append(f"no metric {selector.name}")
+                messages.append(f"no metric {selector.name}")
                 continue
-            asks = {name for name, _ in matchers(selector)}
-            found += [f"{selector.name} has no {name}" for name in asks - known]
-        shown = set(re.findall(r"\{\{(\w+)\}\}", legend))
-        if not found:
-            found += [f"no label {name}" for name in shown - result_labels(promql.parse(asked))]
-    return found
+            used_labels = {name for name, _ in matchers(selector)}
+            messages += [f"{selector.name} has no {name}" for name in used_labels - known]
+        named = set(re.findall(r"\{\{(\w+)\}\}", legend))
+        if not messages:
+            messages += [f"no label {name}" for name in named - result_labels(promql.parse(filled))]
+    return messages
 
 
 def used_variables(board: Dashboard) -> set[str]:
-    """Variables that its queries name."""
+    """Return the variables in the queries of a dashboard."""
     queries = " ".join(query for panel in board.panels for query in panel.queries.values())
     return set(re.findall(r'"\$(\w+)"', queries))
 
@@ -53,27 +54,27 @@ def test_committed_dashboards_are_up_to_date() -> None:
 
 @_each
 def test_panels_query_existing_metrics_only(board: Dashboard) -> None:
-    assert {panel.title: found for panel in board.panels if (found := problems(panel))} == {}
+    assert {panel.title: messages for panel in board.panels if (messages := problems(panel))} == {}
 
 
 @_each
 def test_each_panel_names_an_existing_command(board: Dashboard) -> None:
-    told = json.loads(files()[f"{board.uid}.json"])
-    panels = [panel for panel in told["panels"] if panel["type"] != "row"]
+    dashboard = json.loads(files()[f"{board.uid}.json"])
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     assert len(panels) == len(board.panels)
     for panel in panels:
-        said = panel["description"].rpartition("At a terminal: ")[2]
-        assert said.startswith("`baton ")
-        assert wrong_commands(page_of(said)) == []
+        command = panel["description"].rpartition("At a terminal: ")[2]
+        assert command.startswith("`baton ")
+        assert wrong_commands(page_of(command)) == []
 
 
 @_each
 def test_dashboard_has_exactly_the_variables_it_uses(board: Dashboard) -> None:
-    told = json.loads(files()[f"{board.uid}.json"])
-    names = [variable["name"] for variable in told["templating"]["list"]]
+    dashboard = json.loads(files()[f"{board.uid}.json"])
+    names = [variable["name"] for variable in dashboard["templating"]["list"]]
     assert names == ["datasource", *board.variables]
     assert used_variables(board) == set(board.variables)
-    sources = {panel["datasource"]["uid"] for panel in told["panels"] if "datasource" in panel}
+    sources = {panel["datasource"]["uid"] for panel in dashboard["panels"] if "datasource" in panel}
     assert sources == {"${datasource}"}
 
 

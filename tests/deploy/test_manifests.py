@@ -1,10 +1,10 @@
-"""The manifests, held against what they promise.
+"""The Kubernetes manifests.
 
-Goal: nothing that is applied has a misspelt field, a pod without its restrictions, a setting that a
-service refuses, or an address that changes with a pod.
-Method: what every file says is looked at as YAML, always. Where kubectl is, every overlay is
-rendered and validated strictly, and its environments are given to the settings classes; `make k8s`
-does so for every combination of components.
+Goal: no manifest has a misspelt field, a pod without its restrictions, a setting that a service
+rejects, or an address that changes with a pod.
+Method: every file is parsed as YAML. If kubectl is installed, every overlay is also rendered and
+validated strictly, and the settings classes load its environments; `make k8s` does the same for
+every combination of components.
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ def documents(path: Path) -> Iterator[dict[str, Any]]:
             yield one
 
 
-FOUND = [
+NAMED_PODS = [
     (f"{path.parent.name}-{one['metadata']['name']}", one)
     for path in FILES
     for one in documents(path)
     if one.get("kind") in KINDS and "containers" in one["spec"]["template"]["spec"]
 ]
-WORKLOADS = [pytest.param(one, id=name) for name, one in FOUND]
-PROBED = [pytest.param(one, id=name) for name, one in FOUND if one["metadata"]["name"] in SETTINGS]
+WORKLOADS = [pytest.param(one, id=name) for name, one in NAMED_PODS]
+PROBED = [
+    pytest.param(one, id=name) for name, one in NAMED_PODS if one["metadata"]["name"] in SETTINGS
+]
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -83,42 +85,43 @@ def test_every_pod_is_restricted_and_bounded(workload: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "workload", [pytest.param(one, id=name) for name, one in FOUND if one["kind"] == "Job"]
+    "workload",
+    [pytest.param(one, id=name) for name, one in NAMED_PODS if one["kind"] == "Job"],
 )
 def test_every_job_has_a_deadline(workload: dict[str, Any]) -> None:
-    """One whose image is not there does not fail by itself."""
+    """A job whose image is missing never fails without a deadline."""
     assert 0 < workload["spec"]["activeDeadlineSeconds"] <= 14_400
 
 
 @pytest.mark.parametrize("workload", PROBED)
 def test_probes_use_their_endpoints_at_the_port_without_tls(workload: dict[str, Any]) -> None:
     (container,) = workload["spec"]["template"]["spec"]["containers"]
-    asked = {
+    probes = {
         kind: container[f"{kind}Probe"]["grpc"] for kind in ("startup", "readiness", "liveness")
     }
-    assert {kind: probe["service"] for kind, probe in asked.items()} == {
+    assert {kind: probe["service"] for kind, probe in probes.items()} == {
         "startup": STARTED,
         "readiness": READY,
         "liveness": LIVE,
     }
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert {probe["port"] for probe in asked.values()} == {ports["health"]}
+    assert {probe["port"] for probe in probes.values()} == {ports["health"]}
 
 
 @pytest.mark.parametrize("workload", PROBED)
 def test_startup_probe_allows_a_long_recovery(workload: dict[str, Any]) -> None:
     (container,) = workload["spec"]["template"]["spec"]["containers"]
     probe = container["startupProbe"]
-    keeps = workload["spec"].get("volumeClaimTemplates")
-    assert probe["periodSeconds"] * probe["failureThreshold"] >= (86_400 if keeps else 300)
+    has_volumes = workload["spec"].get("volumeClaimTemplates")
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= (86_400 if has_volumes else 300)
 
 
 @pytest.mark.parametrize("workload", PROBED)
 def test_termination_grace_period_exceeds_the_drain(workload: dict[str, Any]) -> None:
     spec = workload["spec"]["template"]["spec"]
-    waits_s = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    pre_stop_s = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
     drain_ms = ServiceSettings.model_fields["shutdown_grace_ms"].default
-    assert spec["terminationGracePeriodSeconds"] > waits_s + 2 * drain_ms / 1000
+    assert spec["terminationGracePeriodSeconds"] > pre_stop_s + 2 * drain_ms / 1000
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(K8S)))
@@ -127,18 +130,20 @@ def test_no_manifest_contains_a_pod_address(path: Path) -> None:
 
 
 def test_every_workload_has_a_disruption_budget_and_a_network_policy() -> None:
-    found: dict[str, set[str]] = {}
+    names_by_kind: dict[str, set[str]] = {}
     for path in FILES:
-        for one in documents(path):
-            found.setdefault(str(one.get("kind")), set()).add(one.get("metadata", {}).get("name"))
+        for resource in documents(path):
+            names_by_kind.setdefault(str(resource.get("kind")), set()).add(
+                resource.get("metadata", {}).get("name")
+            )
     services = set(SETTINGS) | {"etcd"}
-    assert services <= found["PodDisruptionBudget"]
-    assert services <= found["NetworkPolicy"]
-    assert services <= found["ServiceAccount"]
+    assert services <= names_by_kind["PodDisruptionBudget"]
+    assert services <= names_by_kind["NetworkPolicy"]
+    assert services <= names_by_kind["ServiceAccount"]
 
 
 def test_authority_keeps_its_key_and_its_certificates_get_new_keys() -> None:
-    """Whatever cert-manager does by itself, which depends on its version."""
+    """The manifests set it, because the default of cert-manager depends on its version."""
     certificates = [
         one
         for one in documents(K8S / "components" / "tls-cert-manager" / "certificates.yaml")
@@ -191,9 +196,9 @@ def test_overlay_renders_without_a_warning_and_is_valid(overlay: str) -> None:
 @kubectl
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name.startswith("overlays")])
 def test_services_accept_the_settings_of_the_overlay(overlay: str) -> None:
-    ours = [pod for pod in pods(render(K8S / overlay)) if pod.service in SETTINGS]
-    assert {pod.service for pod in ours} == set(SETTINGS)
-    for pod in ours:
+    service_pods = [pod for pod in pods(render(K8S / overlay)) if pod.service in SETTINGS]
+    assert {pod.service for pod in service_pods} == set(SETTINGS)
+    for pod in service_pods:
         settings = load(SETTINGS[pod.service], f"BATON_{pod.service.upper()}", pod.env)
         assert settings.node_id == pod.name
         host, _, port = settings.advertise_address.partition(":")
@@ -209,14 +214,14 @@ def test_nodes_of_a_replica_set_know_each_other() -> None:
             by_set.setdefault(pod.env["BATON_STORAGE_BROKER"], []).append(pod)
         elif pod.service == "offsets":
             by_set.setdefault("offsets", []).append(pod)
-    assert {name: len(found) for name, found in by_set.items()} == {
+    assert {name: len(nodes) for name, nodes in by_set.items()} == {
         "broker-a": 2,
         "broker-b": 2,
         "offsets": 3,
     }
-    for found in by_set.values():
-        replicas = {pod.env[f"BATON_{pod.service.upper()}_REPLICAS"] for pod in found}
-        assert replicas == {",".join(pod.name for pod in found)}
+    for nodes in by_set.values():
+        replicas = {pod.env[f"BATON_{pod.service.upper()}_REPLICAS"] for pod in nodes}
+        assert replicas == {",".join(pod.name for pod in nodes)}
 
 
 @kubectl
@@ -241,13 +246,13 @@ def test_pod_that_the_base_does_not_reach_is_found() -> None:
 
 
 def test_each_combination_has_one_etcd_and_a_security_level() -> None:
-    found = list(combinations())
-    assert len(found) == len(set(found)) > 100
+    all_combinations = list(combinations())
+    assert len(all_combinations) == len(set(all_combinations)) > 100
     both = {"etcd", "etcd-tls"}
-    assert all((both <= set(one)) == ("etcd-own-tls" in one) for one in found)
-    assert all(both & set(one) for one in found)
-    assert all("tls" in one for one in found if "access" in one)
-    assert all(("insecure" in one) != ("tls" in one) for one in found)
+    assert all((both <= set(one)) == ("etcd-own-tls" in one) for one in all_combinations)
+    assert all(both & set(one) for one in all_combinations)
+    assert all("tls" in one for one in all_combinations if "access" in one)
+    assert all(("insecure" in one) != ("tls" in one) for one in all_combinations)
 
 
 def test_kind_nodes_publish_the_external_ports_of_pods() -> None:

@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from tests.deploy.network_paths import NetworkPeer, Way, ways, workloads
+from tests.deploy.network_paths import Connection, NetworkPeer, allowed_connections, workloads
 from tests.deploy.test_manifests import SETTINGS, kubectl
 from tools.containers.pods import K8S, REPO, Resource
 from tools.manifests.check import render, render_combination
@@ -30,7 +30,7 @@ _ROW = re.compile(r"^\| (.+?)(?:, with `(.+)`)? \| (.+) \|$", re.MULTILINE)
 _CALLEE = re.compile(r"`([\w-]+):(\d+)`")
 
 
-def expected(resources: list[Resource], components: set[str]) -> set[Way]:
+def expected(resources: list[Resource], components: set[str]) -> set[Connection]:
     """Return the connections in the table of the page whose ends exist."""
     page = (REPO / "docs" / "how-to" / "deploy.md").read_text()
     table = page.partition("**Network policies**")[2].partition("**Rights.**")[0]
@@ -51,14 +51,16 @@ def expected(resources: list[Resource], components: set[str]) -> set[Way]:
     return connections
 
 
-def measured(resources: list[Resource]) -> set[Way]:
+def measured(resources: list[Resource]) -> set[Connection]:
     """Return the connections that the policies allow."""
     inside = list(workloads(resources))
-    called = [*inside, DNS]
+    callees = [*inside, DNS]
     if all(one.name != "etcd" for one in inside):
-        called.append(ETCD_ELSEWHERE)
+        callees.append(ETCD_ELSEWHERE)
     strangers = (CLIENT, PROMETHEUS, *STRANGERS)
-    return ways(resources, inside, called) | ways(resources, strangers, inside)
+    return allowed_connections(resources, inside, callees) | allowed_connections(
+        resources, strangers, inside
+    )
 
 
 @kubectl

@@ -1,8 +1,8 @@
-"""Goal: overlays with TLS and access on have every certificate they name, good for what it is for.
+"""Goal: every certificate that a secure overlay names is made, and is valid for its purpose.
 
-Method: the certificates of `make-ca.sh`, held against the rendered manifests; the names of
-settings and variables against what services and `baton` know; scripts with an openssl that fails on
-its way, and a kubectl that notes what it is asked.
+Method: the certificates of `make-ca.sh` are compared with the rendered manifests, and the names of
+settings and variables with those that services and `baton` have. The scripts also run with an
+openssl that fails in the middle, and with a kubectl that records its arguments.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def program(folder: Path, name: str, text: str) -> str:
-    """A PATH in front of which stands a program of ours."""
+    """Write a shell script; return a PATH that has it before the programs of the system."""
     programs = folder / "bin"
     programs.mkdir()
     (programs / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -59,8 +59,8 @@ def program(folder: Path, name: str, text: str) -> str:
 def names(cert: Path) -> set[str]:
     """Subject alternative names, such as `DNS:localhost`."""
     words = ["openssl", "x509", "-in", str(cert), "-noout", "-ext", "subjectAltName"]
-    said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-    return {name.strip() for name in said.splitlines()[1].split(",")}
+    extension = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    return {name.strip() for name in extension.splitlines()[1].split(",")}
 
 
 def covers(name: str, host: str) -> bool:
@@ -74,36 +74,36 @@ def covers(name: str, host: str) -> bool:
 def test_every_secret_is_made_and_valid_for_the_names_of_its_pod(name: str, tmp_path: Path) -> None:
     secrets = Secrets(tmp_path)
     secrets.make()
-    found = pods(overlay(name))
-    assert {pod.service for pod in found} == {*SETTINGS, "etcd"}
-    for pod in found:
+    overlay_pods = pods(overlay(name))
+    assert {pod.service for pod in overlay_pods} == {*SETTINGS, "etcd"}
+    for pod in overlay_pods:
         for secret in pod.secrets.values():
             files = {path.name for path in (secrets.mounted / secret).iterdir()}
             assert {"ca.crt", "tls.crt", "tls.key"} <= files
         own = "etcd-server" if pod.service == "etcd" else f"tls-{pod.service}"
         assert own in pod.secrets.values()
-        told = names(secrets.file(own, "tls.crt"))
+        alternative_names = names(secrets.file(own, "tls.crt"))
         if pod.service == "etcd":
-            called = {f"{pod.name}.etcd", f"{pod.name}.etcd.baton.svc"}
+            hosts = {f"{pod.name}.etcd", f"{pod.name}.etcd.baton.svc"}
         else:
             advertised = pod.env[f"BATON_{pod.service.upper()}_ADVERTISE_ADDRESS"]
-            called = {advertised.partition(":")[0], "localhost"}
-            assert f"URI:service:{pod.service}" in told
-        for host in called:
-            assert any(covers(one, host) for one in told), host
-    told = names(secrets.file("tls-nameserver", "tls.crt"))
+            hosts = {advertised.partition(":")[0], "localhost"}
+            assert f"URI:service:{pod.service}" in alternative_names
+        for host in hosts:
+            assert any(covers(one, host) for one in alternative_names), host
+    alternative_names = names(secrets.file("tls-nameserver", "tls.crt"))
     for host in ("nameserver", "nameserver.baton", "nameserver.baton.svc"):
-        assert f"DNS:{host}" in told
+        assert f"DNS:{host}" in alternative_names
 
 
 @openssl
 def test_certificates_of_clients_and_services_are_not_valid_for_etcd(tmp_path: Path) -> None:
     assert make_ca(tmp_path, "demo").returncode == 0
-    for secret, good in (("tls-demo", False), ("tls-storage", False), ("etcd-client", True)):
+    for secret, is_valid in (("tls-demo", False), ("tls-storage", False), ("etcd-client", True)):
         authority, cert = tmp_path / "etcd-ca.crt", tmp_path / secret / "tls.crt"
         words = ["openssl", "verify", "-CAfile", str(authority), str(cert)]
-        said = subprocess.run(words, check=False, capture_output=True)
-        assert (said.returncode == 0) is good
+        verification = subprocess.run(words, check=False, capture_output=True)
+        assert (verification.returncode == 0) is is_valid
 
 
 @kubectl
@@ -131,10 +131,10 @@ def test_jobs_configure_tls_with_the_common_variables() -> None:
     for name, secret in (("demo", "tls-demo"), ("traffic", "tls-demo"), ("grants", "tls-operator")):
         pod = clients()[name]
         assert pod.secrets == {"/etc/baton/tls": secret}
-        told = {key: value for key, value in pod.env.items() if key.startswith("BATON_")}
-        assert told.keys() <= known
+        variables = {key: value for key, value in pod.env.items() if key.startswith("BATON_")}
+        assert variables.keys() <= known
         for variable, file in (("CA", "ca.crt"), ("CERT", "tls.crt"), ("KEY", "tls.key")):
-            assert told[f"BATON_{variable}_FILE"] == f"/etc/baton/tls/{file}"
+            assert variables[f"BATON_{variable}_FILE"] == f"/etc/baton/tls/{file}"
 
 
 def _names(variables: str | Sequence[str] | None) -> list[str]:
@@ -152,7 +152,7 @@ def test_existing_certificates_are_kept_and_renewed_on_request(tmp_path: Path) -
     assert make_ca(tmp_path, RENEW="1").returncode == 0
     same = {path for path, after in contents(tmp_path).items() if after == before[path]}
     assert {path.name for path in same} == {"ca.crt", "ca.key", "etcd-ca.crt", "etcd-ca.key"}
-    assert tmp_path / "tls-billing" / "tls.crt" in before.keys() - same, "who was not named, too"
+    assert tmp_path / "tls-billing" / "tls.crt" in before.keys() - same, "one is not renewed"
     assert "URI:billing" in names(tmp_path / "tls-billing" / "tls.crt")
 
 
@@ -183,9 +183,9 @@ def test_expiring_certificates_and_certificates_of_a_former_authority_are_reissu
 @openssl
 def test_certificate_is_valid_for_clocks_that_are_behind(tmp_path: Path) -> None:
     assert make_ca(tmp_path).returncode == 0
-    found = [x509.load_pem_x509_certificate(path.read_bytes()) for path in tmp_path.rglob("*.crt")]
-    assert len(found) == 14
-    for cert in found:
+    files = list(tmp_path.rglob("*.crt"))
+    assert len(files) == 14
+    for cert in (x509.load_pem_x509_certificate(file.read_bytes()) for file in files):
         begin_unix_ms = cert.not_valid_before_utc.timestamp() * 1_000
         assert 59 * 60_000 < Clock().unix_ms() - begin_unix_ms < 65 * 60_000
 
@@ -232,7 +232,7 @@ def test_failure_is_reported_and_leaves_no_partial_certificate(tmp_path: Path, r
     if renew == "1":
         assert make_ca(folder).returncode == 0
         before = set(contents(folder))
-    # Signs as it should until it is the turn of offsets; then it begins its file, and fails.
+    # This openssl fails for the certificate of offsets, after it has created the file.
     path = program(
         tmp_path,
         "openssl",
@@ -245,8 +245,8 @@ def test_failure_is_reported_and_leaves_no_partial_certificate(tmp_path: Path, r
     assert (folder / "tls-storage" / "tls.crt").exists()
     assert (folder / "tls-offsets").exists() is (renew == "1")
     if renew == "1":
-        assert set(contents(folder)) == before, "nothing beside what was there"
-    assert not [one.name for one in folder.iterdir() if ".new" in one.name]
+        assert set(contents(folder)) == before, "no file was added or removed"
+    assert not [entry.name for entry in folder.iterdir() if ".new" in entry.name]
     assert make_ca(folder).returncode == 0
     assert "URI:service:offsets" in names(folder / "tls-offsets" / "tls.crt")
 
@@ -259,14 +259,14 @@ def test_secrets_are_made_in_their_namespaces_and_the_operator_secret_on_request
     assert make_ca(folder, "operator", "billing").returncode == 0
     (folder / "tls-half").mkdir()
     calls = tmp_path / "calls"
-    told = 'case "$*" in *"apply -f /"*) cat "${5}";; *"apply -"*) cat;; esac'
-    path = program(tmp_path, "kubectl", f'echo "$*" >>{calls}\n{told}')
+    output = 'case "$*" in *"apply -f /"*) cat "${5}";; *"apply -"*) cat;; esac'
+    path = program(tmp_path, "kubectl", f'echo "$*" >>{calls}\n{output}')
     words = [str(SCRIPT.with_name("apply-secrets.sh")), "there", f"{folder}/"]
     env = ["env", f"PATH={path}", "NAMESPACE=bills"]
-    for named, wanted in (([], MADE), (["tls-operator"], {"tls-operator"})):
+    for extra, applied_secrets in (([], MADE), (["tls-operator"], {"tls-operator"})):
         calls.unlink(missing_ok=True)
-        done = subprocess.run([*env, *words, *named], check=True, capture_output=True, text=True)
-        applied = [line.split() for line in calls.read_text().splitlines() if "create" in line]
-        assert {call[5] for call in applied} == wanted
-        assert {call[call.index("--namespace") + 1] for call in applied} == {"bills"}
+        done = subprocess.run([*env, *words, *extra], check=True, capture_output=True, text=True)
+        commands = [line.split() for line in calls.read_text().splitlines() if "create" in line]
+        assert {call[5] for call in commands} == applied_secrets
+        assert {call[call.index("--namespace") + 1] for call in commands} == {"bills"}
         assert "\n  name: bills\n" in done.stdout

@@ -1,4 +1,4 @@
-"""Plays a page: its commands, in their order, must print what the page shows."""
+"""Runs the commands of a page in their order, and compares their output with the page."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from tests.support.conditions import until
 from tools.docs.pages import Page
 
 HOST = "vm"
-"""The name of the machine on pages."""
+"""Host name on pages."""
 _VARYING = re.compile(
     r"\b[0-9a-f]{14,16}\b|\d{4}-\d\d-\d\dT[\d:.]+Z|\bbroker-0-[0-9a-f]+-[0-9a-f]+\b"
     r"|\b[\d.]+ s\b|(?<=100  )[\d.]+(?=  +worker)|generation \d+(?=;)"
 )
 _ONCE = re.compile(r"\bbaton (produce|consume|topic|group update)\b")
-"""Commands that change something; the others are repeated until they print what is shown."""
+"""Commands that change something and run once; other commands are repeated until they match."""
 
 
 def same(output: str) -> list[list[str]]:
-    """The words of what a command printed, without what differs from run to run."""
+    """Return the words of each line, without the values that differ from run to run."""
     output = output.replace(socket.gethostname(), HOST)
     return [_VARYING.sub("…", line).split() for line in output.rstrip().splitlines()]
 
 
 def commands(page: Page) -> Iterator[tuple[str, str]]:
-    """Each command of the page with the output that is shown."""
+    """Yield each command of the page with its output on the page."""
     for block in page.blocks(""):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, _, output = part.partition("\n")
@@ -46,13 +46,13 @@ class Terminal:
 
     def __init__(self, folder: Path, nameserver: str) -> None:
         self.folder = folder
-        mine = dict(os.environ)  # noqa: TID251  what a terminal has, too
-        path = f"{Path(sys.executable).parent}:{mine['PATH']}"
-        self._environment = mine | {"PATH": path, "BATON_NAMESERVER": nameserver}
+        inherited = dict(os.environ)  # noqa: TID251  a terminal inherits it, too
+        path = f"{Path(sys.executable).parent}:{inherited['PATH']}"
+        self._environment = inherited | {"PATH": path, "BATON_NAMESERVER": nameserver}
         self._jobs: list[Process] = []
 
     async def run(self, command: str, shown: str) -> None:
-        """Run it; what ends with `&` goes on, and `kill` ends it, as `%1` or `%2`."""
+        """Run a command; `&` at its end starts a job, and `kill %1` ends the first job."""
         if command.endswith(" &"):
             await self._start(command.removesuffix(" &"))
         elif command.startswith("kill "):
@@ -99,7 +99,7 @@ class Terminal:
         return (await process.communicate())[0].decode()
 
     async def close(self) -> None:
-        """End what still runs."""
+        """Kill the jobs that still run."""
         for job in self._jobs:
             if job.returncode is None:
                 job.kill()
@@ -108,7 +108,7 @@ class Terminal:
 
 @asynccontextmanager
 async def terminal(folder: Path, nameserver: str) -> AsyncIterator[Terminal]:
-    """A terminal whose processes are gone when the block ends."""
+    """Open a terminal whose jobs are killed at the end of the block."""
     opened = Terminal(folder, nameserver)
     try:
         yield opened

@@ -8,7 +8,7 @@ from tools.commit_message import problem
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "expected"),
     [
         ("storage: sync once per batch\n\nWhy.", ""),
         ("spark-jobs: read the topic's metadata once", ""),
@@ -20,7 +20,7 @@ from tools.commit_message import problem
         ("", "does not name its area"),
     ],
 )
-def test_subject_is_checked(message: str, told: str) -> None:
-    found = problem(message)
-    assert told in found
-    assert bool(told) == bool(found)
+def test_subject_is_checked(message: str, expected: str) -> None:
+    found_problem = problem(message)
+    assert expected in found_problem
+    assert bool(expected) == bool(found_problem)

@@ -26,13 +26,13 @@ _ROCKETMQ = {
     "ASYNC_FLUSH", "CONSUME_FROM_LAST_OFFSET", "CONSUME_SUCCESS", "FLUSH_DISK_TIMEOUT",
     "RECONSUME_LATER", "SUSPEND_CURRENT_QUEUE_A_MOMENT",
 }  # fmt: skip
-"""Names of RocketMQ's that pages mention."""
+"""Names of RocketMQ that pages mention."""
 OPERATIONS = tables.DOCS / "reference" / "operations.md"
 _SOURCES = ("services", "batonmq", "protos", "tests", "bench")
 
 
 def page_of(text: str) -> Page:
-    """A page in the root that says `text`."""
+    """Return a page in the root folder with this text."""
     return Page(Path("planted.md"), text)
 
 
@@ -41,12 +41,14 @@ def page_of(text: str) -> Page:
 
 @pytest.mark.parametrize("path", tables.PAGES, ids=lambda path: path.name)
 def test_lists_of_settings_and_metrics_are_those_of_the_code(path: Path) -> None:
-    page, found = path.read_text(), tables.PAGES[path]()
-    assert sorted(tables.names_of(page)) == sorted(found), "a table is missing or unknown"
-    assert page == tables.rewritten(page, found), "run: python -m tools.docs.tables"
+    page, generated_tables = path.read_text(), tables.PAGES[path]()
+    assert sorted(tables.names_of(page)) == sorted(generated_tables), (
+        "a table is missing or unknown"
+    )
+    assert page == tables.rewritten(page, generated_tables), "run: python -m tools.docs.tables"
 
 
-def test_every_setting_says_what_it_means() -> None:
+def test_every_setting_has_a_meaning() -> None:
     for kind in tables.SETTINGS.values():
         assert kind.model_fields.keys() == meanings(kind).keys()
 
@@ -54,14 +56,14 @@ def test_every_setting_says_what_it_means() -> None:
 @pytest.mark.parametrize(
     "change", [("`BATON_STORAGE_FLUSH`", "`BATON_STORAGE_FLASH`"), ("| ", "|")]
 )
-def test_a_changed_row_is_noticed(change: tuple[str, str]) -> None:
+def test_changed_row_is_found(change: tuple[str, str]) -> None:
     page = OPERATIONS.read_text()
     planted = page.replace(*change)
     assert planted != page
     assert tables.rewritten(planted, tables.settings()) != planted
 
 
-def test_a_missing_row_is_noticed() -> None:
+def test_missing_row_is_found() -> None:
     page = OPERATIONS.read_text()
     planted = re.sub(r"\| `BATON_OFFSETS_SPAN_MAX`.*\n", "", page)
     assert planted != page
@@ -72,17 +74,17 @@ def test_a_missing_row_is_noticed() -> None:
 
 
 @_each_page
-def test_links_lead_somewhere(page: Page) -> None:
+def test_links_are_not_broken(page: Page) -> None:
     assert broken_links(page) == []
 
 
-def test_links_that_lead_nowhere_are_noticed() -> None:
+def test_broken_link_is_found() -> None:
     planted = "[a](README.md) [b](docs/nothing.md) [c](README.md#no-such-heading) [d](https://x.y)"
     assert broken_links(page_of(planted)) == ["docs/nothing.md", "README.md#no-such-heading"]
 
 
 def missing_paths(page: Page) -> list[str]:
-    """Files and folders that the page names as code and that are not there."""
+    """Return the files and folders that the page names as code and that do not exist."""
     named = re.compile(rf"(?:{'|'.join((*_SOURCES, 'docs', 'gen'))})/[\w./-]*")
     return [
         code
@@ -96,7 +98,7 @@ def test_named_files_exist(page: Page) -> None:
     assert missing_paths(page) == []
 
 
-def test_named_files_that_do_not_exist_are_noticed() -> None:
+def test_missing_file_is_found() -> None:
     planted = "`services/storage/` `services/storage/serve.py` `batonmq/_core/`"
     assert missing_paths(page_of(planted)) == ["services/storage/serve.py"]
 
@@ -105,12 +107,12 @@ def test_named_files_that_do_not_exist_are_noticed() -> None:
 
 
 def make_verbs() -> set[str]:
-    """Targets of the Makefile."""
+    """Return the targets of the Makefile."""
     return set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def unknown_verbs(page: Page) -> list[str]:
-    """`make` verbs that the page shows and that do not exist."""
+    """Return the `make` verbs of the page that do not exist."""
     shown = [v for code in page.code() for v in re.findall(r"(?:^|[$ ])make ([a-z0-9-]+)", code)]
     return [verb for verb in shown if verb not in make_verbs()]
 
@@ -120,7 +122,7 @@ def test_make_verbs_exist(page: Page) -> None:
     assert unknown_verbs(page) == []
 
 
-def test_make_verbs_that_do_not_exist_are_noticed() -> None:
+def test_unknown_make_verb_is_found() -> None:
     assert unknown_verbs(page_of("`make demo` `make coffee`\n```\n$ make tea\n```")) == [
         "coffee",
         "tea",
@@ -128,7 +130,7 @@ def test_make_verbs_that_do_not_exist_are_noticed() -> None:
 
 
 def wrong_commands(page: Page) -> list[str]:
-    """Lines with a `baton` command or option that does not exist."""
+    """Return the lines with a `baton` command or option that does not exist."""
     wrong = []
     for code in page.code():
         for words in re.findall(r"(?:^|\| |\$ |bin/)baton((?: [^|]+)+)", code):
@@ -151,10 +153,10 @@ def _problem(words: list[str]) -> str:
             if word.partition("=")[0] not in options:
                 return f"no option {word}"
         elif isinstance(command, click.Group) and re.fullmatch("[a-z][a-z-]*", word):
-            found = _subcommand(command, word)
-            if found is None:
+            subcommand = _subcommand(command, word)
+            if subcommand is None:
                 return f"no command {word}"
-            command = found
+            command = subcommand
             options |= _options(command)
     return ""
 
@@ -169,7 +171,7 @@ def test_baton_commands_exist(page: Page) -> None:
     assert wrong_commands(page) == []
 
 
-def test_baton_commands_that_do_not_exist_are_noticed() -> None:
+def test_unknown_baton_command_is_found() -> None:
     planted = "`baton lock list --group g` `baton lock steal` `baton up --quiet`"
     planted += "\n```\n$ x | baton eat\n```"
     assert [problem.rpartition(": ")[2] for problem in wrong_commands(page_of(planted))] == [
@@ -179,7 +181,7 @@ def test_baton_commands_that_do_not_exist_are_noticed() -> None:
     ]
 
 
-def test_commands_are_shown_at_all() -> None:
+def test_pages_contain_commands() -> None:
     shown = " ".join(code for page in PAGES for code in page.code())
     for command in ("make demo", "make test", "baton up", "baton topic create", "baton lock list"):
         assert command in shown
@@ -189,7 +191,7 @@ def test_commands_are_shown_at_all() -> None:
 
 
 def all_sources() -> str:
-    """Everything that may define a name."""
+    """Return the text of all files that may define a name."""
     files: Iterator[Path] = (
         path
         for folder in _SOURCES
@@ -200,7 +202,7 @@ def all_sources() -> str:
 
 
 def unknown_names(page: Page, sources: str) -> list[str]:
-    """Reasons, states, settings and metrics the page names and the code does not have."""
+    """Return the reasons, states, settings and metrics of the page that the code does not have."""
     variables = {
         f"BATON_{service.upper()}_{name.upper()}"
         for service, kind in tables.SETTINGS.items()
@@ -208,7 +210,7 @@ def unknown_names(page: Page, sources: str) -> list[str]:
     } | set(re.findall(r"`(BATON_SPARK_\w+)`", "".join(tables.settings().values())))
     variables.add("BATON_SPARK_CONFIG_FILE")
     variables |= {str(option.envvar) for option in baton.params}
-    metrics = {family.name for found in families().values() for family in found}
+    metrics = {family.name for group in families().values() for family in group}
     unknown = []
     for code in page.inline():
         if re.fullmatch(r"BATON_[A-Z_]+_[A-Z_]+(=\w+)?", code) and "SYS" not in code:
@@ -226,10 +228,10 @@ def unknown_names(page: Page, sources: str) -> list[str]:
 
 def test_names_of_reasons_settings_and_metrics_exist() -> None:
     sources = all_sources()
-    assert {page.name: found for page in PAGES if (found := unknown_names(page, sources))} == {}
+    assert {page.name: unknown for page in PAGES if (unknown := unknown_names(page, sources))} == {}
 
 
-def test_names_that_do_not_exist_are_noticed() -> None:
+def test_unknown_name_is_found() -> None:
     planted = (
         "`NOT_LEADER` `NOT_READER` `BATON_STORAGE_PORT` `BATON_STORAGE_SPORT` `baton_rpc_call`"
     )
@@ -244,19 +246,19 @@ def test_names_that_do_not_exist_are_noticed() -> None:
 
 
 def sections() -> set[str]:
-    """Numbers of the sections of docs/explanation/ownership.md, and of the points of section 6."""
+    """Return the numbers of all sections and points of docs/explanation/ownership.md."""
     parts = re.split(
         r"^## (\d+)\. .*$", (ROOT / "docs/explanation/ownership.md").read_text(), flags=re.M
     )
-    found: set[str] = set()
+    section_numbers: set[str] = set()
     for number, body in zip(parts[1::2], parts[2::2], strict=True):
-        found.add(number)
-        found |= {f"{number}.{point}" for point in re.findall(r"^(\d+)\. ", body, re.M)}
-    return found
+        section_numbers.add(number)
+        section_numbers |= {f"{number}.{point}" for point in re.findall(r"^(\d+)\. ", body, re.M)}
+    return section_numbers
 
 
 def cited_sections(source: str) -> list[str]:
-    """Numbers behind "protocol", with or without "section"."""
+    """Return the numbers that follow "protocol", with or without "section"."""
     cited = re.findall(
         r"[Pp]rotocol,?\s+(?:sections?\s+)?(\d+(?:\.\d+)?(?:(?:, | to | and |-)\d+(?:\.\d+)?)*)",
         source,
@@ -275,13 +277,13 @@ def test_cited_sections_exist() -> None:
     assert cited - sections() == set()
 
 
-def test_cited_sections_are_read_in_every_form() -> None:
+def test_citation_is_found_in_every_form() -> None:
     text = "protocol section 9; (protocol 3, 6.8); (protocol, sections 6.3 to 6.5)"
     text += "; protocol 16, bounds"
     assert cited_sections(text) == ["9", "3", "6.8", "6.3", "6.5", "16"]
 
 
-def test_told_stories_exist() -> None:
-    told = {f"17.{int(n)}" for n in re.findall(r"test_story_(\d+)_", all_sources())}
-    assert len(told) > 10
-    assert told - sections() == set()
+def test_stories_named_by_tests_exist() -> None:
+    stories = {f"17.{int(n)}" for n in re.findall(r"test_story_(\d+)_", all_sources())}
+    assert len(stories) > 10
+    assert stories - sections() == set()

@@ -1,7 +1,7 @@
-"""Goal: every program in examples/ does what it says, on a real cluster, and would notice if not.
+"""Goal: every program in examples/ succeeds on a real cluster, and fails if its claim is broken.
 
-Method: `make examples` runs them all. Then copies of them run in which one thing is broken that the
-program is there to show; each of those must fail.
+Method: the runner of `make examples` runs them all. Then it runs copies of them; in each copy one
+line that the claim depends on is broken, and the copy must fail.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BROKEN = {
 
 
 async def run(*files: Path) -> tuple[int | None, list[list[str]], str]:
-    """What `make examples` runs: exit status, the words of its lines on each file, everything."""
+    """Run `make examples`; return the status, the words of each result line, and the output."""
     process = await create_subprocess_exec(
         sys.executable, EXAMPLES, *files, cwd=ROOT, stdout=PIPE, stderr=STDOUT
     )
@@ -40,18 +40,20 @@ async def run(*files: Path) -> tuple[int | None, list[list[str]], str]:
     return process.returncode, [line for line in lines if line[:1] in (["ok"], ["FAILED"])], output
 
 
-async def test_every_example_does_what_it_says() -> None:
+async def test_every_example_succeeds() -> None:
     status, lines, output = await run()
     assert status == 0, output
     assert [line[:2] for line in lines] == [["ok", name] for name in NAMES]
 
 
-async def test_every_example_notices_what_it_is_there_to_show(tmp_path: Path) -> None:
+async def test_every_example_fails_if_its_claim_is_broken(tmp_path: Path) -> None:
     assert list(BROKEN) == NAMES
-    for name, (part, instead) in BROKEN.items():
+    for name, (part, replacement) in BROKEN.items():
         text = (EXAMPLES / name).read_text()
         assert text.count(part) == 1, f"{name} has {part} no longer"
-        broken = text.replace(part, instead).replace("asyncio.timeout(60)", "asyncio.timeout(4)")
+        broken = text.replace(part, replacement).replace(
+            "asyncio.timeout(60)", "asyncio.timeout(4)"
+        )
         (tmp_path / name).write_text(broken)
     status, lines, output = await run(*(tmp_path / name for name in NAMES))
     assert status == 1

@@ -1,7 +1,6 @@
-"""Goal: what docs/reference/filters.md says of filters is so: forms, limits, and the logic of
-unknown.
+"""Goal: the forms, the limits and the truth tables in docs/reference/filters.md are correct.
 
-Method: read its tables, and ask the code.
+Method: the tables of the page are compared with the code.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from tools.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "reference" / "filters.md").read_text()
 VALUES = {"true": "a = 1", "false": "a = 2", "unknown": "b = 1"}
-"""Conditions on a message that has an `a` of 1, and nothing else."""
+"""Conditions with this value for a message whose only property is `a=1`."""
 
 
 def rows(heading: str) -> list[list[str]]:
-    """Cells of the first table below a heading, without its head."""
+    """Return the cells of the first table below a heading, without its head."""
     _, _, rest = PAGE.partition(f"## {heading}\n")
     lines = [line for line in rest.partition("\n## ")[0].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -37,11 +36,11 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_understood(form: str) -> None:
+def test_every_form_is_parsed(form: str) -> None:
     assert parse_filter(f"sql: {form}").canonical() == f"sql: {form}"
 
 
-def test_the_table_has_forms() -> None:
+def test_table_has_forms() -> None:
     assert len(FORMS) > 12
 
 
@@ -53,25 +52,25 @@ LIMITS = (
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_limits_are_those_of_the_code(limit: int) -> None:
-    told = " ".join(cell for row in rows("Evaluation and cost") for cell in row)
-    assert re.search(rf"\b{limit:,}\b", told)
+    text = " ".join(cell for row in rows("Evaluation and cost") for cell in row)
+    assert re.search(rf"\b{limit:,}\b", text)
 
 
 def _value(condition: str) -> str:
-    found, opposite = (
+    value, opposite = (
         parse_filter(f"sql: {text}").accepts("", (), {"a": "1"})
         for text in (condition, f"NOT ({condition})")
     )
-    return "true" if found else "false" if opposite else "unknown"
+    return "true" if value else "false" if opposite else "unknown"
 
 
 @pytest.mark.parametrize("word", ["AND", "OR"])
-def test_the_table_of_three_values_is_that_of_the_code(word: str) -> None:
+def test_truth_tables_are_those_of_the_code(word: str) -> None:
     table = rows("True, false, unknown")
     assert len(table) == 3
     for one, *answers in table:
         left = VALUES[one.strip("*")]
         begin = 0 if word == "AND" else 3
-        told = answers[begin : begin + 3]
-        assert told == [_value(f"{left} {word} {VALUES[other]}") for other in VALUES]
+        documented = answers[begin : begin + 3]
+        assert documented == [_value(f"{left} {word} {VALUES[other]}") for other in VALUES]
         assert answers[6] == _value(f"NOT {left}")

@@ -1,7 +1,7 @@
 """Goal: the defaults and names that the page for RocketMQ users gives are those of the code.
 
 Method: every `name=value` in a section about a settings class is compared with the class; every
-name that is shown as an argument or a method is looked up.
+argument and method on the page is looked up in the code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VALUES = {"Durability": Durability}
 
 
 def section(heading: str) -> str:
-    """What stands below a heading, up to the next."""
+    """Return the text below a heading, up to the next heading."""
     _, _, rest = PAGE.text.partition(f"{heading}\n")
     return re.split(r"^##", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
@@ -34,9 +34,9 @@ def section(heading: str) -> str:
 def test_defaults_are_those_of_the_code(name: str) -> None:
     kind = getattr(batonmq, name)
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    told = re.findall(r"`(\w+)=([^`]+)`", section(f"### `{name}`"))
-    assert len(told) > 5
-    for setting, value in told:
+    documented = re.findall(r"`(\w+)=([^`]+)`", section(f"### `{name}`"))
+    assert len(documented) > 5
+    for setting, value in documented:
         assert eval(value, VALUES) == defaults[setting], setting
 
 
@@ -48,19 +48,19 @@ def test_defaults_are_those_of_the_code(name: str) -> None:
     ],
 )
 def test_arguments_exist(heading: str, calls: tuple[object, ...]) -> None:
-    told = re.findall(r"(\w+)=", "".join(re.findall(r"`([^`]*=[^`]*)`", section(heading))))
+    arguments = re.findall(r"(\w+)=", "".join(re.findall(r"`([^`]*=[^`]*)`", section(heading))))
     known = {name for call in calls for name in inspect.signature(call).parameters}  # type: ignore[arg-type]
-    assert len(told) > 3
-    assert set(told) <= known
+    assert len(arguments) > 3
+    assert set(arguments) <= known
 
 
 def test_methods_exist() -> None:
     objects = {"producer": Producer, "consumer": Consumer, "message": ReceivedMessage}
-    told = [
+    methods = [
         (name, method)
         for code in PAGE.inline()
         for name, method in re.findall(r"(\w+)\.(\w+)", code)
         if name in objects
     ]
-    assert len(told) > 5
-    assert [pair for pair in told if not hasattr(objects[pair[0]], pair[1])] == []
+    assert len(methods) > 5
+    assert [pair for pair in methods if not hasattr(objects[pair[0]], pair[1])] == []

@@ -33,8 +33,8 @@ def emitters() -> dict[str, set[str]]:
     """Return the publishers of each kind, from the table of the page."""
     table = PAGE.read_text().partition("| Kind | Published by |")[2].partition("\n\n")[0]
     return {
-        kind: {name for name in _WHERE if re.search(rf"\b{name}\b", told)}
-        for kind, told in _ROW.findall(table)
+        kind: {name for name in _WHERE if re.search(rf"\b{name}\b", publishers)}
+        for kind, publishers in _ROW.findall(table)
     }
 
 

@@ -19,14 +19,14 @@ PAGE = ROOT / "docs" / "explanation" / "testing.md"
 
 
 def rows(page: Path) -> dict[str, str]:
-    """Rows of the section `Promises` by their number, such as P1."""
+    """Return the rows of the section `Promises` by their number, such as P1."""
     _, _, section = page.read_text().partition("\n## Promises\n")
-    found = re.findall(r"^\| (P\d+) \|(.*)\|$", section.partition("\n## ")[0], re.MULTILINE)
-    return dict(found)
+    table_rows = re.findall(r"^\| (P\d+) \|(.*)\|$", section.partition("\n## ")[0], re.MULTILINE)
+    return dict(table_rows)
 
 
 def functions(path: Path) -> set[str]:
-    """Names of all functions of a test file."""
+    """Return the names of all functions of a test file."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)}
 

@@ -20,11 +20,11 @@ PAGE = Path("docs/how-to/subscriptions.md")
 
 
 async def test_documentation_matches_the_behavior(tmp_path: Path) -> None:
-    played = list(commands(Page(PAGE, (ROOT / PAGE).read_text())))
-    assert any("SUBSCRIPTION_CONFLICT" in shown for _, shown in played)
+    page_commands = list(commands(Page(PAGE, (ROOT / PAGE).read_text())))
+    assert any("SUBSCRIPTION_CONFLICT" in shown for _, shown in page_commands)
     async with (
         local_cluster(tmp_path / "cluster") as cluster,
         terminal(tmp_path, cluster.nameserver) as opened,
     ):
-        for command, shown in played:
+        for command, shown in page_commands:
             await opened.run(command, shown)

@@ -1,7 +1,7 @@
-"""Goal: the tests that docs/how-to/testing-your-code.md shows pass as they stand, and can fail.
+"""Goal: the tests that docs/how-to/testing-your-code.md shows pass unchanged, and can fail.
 
-Method: each block becomes a test file for a pytest of its own, in a folder of its own; then once
-more with what it claims turned round.
+Method: each block becomes a test file in a folder of its own, and pytest runs in another process;
+then the same with the last comparison of each block negated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCKS = Page(PATH, (ROOT / PATH).read_text()).blocks("python")
 
 
 async def summary(folder: Path, blocks: Sequence[str]) -> tuple[str, str]:
-    """The last line of pytest, up to the time, and everything it says."""
+    """Return the last line of pytest's output without the time, and the whole output."""
     for number, text in enumerate(blocks):
         (folder / f"test_{number}.py").write_text(text)
     process = await asyncio.create_subprocess_exec(
@@ -44,17 +44,17 @@ async def summary(folder: Path, blocks: Sequence[str]) -> tuple[str, str]:
     return output.splitlines()[-1].partition(" in ")[0], output
 
 
-async def test_what_the_page_shows_passes(tmp_path: Path) -> None:
-    found, output = await summary(tmp_path, BLOCKS)
-    assert found == "5 passed", output
+async def test_tests_of_the_page_pass(tmp_path: Path) -> None:
+    last_line, output = await summary(tmp_path, BLOCKS)
+    assert last_line == "5 passed", output
 
 
-async def test_what_the_page_shows_fails_where_it_claims_something_else(tmp_path: Path) -> None:
-    turned = []
+async def test_tests_of_the_page_fail_with_negated_claims(tmp_path: Path) -> None:
+    negated = []
     for block in BLOCKS:
         before, last, after = block.rpartition(" == ")
         assert "assert" in before.splitlines()[-1]
-        turned.append(f"{before}{last.replace('==', '!=')}{after}")
-    found, output = await summary(tmp_path, turned)
-    assert found == "5 failed", output
+        negated.append(f"{before}{last.replace('==', '!=')}{after}")
+    last_line, output = await summary(tmp_path, negated)
+    assert last_line == "5 failed", output
     assert output.count("AssertionError") >= 5

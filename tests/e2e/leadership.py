@@ -16,17 +16,17 @@ async def leader(
     """Return the name of the leader, once it is another process than `but`.
 
     Args:
-        broker: Broker of the storage leader.
+        broker: Broker whose storage leader is returned.
     """
-    found: list[str] = []
+    names: list[str] = []
 
     async def look() -> bool:
         name = await leader_process(admin, cluster, service, broker)
-        found[:] = [name] if name is not None else []
-        return bool(found) and found[0] != but
+        names[:] = [name] if name is not None else []
+        return bool(names) and names[0] != but
 
     await until(look, timeout_s=60)
-    return found[0]
+    return names[0]
 
 
 async def in_sync(admin: Admin, service: str, broker: str) -> None:
@@ -36,9 +36,9 @@ async def in_sync(admin: Admin, service: str, broker: str) -> None:
         if service == "lockmgr":
             return True
         try:
-            found = await replicas_of(admin, service, broker)
+            replica_list = await replicas_of(admin, service, broker)
         except BatonError:
             return False
-        return bool(found) and all(one.in_sync for one in found)
+        return bool(replica_list) and all(one.in_sync for one in replica_list)
 
     await until(look, timeout_s=60)

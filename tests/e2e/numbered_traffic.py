@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from batonmq._connection.security import Security
 from batonmq._consumer.consumer import Consumer
@@ -13,6 +15,7 @@ from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq._producer.receipts import Receipt
+from tests.support.conditions import until
 
 TOPIC = "numbers"
 QUEUES = 8
@@ -21,13 +24,54 @@ PACE_S = 0.005
 
 
 class NumberedTraffic:
-    """The receipts and the handled messages so far."""
+    """A producer that keeps sending numbers, and members of one group that handle them.
+
+    Attributes:
+        receipts: The receipt of each number.
+        handled: Member, queue, offset, number and redelivered flag of each handled message.
+    """
 
     def __init__(self, nameserver: str, security: Security | None = None) -> None:
         self.nameserver, self.security = nameserver, security
         self.receipts: dict[int, Receipt] = {}
         self.handled: list[tuple[str, QueueRef, int, int, bool]] = []
-        self.stop_sending = asyncio.Event()
+        self._stop_sending, self._stop_consuming = asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self, *members: str, count_min: int = 0) -> AsyncIterator[None]:
+        """Send and handle messages during the block, and at least `count_min` of them.
+
+        At the end of the block sending stops, and each number with a receipt must have been handled
+        once, in the order of its queue.
+        """
+        async with asyncio.TaskGroup() as self._tasks:
+            sending = self._tasks.create_task(self._send(count_min))
+            for name in members:
+                self.join(name)
+            yield
+            self._stop_sending.set()
+            await sending
+            await until(lambda: len(self.handled_numbers()) >= len(self.receipts), timeout_s=60)
+            self._stop_consuming.set()
+        self.check()
+
+    def join(self, name: str) -> None:
+        """Start another member."""
+        self._tasks.create_task(self._consume(name))
+
+    async def proceed(self, count: int) -> None:
+        """Wait until `count` more messages are sent and handled."""
+        sent, handled = len(self.receipts) + count, len(self.handled) + count
+        await until(
+            lambda: len(self.receipts) >= sent and len(self.handled) >= handled, timeout_s=60
+        )
+
+    def handled_numbers(self) -> set[int]:
+        return {number for _, _, _, number, _ in self.handled}
+
+    def handled_by(self, name: str) -> bool:
+        """Return whether the member has handled a message."""
+        return any(member == name for member, *_ in self.handled)
 
     def check(self) -> None:
         """Assert that every number with a receipt was handled once, in the order of its queue."""
@@ -42,12 +86,11 @@ class NumberedTraffic:
         assert all(offsets == sorted(offsets) for offsets in by_queue.values()), "out of order"
         assert len(by_queue) == QUEUES
 
-    async def send(self, total: int) -> None:
-        """Send at least `total` numbers, until `stop_sending` is set, and await all receipts."""
+    async def _send(self, count_min: int) -> None:
         settings = ProducerSettings(security=self.security)
         async with Producer(self.nameserver, settings) as producer:
             number = 0
-            while number < total or not self.stop_sending.is_set():
+            while number < count_min or not self._stop_sending.is_set():
                 pending = []
                 for n in range(number, number + 50):
                     pending.append(
@@ -59,8 +102,7 @@ class NumberedTraffic:
                     self.receipts[n] = await receipt
                 number += 50
 
-    async def consume(self, name: str, stop: asyncio.Event) -> None:
-        """Handle messages until `stop` is set, then leave gracefully."""
+    async def _consume(self, name: str) -> None:
         settings = ConsumerSettings(
             consume_from="first", commit_interval_ms=200, security=self.security
         )
@@ -70,7 +112,7 @@ class NumberedTraffic:
             ) as consumer,
             asyncio.TaskGroup() as tasks,
         ):
-            stopping = tasks.create_task(_stop(stop, consumer))
+            stopping = tasks.create_task(_stop(self._stop_consuming, consumer))
             async for message in consumer:
                 self.handled.append(
                     (

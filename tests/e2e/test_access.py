@@ -248,7 +248,7 @@ async def revoked_after_ms(cluster: LocalCluster, control: AccessControl) -> int
 
 
 async def grant_stranger(control: AccessControl) -> None:
-    """Let the group's identity write to the topic, too."""
+    """Also let the group's identity write to the topic."""
     await control.grant("billing", RoleGrant(Role.PRODUCE, f"topic:{TOPIC}"))
 
 
@@ -297,8 +297,8 @@ async def rejected_count(cluster: LocalCluster, name: str) -> float:
             return str(answer.read().decode())
 
     lines = (await asyncio.to_thread(scrape)).splitlines()
-    found = [line for line in lines if line.startswith("baton_access_refused_total{")]
-    return sum(float(line.split()[-1]) for line in found)
+    counts = [line for line in lines if line.startswith("baton_access_refused_total{")]
+    return sum(float(line.split()[-1]) for line in counts)
 
 
 async def is_unauthenticated(producer: Producer) -> bool:
@@ -371,8 +371,8 @@ async def test_services_call_each_other_and_commands_work_with_access_on(tmp_pat
 
 async def until_in_sync(run: Any) -> None:
     async def in_sync() -> bool:
-        found = await run("cluster", "replication")
-        return bool(found) and "PERMISSION_DENIED" not in json.dumps(found)
+        replica_rows = await run("cluster", "replication")
+        return bool(replica_rows) and "PERMISSION_DENIED" not in json.dumps(replica_rows)
 
     await until(in_sync, timeout_s=30)
 

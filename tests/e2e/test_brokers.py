@@ -32,15 +32,15 @@ VICTIM = "broker-1"
 
 
 def is_free(number: int) -> bool:
-    """Whether the message has no ordering key."""
+    """Return whether the message has no ordering key."""
     return number % 10 != 0
 
 
 class BrokerTraffic:
-    """Continuous sends with a bounded number of messages without a receipt.
+    """Sends continuously, with a limited number of messages without a receipt.
 
     Attributes:
-        count: How many were handed over.
+        count: Number of submitted messages.
     """
 
     def __init__(self, producer: Producer) -> None:
@@ -82,7 +82,7 @@ class BrokerTraffic:
 
 async def stored(nameserver: str) -> Counter[int]:
     """Return how often each number is stored."""
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     async with Puller(nameserver) as puller:
         queues = await puller.queues(TOPIC)
         await puller.assign(queues)
@@ -91,9 +91,9 @@ async def stored(nameserver: str) -> Counter[int]:
             assert await puller.seek(queue, "begin") == 0
         while missing:
             for messages in (await puller.poll(10_000)).values():
-                found.update(int(message.body) for message in messages)
+                counts.update(int(message.body) for message in messages)
                 missing -= len(messages)
-    return found
+    return counts
 
 
 async def test_kill_9_of_one_of_two_brokers_loses_and_duplicates_nothing(tmp_path: Path) -> None:
@@ -112,18 +112,18 @@ async def test_kill_9_of_one_of_two_brokers_loses_and_duplicates_nothing(tmp_pat
             await until(lambda: sending.at("broker-0") > at_other + 500, timeout_s=30)
             begin = sending.count
             await until(lambda: sending.has_all(begin, begin + 2_000), timeout_s=30)
-            assert clock.monotonic_ms() - killed_ms < 10_000, "sends did not go on at once"
+            assert clock.monotonic_ms() - killed_ms < 10_000, "sends were interrupted"
 
             await cluster.start("storage-1")
             at_victim = sending.at(VICTIM)
             await until(lambda: sending.at(VICTIM) > at_victim + 500, timeout_s=80)
             sending.end()
         receipts = sending.receipts
-        found = await stored(cluster.nameserver)
+        counts = await stored(cluster.nameserver)
     assert not sending.pending
-    assert set(receipts) <= set(found), "something acknowledged was lost"
-    assert set(found) <= set(receipts), "something is stored that has no receipt"
-    assert max(found.values()) == 1, "something is stored twice"
+    assert set(receipts) <= set(counts), "a message with a receipt was lost"
+    assert set(counts) <= set(receipts), "a message without a receipt was stored"
+    assert max(counts.values()) == 1, "a message was stored twice"
     for key in range(0, 50, 10):
         of_key = [receipts[n] for n in sorted(receipts) if not is_free(n) and n % 50 == key]
         assert len({receipt.queue for receipt in of_key}) == 1

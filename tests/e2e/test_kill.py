@@ -7,7 +7,6 @@ with a receipt was handled exactly once, in the order of its queue.
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -29,22 +28,12 @@ async def test_kill_9_of_a_service_loses_and_duplicates_nothing(
     async with local_cluster(tmp_path) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, QUEUES)
-        traffic, stop = NumberedTraffic(cluster.nameserver), asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
-            sending = tasks.create_task(traffic.send(BEFORE + DURING + AFTER))
-            tasks.create_task(traffic.consume("first", stop))
+        traffic = NumberedTraffic(cluster.nameserver)
+        async with traffic.running("first", count_min=BEFORE + DURING + AFTER):
             await until(lambda: len(traffic.handled) >= BEFORE, timeout_s=60)
             await cluster.kill(victim)
-            tasks.create_task(traffic.consume("second", stop))
+            traffic.join("second")
             await cluster.serving(victim)
             sent = len(traffic.receipts)
             await until(lambda: len(traffic.receipts) >= sent + AFTER, timeout_s=60)
-            await until(lambda: any(name == "second" for name, *_ in traffic.handled), timeout_s=60)
-            traffic.stop_sending.set()
-            await sending
-            await until(
-                lambda: len({n for *_, n, _ in traffic.handled}) >= len(traffic.receipts),
-                timeout_s=60,
-            )
-            stop.set()
-    traffic.check()
+            await until(lambda: traffic.handled_by("second"), timeout_s=60)

@@ -47,7 +47,7 @@ SHORT: dict[str, Any] = {
 async def ownership_cluster(
     folder: Path, queues: int, *, an_owner_dies: bool = False
 ) -> AsyncIterator[tuple[LocalCluster, WorkerGroup]]:
-    """A cluster with one topic, and a group without workers."""
+    """Run a cluster with one topic; yield it with a group without workers."""
     settings = SHORT if an_owner_dies else {}
     async with local_cluster(folder / "cluster", **settings) as cluster:
         async with Admin(cluster.nameserver) as admin:
@@ -56,7 +56,7 @@ async def ownership_cluster(
             yield cluster, workers
 
 
-async def owning(worker: Worker, count: int) -> None:
+async def until_owned(worker: Worker, count: int) -> None:
     """Wait until the member owns that many queues."""
     await until(lambda: len(worker.owned) == count, timeout_s=60)
 
@@ -64,21 +64,21 @@ async def owning(worker: Worker, count: int) -> None:
 async def test_closing_member_hands_over_its_queues_within_a_second(tmp_path: Path) -> None:
     async with ownership_cluster(tmp_path, 4) as (cluster, workers):
         first = await workers.join("first")
-        await owning(first, 4)
+        await until_owned(first, 4)
         await send(cluster.nameserver, TOPIC, range(2_000))
         second = await workers.join("second")
-        await owning(second, 2)
+        await until_owned(second, 2)
         await until(lambda: len(workers.done()) == 2_000, timeout_s=60)
         assert await first.leave() == 0
-        await owning(second, 4)
+        await until_owned(second, 4)
         released = {o.queue_id: o.at_us for o in first.ownerships() if o.kind == "released"}
         late = [
             (o.at_us - released[o.queue_id]) / 1e6
             for o in second.ownerships()
             if o.kind == "granted"
         ]
-        assert min(late) < 1, "whoever waits for a closed queue does not hear of it at once"
-        assert max(late) < LEASE_S / 2, "a closed queue was free until a lease ended"
+        assert min(late) < 1, "no waiting member acquired a closed queue at once"
+        assert max(late) < LEASE_S / 2, "a closed queue had no owner until a lease expired"
         await send(cluster.nameserver, TOPIC, range(2_000, 4_000))
         await until(lambda: len(workers.done()) == 4_000, timeout_s=60)
         assert started_again(workers.handlings()) == []
@@ -91,16 +91,16 @@ async def test_kill_9_of_an_owner_redelivers_at_most_its_messages_in_flight_flag
     async with ownership_cluster(tmp_path, 2, an_owner_dies=True) as (cluster, workers):
         # The victim needs 9 s for all messages: it does not finish before the kill.
         victim = await workers.join("victim", parallel=8, handle_ms=25)
-        await owning(victim, 2)
+        await until_owned(victim, 2)
         await send(cluster.nameserver, TOPIC, range(6_000))
         await until(lambda: len(workers.done()) > 1_500, timeout_s=60)
         victim.kill()
         await victim.process.ended()
         successor = await workers.join("heir", parallel=8)
-        await owning(successor, 2)
+        await until_owned(successor, 2)
         await until(lambda: workers.done() == set(range(6_000)), timeout_s=60)
         again = started_again(workers.handlings())
-        assert again, "the victim was killed in mid-work, so something comes again"
+        assert again, "the killed member had no message in flight"
         assert all(later.redelivered for _, later in again)
         for queue_id in range(2):
             mine = [h for h in victim.handlings() if h.queue_id == queue_id]
@@ -113,23 +113,23 @@ async def test_owner_frozen_beyond_its_lease_is_fenced(
     tmp_path: Path,
 ) -> None:
     async with ownership_cluster(tmp_path, 1, an_owner_dies=True) as (cluster, workers):
-        zombie = await workers.join("zombie", parallel=4, handle_ms=50)
-        await owning(zombie, 1)
+        paused = await workers.join("zombie", parallel=4, handle_ms=50)
+        await until_owned(paused, 1)
         await send(cluster.nameserver, TOPIC, range(400))
         await until(lambda: len(workers.done()) > 50, timeout_s=60)
-        zombie.freeze()
+        paused.freeze()
         successor = await workers.join("heir", parallel=4)
-        await owning(successor, 1)
-        old = zombie.ownerships()[-1].token
+        await until_owned(successor, 1)
+        old = paused.ownerships()[-1].token
         await until(lambda: workers.done() == set(range(400)), timeout_s=60)
         await until(lambda: _committed(cluster, workers.group, 400), timeout_s=60)
         before = await _progress(cluster, workers.group)
         resumed_us = now_us()
-        zombie.thaw()
-        await until(lambda: any(o.kind == "fenced" for o in zombie.ownerships()), timeout_s=60)
+        paused.thaw()
+        await until(lambda: any(o.kind == "fenced" for o in paused.ownerships()), timeout_s=60)
         await _refused_everywhere(cluster, workers.group, old)
-        late = [h for h in zombie.handlings() if h.start_us > resumed_us and h.token == old]
-        assert late == [], "it started messages under a token that was over"
+        late = [h for h in paused.handlings() if h.start_us > resumed_us and h.token == old]
+        assert late == [], "a message was started under the old token"
         after = await _progress(cluster, workers.group)
         assert (after.token, after.committed_offset) == (before.token, before.committed_offset)
         assert all(later.redelivered for _, later in started_again(workers.handlings()))
@@ -140,7 +140,7 @@ async def test_second_process_with_the_same_client_id_is_rejected(
 ) -> None:
     async with ownership_cluster(tmp_path, 4) as (cluster, workers):
         first = await workers.join("twin")
-        await owning(first, 4)
+        await until_owned(first, 4)
         second = await workers.join("twin", life="-2", start_ms=0)
         assert await second.process.ended() == 3
         assert second.failure == "CLIENT_ID_IN_USE"
@@ -152,7 +152,7 @@ async def test_second_process_with_the_same_client_id_is_rejected(
 async def test_member_with_other_tags_is_rejected_and_no_message_is_lost(tmp_path: Path) -> None:
     async with ownership_cluster(tmp_path, 4) as (cluster, workers):
         first = await workers.join("first", expression="even || odd")
-        await owning(first, 4)
+        await until_owned(first, 4)
         second = await workers.join("second", expression="even")
         assert await second.process.ended() == 3
         assert second.failure == "SUBSCRIPTION_CONFLICT"
@@ -221,7 +221,7 @@ async def test_rebalance_storm_loses_and_duplicates_nothing(tmp_path: Path) -> N
                 assert await leave == 0
         await sending
         await until(lambda: workers.done() == set(range(total)), timeout_s=120)
-        assert started_again(workers.handlings()) == [], "something came twice"
+        assert started_again(workers.handlings()) == [], "a message was handled twice"
         assert not any(handling.redelivered for handling in workers.handlings())
         last: dict[int, int] = {}
         for handling in workers.handlings():
@@ -237,7 +237,7 @@ async def test_lock_manager_killed_during_hand_overs_loses_and_duplicates_nothin
     async with ownership_cluster(tmp_path, 8) as (cluster, workers), asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(send(cluster.nameserver, TOPIC, range(total)))
         members = [await workers.join("m0", handle_ms=2)]
-        await owning(members[0], 8)
+        await until_owned(members[0], 8)
         for number in range(1, restarts + 1):
             worker = await workers.join(f"m{number}", handle_ms=2)
             members.append(worker)
@@ -253,4 +253,4 @@ async def test_lock_manager_killed_during_hand_overs_loses_and_duplicates_nothin
         await until(lambda: workers.done() == set(range(total)), timeout_s=90)
         again = started_again(workers.handlings())
         assert [pair for pair in again if not pair[1].redelivered] == []
-        assert again == [], "the failover of the lock manager is no excuse for a duplicate"
+        assert again == [], "the restart of the lock manager caused a duplicate"

@@ -1,9 +1,9 @@
 """Goal: consumers continue with the next leader and keep their progress; the old leader returns
 with old data and may lead again: no message is handled again, no committed offset goes back.
 
-Method: real processes; leaders of offsets and of storage; acks within pulls and acks in calls
-of their own. Committed offsets are sampled throughout. After the return all members leave, and new
-ones join, which know the progress only from the cluster. Then the old leader leads again.
+Method: real processes; leaders of offsets and of storage; acks within pulls, and acks in calls of
+their own. Committed offsets are sampled throughout. After the return all members leave, and new
+members join: they know the progress only from the cluster. Then the old leader leads again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ConsumerGroup:
     workers: WorkerGroup
     commit_on_pull: int
     committed: dict[int, int] = field(default_factory=dict)
-    fallen: list[str] = field(default_factory=list)
+    went_back: list[str] = field(default_factory=list)
 
     async def join(self, client_id: str) -> None:
         await self.workers.join(
@@ -54,12 +54,12 @@ class ConsumerGroup:
             if worker.process.returncode is None:
                 assert await worker.leave() == 0
 
-    async def has_all(self, count: int) -> None:
+    async def until_committed(self, count: int) -> None:
         """Wait until that many messages are handled and committed."""
         await until(lambda: self.workers.done() >= set(range(count)), timeout_s=90)
         await until(lambda: sum(self.committed.values()) == count, timeout_s=60)
 
-    async def look(self) -> None:
+    async def sample(self) -> None:
         """Sample the committed offsets until cancelled."""
         while True:
             with suppress(BatonError):
@@ -67,13 +67,13 @@ class ConsumerGroup:
                     queue_id, offset = one.queue.queue.queue_id, one.committed_offset
                     before = self.committed.get(queue_id, 0)
                     if offset < before:
-                        self.fallen.append(f"queue {queue_id} from {before} to {offset}")
+                        self.went_back.append(f"queue {queue_id} from {before} to {offset}")
                     self.committed[queue_id] = offset
             await asyncio.sleep(0.1)
 
     def check(self, count: int) -> None:
         """Assert that each message was handled once and no committed offset went back."""
-        assert self.fallen == []
+        assert self.went_back == []
         times = Counter(handling.number for handling in self.workers.handlings())
         assert times == Counter(range(count))
 
@@ -87,44 +87,46 @@ class ReturningLeaderRun:
     groups: list[ConsumerGroup]
     sent: int = 0
 
-    async def goes_on(self) -> None:
+    async def send_and_handle(self) -> None:
         """Send more messages and wait until every group has handled them."""
         numbers = range(self.sent, self.sent + STEP)
         self.sent += STEP
         await send(self.cluster.nameserver, TOPIC, numbers)
         for group in self.groups:
-            await group.has_all(self.sent)
+            await group.until_committed(self.sent)
 
-    async def others_join(self, *client_ids: str) -> None:
+    async def replace_members(self, *client_ids: str) -> None:
         """Stop all members, then start new ones."""
         for group in self.groups:
             await group.leave()
             for client_id in client_ids:
                 await group.join(client_id)
 
-    async def goes_down_and_returns(self, service: str, broker: str = "") -> None:
+    async def leader_fails_and_returns(self, service: str, broker: str = "") -> None:
         """Kill the leader, wait for a new leader, restart the old one, and make it lead again."""
         await in_sync(self.admin, service, broker)
         old = await leader(self.admin, self.cluster, service, broker=broker)
         await self.cluster.kill(old)
         await leader(self.admin, self.cluster, service, old, broker)
-        await self.goes_on()
+        await self.send_and_handle()
         await self.cluster.start(old)
         await in_sync(self.admin, service, broker)
-        await self.others_join("third", "fourth")
-        await self.goes_on()
-        while (now := await leader(self.admin, self.cluster, service, broker=broker)) != old:
-            await self.cluster.stop(now)
-            await leader(self.admin, self.cluster, service, now, broker)
-            await self.cluster.start(now)
+        await self.replace_members("third", "fourth")
+        await self.send_and_handle()
+        while (current := await leader(self.admin, self.cluster, service, broker=broker)) != old:
+            await self.cluster.stop(current)
+            await leader(self.admin, self.cluster, service, current, broker)
+            await self.cluster.start(current)
             await in_sync(self.admin, service, broker)
-        await self.goes_on()
-        await self.others_join("fifth")
-        await self.goes_on()
+        await self.send_and_handle()
+        await self.replace_members("fifth")
+        await self.send_and_handle()
 
 
 @asynccontextmanager
-async def story(folder: Path, options: ClusterOptions) -> AsyncIterator[ReturningLeaderRun]:
+async def returning_leader_run(
+    folder: Path, options: ClusterOptions
+) -> AsyncIterator[ReturningLeaderRun]:
     """Start two groups: one sends acks within pulls, one in calls of their own."""
     # A slow machine must not remove the only possible successor from the in-sync set.
     slow = {"replica_lag_ms_max": 10_000}
@@ -133,34 +135,36 @@ async def story(folder: Path, options: ClusterOptions) -> AsyncIterator[Returnin
     async with (
         LocalCluster(folder / "cluster", options, start=fork_server().start) as cluster,
         Admin(cluster.nameserver) as admin,
-        worker_group(cluster.nameserver, TOPIC, folder) as alone,
-        worker_group(cluster.nameserver, TOPIC, folder) as riding,
+        worker_group(cluster.nameserver, TOPIC, folder) as in_calls,
+        worker_group(cluster.nameserver, TOPIC, folder) as in_pulls,
         asyncio.TaskGroup() as tasks,
     ):
         await admin.create_topic(TOPIC, QUEUES)
-        alone.group, riding.group = "alone", "riding"
-        told = ReturningLeaderRun(
-            cluster, admin, [ConsumerGroup(admin, alone, 0), ConsumerGroup(admin, riding, 1)]
+        in_calls.group, in_pulls.group = "in-calls", "in-pulls"
+        run = ReturningLeaderRun(
+            cluster, admin, [ConsumerGroup(admin, in_calls, 0), ConsumerGroup(admin, in_pulls, 1)]
         )
-        looking = [tasks.create_task(group.look()) for group in told.groups]
-        await told.others_join("first", "second")
-        await told.goes_on()
-        yield told
-        for group in told.groups:
+        sampling = [tasks.create_task(group.sample()) for group in run.groups]
+        await run.replace_members("first", "second")
+        await run.send_and_handle()
+        yield run
+        for group in run.groups:
             await group.leave()
-            group.check(told.sent)
-        for task in looking:
+            group.check(run.sent)
+        for task in sampling:
             task.cancel()
 
 
-async def test_offsets_leader_that_returns_with_an_old_file_rewinds_nothing(tmp_path: Path) -> None:
-    async with story(tmp_path, ClusterOptions(offsets=3)) as told:
-        await told.goes_down_and_returns("offsets")
+async def test_committed_offsets_never_go_back_when_an_old_offsets_leader_returns(
+    tmp_path: Path,
+) -> None:
+    async with returning_leader_run(tmp_path, ClusterOptions(offsets=3)) as run:
+        await run.leader_fails_and_returns("offsets")
 
 
-async def test_storage_leader_that_returns_with_an_old_log_loses_nothing(tmp_path: Path) -> None:
-    async with story(tmp_path, ClusterOptions(storage_replicas=2)) as told:
-        await told.goes_down_and_returns("storage", BROKER)
+async def test_no_message_is_lost_when_an_old_storage_leader_returns(tmp_path: Path) -> None:
+    async with returning_leader_run(tmp_path, ClusterOptions(storage_replicas=2)) as run:
+        await run.leader_fails_and_returns("storage", BROKER)
 
 
 async def test_repeated_commit_reaches_the_next_leader(tmp_path: Path) -> None:

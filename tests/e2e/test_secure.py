@@ -51,10 +51,8 @@ async def test_replacing_every_certificate_loses_and_duplicates_nothing(tmp_path
         assert security is not None
         async with Admin(cluster.nameserver, security=security) as admin:
             await admin.create_topic(TOPIC, QUEUES)
-            traffic, stop = NumberedTraffic(cluster.nameserver, security), asyncio.Event()
-            async with asyncio.TaskGroup() as tasks:
-                sending = tasks.create_task(traffic.send(ROUND))
-                tasks.create_task(traffic.consume("first", stop))
+            traffic = NumberedTraffic(cluster.nameserver, security)
+            async with traffic.running("first", count_min=ROUND):
                 for _ in range(ROUNDS):
                     await until(lambda: len(traffic.handled) >= ROUND, timeout_s=60)
                     _issue_all(tmp_path / "tls")
@@ -64,19 +62,9 @@ async def test_replacing_every_certificate_loses_and_duplicates_nothing(tmp_path
                     enough = partial(_has_receipts, traffic, sent + ROUND)
                     await until(enough, timeout_s=60)
                 # A new member reads the current files.
-                tasks.create_task(traffic.consume("second", stop))
-                await until(
-                    lambda: any(name == "second" for name, *_ in traffic.handled), timeout_s=60
-                )
-                traffic.stop_sending.set()
-                await sending
-                await until(
-                    lambda: len({n for *_, n, _ in traffic.handled}) >= len(traffic.receipts),
-                    timeout_s=60,
-                )
-                stop.set()
+                traffic.join("second")
+                await until(lambda: traffic.handled_by("second"), timeout_s=60)
         assert readable_by_others(tmp_path) == []
-    traffic.check()
     assert reports == []
     log = (tmp_path / "logs" / "storage.log").read_text()
     assert "certificates renewed" in log

@@ -1,4 +1,4 @@
-"""Goal: after a crash only a stuck message is redelivered, and before it operators see the message.
+"""Goal: operators see a stuck message, and after a crash only this message is redelivered.
 
 Method: the worker and the commands of docs/how-to/stuck-message.md, in their order, each repeated
 until it prints the output of the page, except ids, times and the generation. Then the same with
@@ -39,14 +39,14 @@ async def test_documentation_matches_the_behavior(tmp_path: Path) -> None:
         terminal(tmp_path, cluster.nameserver) as opened,
     ):
         (tmp_path / "worker.py").write_text(program.replace(ADDRESS, cluster.nameserver))
-        played = list(commands(page))
-        for command, shown in played:
+        page_commands = list(commands(page))
+        for command, shown in page_commands:
             await opened.run(command, shown)
     first, second = ((tmp_path / f"worker-{n}.txt").read_text().splitlines() for n in (1, 2))
     assert sorted(map(int, first)) == list(range(1, 2_201))
     assert second == ["2101 again"]
-    for told in ("UNACKED", "HEAD_OF_LINE", "LAG-SECONDS", "kill -9"):
-        assert any(told in command + shown for command, shown in played)
+    for part in ("UNACKED", "HEAD_OF_LINE", "LAG-SECONDS", "kill -9"):
+        assert any(part in command + shown for command, shown in page_commands)
 
 
 async def test_messages_without_a_sent_ack_are_redelivered_flagged_after_a_crash(
@@ -62,8 +62,8 @@ async def test_messages_without_a_sent_ack_are_redelivered_flagged_after_a_crash
         victim = await workers.join("victim", parallel=20, stick=2_101, commit_ms=600_000)
         everything = set(range(1, 2_201))
         await until(lambda: workers.done() == everything - {2_101}, timeout_s=60)
-        # The pending long poll returns these messages; the next one carries the acks of the earlier
-        # messages, and waits in turn: the acks of these are not sent before it ends.
+        # The pending long poll returns these messages. The next long poll carries the acks of the
+        # earlier messages and waits; the acks of these messages are not sent before it ends.
         await send(cluster.nameserver, "parcels", range(2_201, 2_221))
         everything |= set(range(2_201, 2_221))
         await until(lambda: workers.done() == everything - {2_101}, timeout_s=60)
@@ -75,7 +75,7 @@ async def test_messages_without_a_sent_ack_are_redelivered_flagged_after_a_crash
             offset for run in progress.acked for offset in range(run.first_offset, run.next_offset)
         )
         missing = everything - {offset + 1 for offset in durable}
-        assert missing > {2_101}, "nothing was on its way, so this shows nothing"
+        assert missing > {2_101}, "every ack was stored before the kill"
 
         successor = await workers.join("heir", parallel=20)
         await until(lambda: workers.done() == everything, timeout_s=60)

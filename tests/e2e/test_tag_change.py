@@ -58,7 +58,9 @@ async def test_rolling_change_of_tags_loses_no_message_and_delivers_no_unmatched
                     new.append(await workers.join(f"new{number}", expression="even || odd"))
                     await until(lambda: new[-1].lines, timeout_s=60)
                     if number < MEMBERS - 1:
-                        assert not any(one.owned for one in new), "two filters at one time"
+                        assert not any(one.owned for one in new), (
+                            "a new member owns a queue while the old filter is active"
+                        )
                 await until(
                     lambda: sum(len(worker.owned) for worker in new) == QUEUES, timeout_s=60
                 )
@@ -73,10 +75,10 @@ async def test_rolling_change_of_tags_loses_no_message_and_delivers_no_unmatched
             for worker in old:
                 assert all(handling.number % 2 == 0 for handling in worker.handlings())
             assert started_again(workers.handlings()) == []
-            _check_that_odd_ones_are_handled_from_some_offset_on(sent, workers.done())
+            _assert_odd_numbers_are_handled_from_some_offset_on(sent, workers.done())
 
 
-def _check_that_odd_ones_are_handled_from_some_offset_on(
+def _assert_odd_numbers_are_handled_from_some_offset_on(
     sent: dict[int, Receipt], done: set[int]
 ) -> None:
     by_queue: dict[QueueRef, list[tuple[int, bool]]] = defaultdict(list)
@@ -86,7 +88,7 @@ def _check_that_odd_ones_are_handled_from_some_offset_on(
     assert len(by_queue) == QUEUES
     for queue, odd in by_queue.items():
         handled = [was for _, was in sorted(odd)]
-        assert handled == sorted(handled), f"{queue}: a hole after the change"
+        assert handled == sorted(handled), f"{queue}: a message after the change is missing"
         assert handled[-1]
 
 

@@ -50,24 +50,29 @@ class DiagnosisCluster:
 
     async def why(self, topic: str = "", group: str = GROUP) -> QueueDiagnosis:
         """Return the diagnosis of the only queue."""
-        (found,) = await self.admin.why_stuck(group, topic)
-        return found
+        (diagnosis,) = await self.admin.why_stuck(group, topic)
+        return diagnosis
 
     async def until(
         self, reason: str, topic: str = "", group: str = GROUP, **evidence: str
     ) -> QueueDiagnosis:
         """Return the diagnosis once it has this reason and this evidence."""
-        found: list[QueueDiagnosis] = []
+        diagnoses: list[QueueDiagnosis] = []
 
-        async def is_told() -> bool:
-            found.append(await self.why(topic, group))
-            return found[-1].reason == reason and evidence.items() <= found[-1].evidence.items()
+        async def is_reported() -> bool:
+            diagnoses.append(await self.why(topic, group))
+            return (
+                diagnoses[-1].reason == reason
+                and evidence.items() <= diagnoses[-1].evidence.items()
+            )
 
         try:
-            await until(is_told, timeout_s=60)
+            await until(is_reported, timeout_s=60)
         except TimeoutError:
-            raise AssertionError(f"not {reason} but {found[-1] if found else None}") from None
-        return found[-1]
+            raise AssertionError(
+                f"not {reason} but {diagnoses[-1] if diagnoses else None}"
+            ) from None
+        return diagnoses[-1]
 
     async def send(self, count: int, *, tag: str = "", topic: str = TOPIC) -> list[Receipt]:
         """Send that many messages; return their receipts."""
@@ -178,18 +183,18 @@ async def test_stuck_message_is_reported_with_its_id_and_age(tmp_path: Path) -> 
             receipts = await cluster.send(20)
             await cluster.until("HEAD_OF_LINE", unacked="1")
             begin_ms = clock.unix_ms()
-            found = await cluster.why()
+            diagnosis = await cluster.why()
             end_ms, stored_ms = clock.unix_ms(), receipts[3].store_unix_ms
-            assert found.evidence["message_id"] == receipts[3].message_id
-            assert found.evidence["offset"] == "3"
-            assert found.evidence["owner"] == found.client_id == "c1"
-            assert found.evidence["unacked"] == "1"
-            assert found.lag == 17
-            assert found.lag_ms is not None
-            assert begin_ms - stored_ms <= found.lag_ms <= end_ms - stored_ms
-            assert found.evidence["age_ms"] == str(found.lag_ms)
-            assert "16 after offset 3 are acknowledged" in found.message
-            assert found.evidence["running_offset"] == "3"
+            assert diagnosis.evidence["message_id"] == receipts[3].message_id
+            assert diagnosis.evidence["offset"] == "3"
+            assert diagnosis.evidence["owner"] == diagnosis.client_id == "c1"
+            assert diagnosis.evidence["unacked"] == "1"
+            assert diagnosis.lag == 17
+            assert diagnosis.lag_ms is not None
+            assert begin_ms - stored_ms <= diagnosis.lag_ms <= end_ms - stored_ms
+            assert diagnosis.evidence["age_ms"] == str(diagnosis.lag_ms)
+            assert "16 after offset 3 are acknowledged" in diagnosis.message
+            assert diagnosis.evidence["running_offset"] == "3"
 
             stuck = {
                 f'baton_queue_stuck{{broker="broker-0",group="{GROUP}",queue_id="0",'
@@ -215,10 +220,10 @@ async def test_moving_queue_is_not_stuck(tmp_path: Path) -> None:
                 return ((await cluster.why()).lag_ms or 0) > LATELY_MS
 
             await until(is_late)
-            found = await cluster.why()
-            assert (found.reason, found.stuck) == ("MOVING", False)
-            assert found.lag is not None
-            assert 0 < found.lag < 160
+            diagnosis = await cluster.why()
+            assert (diagnosis.reason, diagnosis.stuck) == ("MOVING", False)
+            assert diagnosis.lag is not None
+            assert 0 < diagnosis.lag < 160
             await cluster.until("IDLE")
 
 
@@ -228,14 +233,14 @@ async def test_group_without_members_and_paused_group_are_reported(tmp_path: Pat
             await cluster.send(10)
             await cluster.until("IDLE")
         await cluster.send(5)
-        found = await cluster.until("NO_MEMBER")
-        assert (found.lag, found.committed_offset, found.log_end_offset) == (5, 10, 15)
-        assert found.client_id is None
+        diagnosis = await cluster.until("NO_MEMBER")
+        assert (diagnosis.lag, diagnosis.committed_offset, diagnosis.log_end_offset) == (5, 10, 15)
+        assert diagnosis.client_id is None
         await cluster.admin.pause_group(GROUP, "ops", "a deploy")
         async with cluster.consuming("c2", lambda _: None):
-            found = await cluster.until("PAUSED")
-            assert (found.evidence["by"], found.evidence["reason"]) == ("ops", "a deploy")
-            assert 0 <= int(found.evidence["since_ms"]) < 30_000
+            diagnosis = await cluster.until("PAUSED")
+            assert (diagnosis.evidence["by"], diagnosis.evidence["reason"]) == ("ops", "a deploy")
+            assert 0 <= int(diagnosis.evidence["since_ms"]) < 30_000
             await cluster.admin.resume_group(GROUP, "ops")
             await cluster.until("IDLE")
 
@@ -246,21 +251,21 @@ async def test_filtered_messages_and_an_owner_that_does_not_release_are_reported
     async with diagnosis_cluster(tmp_path) as cluster:
         await cluster.send(10, tag="EWR")
         await cluster.heartbeat("c1", {TOPIC: "JFK"})
-        found = await cluster.until("NOT_ACQUIRED")
-        assert found.evidence == {"assigned": "c1"}
+        diagnosis = await cluster.until("NOT_ACQUIRED")
+        assert diagnosis.evidence == {"assigned": "c1"}
         await cluster.acquire("c1")
-        found = await cluster.until("FILTERED")
-        assert found.evidence == {"expression": "JFK", "scanned": "10"}
-        assert not found.stuck
+        diagnosis = await cluster.until("FILTERED")
+        assert diagnosis.evidence == {"expression": "JFK", "scanned": "10"}
+        assert not diagnosis.stuck
         await cluster.leave("c1")
         await cluster.heartbeat("c2", {TOPIC: "JFK"})
-        found = await cluster.until("HELD")
-        assert (found.evidence["owner"], found.client_id) == ("c1", "c1")
-        assert "assigned to c2" in found.message
-        assert 0 < int(found.evidence["held_ms"]) < 60_000
-        found = await cluster.until("OWNER_SILENT")
-        assert found.evidence["owner"] == "c1"
-        assert 0 < int(found.evidence["lease_left_ms"]) <= 18_000
+        diagnosis = await cluster.until("HELD")
+        assert (diagnosis.evidence["owner"], diagnosis.client_id) == ("c1", "c1")
+        assert "assigned to c2" in diagnosis.message
+        assert 0 < int(diagnosis.evidence["held_ms"]) < 60_000
+        diagnosis = await cluster.until("OWNER_SILENT")
+        assert diagnosis.evidence["owner"] == "c1"
+        assert 0 < int(diagnosis.evidence["lease_left_ms"]) <= 18_000
 
 
 async def test_refused_client_is_reported_with_its_subscription(tmp_path: Path) -> None:
@@ -270,8 +275,8 @@ async def test_refused_client_is_reported_with_its_subscription(tmp_path: Path) 
         await cluster.heartbeat("c1", {TOPIC: "*"})
         with pytest.raises(SubscriptionConflict):
             await _refused(cluster.heartbeat("c2", {TOPIC: "*", "orders": "paid"}))
-        found = await cluster.until("REFUSED_SUBSCRIPTION", topic="orders")
-        assert found.evidence == {
+        diagnosis = await cluster.until("REFUSED_SUBSCRIPTION", topic="orders")
+        assert diagnosis.evidence == {
             "client_id": "c2",
             "member_client_id": "c1",
             "topic": "orders",
@@ -288,8 +293,8 @@ async def test_each_unavailable_service_is_reported(tmp_path: Path) -> None:
         for service in ("storage", "offsets", "lockmgr"):
             reason = f"{service.upper()}_UNREACHABLE"
             await cluster.local.kill(service)
-            found = await cluster.until(reason)
-            assert found.evidence["error"].startswith("UNREACHABLE")
+            diagnosis = await cluster.until(reason)
+            assert diagnosis.evidence["error"].startswith("UNREACHABLE")
             await until(partial(_has, cluster, f'reason="{reason}"'))
             await cluster.local.start(service)
             await cluster.local.serving(service)

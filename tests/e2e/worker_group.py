@@ -64,7 +64,7 @@ class Worker:
 
     @property
     def lines(self) -> list[list[str]]:
-        """The complete lines of its journal."""
+        """Return the complete lines of its journal."""
         if self.journal.exists():
             with self.journal.open("rb") as journal:
                 journal.seek(self._read_bytes)
@@ -109,7 +109,7 @@ class Worker:
 
     @property
     def owned(self) -> set[int]:
-        """The queues that it owns now."""
+        """Return the queues that it owns now."""
         owned = set()
         for event in self.ownerships():
             if event.kind == "granted":
@@ -120,7 +120,7 @@ class Worker:
 
     @property
     def failure(self) -> str:
-        """The error with which it ended by itself; empty without one."""
+        """Return the error that ended it; empty without an error."""
         return next((words[1] for words in self.lines if words[0] == "fail"), "")
 
     def kill(self) -> None:
@@ -157,7 +157,7 @@ class WorkerGroup:
         """Start a member.
 
         Args:
-            life: Makes the journal another one, for a process with the client id of one before.
+            life: Suffix of the journal, for a process with the client id of an earlier process.
             options: Of `tests.support.member`.
         """
         journal = self.folder / f"{client_id}{life}.lines"

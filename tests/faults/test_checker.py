@@ -124,7 +124,7 @@ def test_two_receipts_for_one_offset_are_found() -> None:
 
 
 def test_two_messages_at_one_offset_are_found() -> None:
-    """The receipt of one was given, and then another one stood there: a lost tail."""
+    """The tail of the log was lost, and another message got the offset of a receipt."""
     history = replace(CORRECT, sends=[ok(0, 0), ok(1, 2, "x"), ok(2, 1, "y")])
     assert "inconsistent" in rules(history)
 
@@ -206,7 +206,7 @@ def test_repeated_messages_must_not_exceed_the_in_flight_limit() -> None:
 
 
 def zombie(count: int) -> History:
-    """`a` stood still, `b` took over, and then `a` starts what it was about to."""
+    """`a` is paused, `b` takes over, and then `a` starts its next messages."""
     stale = [
         handled(n, n, 2_000_000 + n)._replace(redelivered=False, token=1) for n in (1, 2)[:count]
     ]

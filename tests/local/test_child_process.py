@@ -5,7 +5,6 @@ Method: real processes that run a few lines of Python; conditions are waited for
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from batonmq_server.local.child_process import ChildProcess, NotReady, Program
 from tests.support.conditions import lives, until
+from tests.support.parent import assert_child_is_killed_with_its_parent
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPER}"
@@ -142,13 +142,4 @@ child.spawn()
 print(child.pid, flush=True)
 time.sleep(600)
 """
-    parent = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", parent_code, stdout=asyncio.subprocess.PIPE
-    )
-    assert parent.stdout is not None
-    pid = int(await parent.stdout.readline())
-    await until((tmp_path / "log").read_text)
-    assert lives(pid)
-    parent.kill()
-    await parent.wait()
-    await until(lambda: not lives(pid))
+    await assert_child_is_killed_with_its_parent(parent_code, is_ready=(tmp_path / "log").read_text)

@@ -5,11 +5,9 @@ Method: real etcd processes on a directory of the test's own, checked over HTTP.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import signal
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -17,7 +15,8 @@ import pytest
 
 from batonmq_server.local.child_process import NotReady, describe_exit
 from batonmq_server.local.etcd import EtcdProcess, is_healthy, version_problem
-from tests.support.conditions import lives, until
+from tests.support.conditions import until
+from tests.support.parent import assert_child_is_killed_with_its_parent
 
 pytestmark = pytest.mark.e2e
 
@@ -85,15 +84,7 @@ async def main():
         await asyncio.Event().wait()
 asyncio.run(main())
 """
-    parent = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, str(tmp_path), stdout=asyncio.subprocess.PIPE
-    )
-    assert parent.stdout is not None
-    pid = int(await parent.stdout.readline())
-    assert lives(pid)
-    parent.kill()
-    await parent.wait()
-    await until(lambda: not lives(pid))
+    await assert_child_is_killed_with_its_parent(program, str(tmp_path))
 
 
 def test_exit_status_is_described() -> None:

@@ -5,13 +5,11 @@ Method: a real fork server, and a small program that it has imported in advance.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import resource
 import signal
 import sys
-from asyncio.subprocess import PIPE
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,7 @@ import pytest
 
 from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.fork_server import ForkServer
-from tests.support.conditions import lives, until
+from tests.support.parent import assert_child_is_killed_with_its_parent
 
 PROGRAM = """
 import json, os, signal, sys, time
@@ -107,14 +105,14 @@ async def test_forked_process_has_its_own_session_output_and_environment(
     child.spawn()
     pid = child.pid
     assert await child.ended() == 3
-    told = json.loads((folder / "log").read_text())
-    assert told["pid"] == told["session"] == pid
+    state = json.loads((folder / "log").read_text())
+    assert state["pid"] == state["session"] == pid
     assert pid != os.getpid()
-    assert told["arguments"] == ["one", "two words"]
-    assert told["environment"].items() >= {"GIVEN": "yes", "INHERITED": "yes"}.items()
-    assert "PRIVATE_THING" not in told["environment"]
-    assert told["folder"] == told["path"] == str(folder)
-    assert (told["input"], told["name"], told["interrupt"]) == ("", "__main__", True)
+    assert state["arguments"] == ["one", "two words"]
+    assert state["environment"].items() >= {"GIVEN": "yes", "INHERITED": "yes"}.items()
+    assert "PRIVATE_THING" not in state["environment"]
+    assert state["folder"] == state["path"] == str(folder)
+    assert (state["input"], state["name"], state["interrupt"]) == ("", "__main__", True)
 
 
 async def test_error_of_a_forked_process_is_in_its_log_and_exit_status(
@@ -177,9 +175,9 @@ async def test_large_environment_is_passed_completely(
     child.program = replace(child.program, env={"LARGE": "\u00e9" * 500_000})
     child.spawn()
     assert await child.ended() == 3
-    told = json.loads((folder / "log").read_text())
-    assert len(told["environment"]["LARGE"]) == 500_000
-    assert told["parent"] != os.getpid()
+    state = json.loads((folder / "log").read_text())
+    assert len(state["environment"]["LARGE"]) == 500_000
+    assert state["parent"] != os.getpid()
 
 
 async def test_program_that_fails_to_import_fails_alone(folder: Path) -> None:
@@ -260,12 +258,4 @@ async def test_forked_processes_end_with_the_block(folder: Path) -> None:
 
 
 async def test_forked_processes_end_with_a_killed_parent(folder: Path) -> None:
-    parent = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PARENT, str(folder), stdout=PIPE
-    )
-    assert parent.stdout is not None
-    pid = int(await parent.stdout.readline())
-    assert lives(pid)
-    parent.kill()
-    await parent.wait()
-    await until(lambda: not lives(pid))
+    await assert_child_is_killed_with_its_parent(PARENT, str(folder))

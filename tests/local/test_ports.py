@@ -83,7 +83,7 @@ def test_required_port_in_use_is_refused_and_changes_nothing(tmp_path: Path) -> 
 
 
 def test_preferred_port_is_used_if_it_is_free_and_none_is_stored(tmp_path: Path) -> None:
-    # One of the kernel's own choice might be given to an outgoing connection in between.
+    # The kernel might give an ephemeral port to an outgoing connection in between.
     with _occupied(keep_ports(tmp_path / "0.json", ["wanted"])["wanted"]) as wanted:
         assert keep_ports(tmp_path / "1.json", NAMES, {"a": wanted})["a"] != wanted
     assert keep_ports(tmp_path / "2.json", NAMES, {"a": wanted})["a"] == wanted

@@ -41,21 +41,24 @@ def test_prometheus_scrapes_every_service_and_has_the_rules(tmp_path: Path) -> N
     keep_ports(tmp_path / "data" / "ports.json", ["nameserver"])
     keep_ports(tmp_path / "data" / "prometheus" / "ports.json", ["prometheus"])
     command = [*BATON, "up", "--observe", "--data-dir", str(tmp_path / "data")]
-    with (tmp_path / "said").open("wb") as said:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
     try:
         text = ""
 
-        def told() -> bool:
+        def is_ready() -> bool:
             nonlocal text
-            text = (tmp_path / "said").read_text()
+            text = (tmp_path / "log").read_text()
             assert process.poll() is None, text
             return "Ctrl-C" in text
 
-        until_now(told, 60)
-        found = re.search(r"Prometheus is at (http://[\d.:]+)", text)
-        assert found is not None
-        address = found[1]
+        until_now(is_ready, 60)
+        match = re.search(r"Prometheus is at (http://[\d.:]+)", text)
+        assert match is not None
+        address = match[1]
+        (page,) = re.findall(r"with alerts at (http://\S+)", text)
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(page) as shown:
+            assert b"<html" in shown.read().lower()
 
         def up() -> dict[str, str]:
             series = ask(address, "query?query=up")["result"]

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from baton.lockmgr.v1.lockmgr_service_pb2_grpc import LockmgrServiceAsyncStub as Stub
 
 GROUP, TOPIC, BROKER = "group", "topic", "broker-a"
+HOLD_MS = 15_000
+"""How long an Acquire waits in a test that expects a grant."""
 TIMEOUT_S = 20.0
 LEADER_LEASE_MS = 10_000
 """Longer than any pause of a loaded machine. No test waits for it: see
@@ -336,6 +338,14 @@ class Member:
         if isinstance(outcome, BatonError):
             raise outcome
         return outcome
+
+    @asynccontextmanager
+    async def waiting(self, at: Node, generation: int) -> AsyncIterator[asyncio.Task[pb.Grant]]:
+        """Acquire queue 0: the block begins when the request waits; it is answered at the end."""
+        async with asyncio.TaskGroup() as tasks:
+            acquiring = tasks.create_task(self.acquire(at, generation, hold_ms=HOLD_MS))
+            await until(lambda: waits(at, self.client_id))
+            yield acquiring
 
     async def refusal(self, at: Node | Stub, generation: int, **options: Any) -> BatonError:
         """Return the error of an Acquire of queue 0, or of the whole call."""

@@ -8,7 +8,9 @@ off from etcd, lock managers crash and others take over. Stories are those of pr
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -27,9 +29,9 @@ from batonmq.errors import (
 from tests.lockmgr.scene import GROUP, TIMEOUT_S, Member, Node, Scene, entries, waits
 from tests.support.conditions import until
 
-HOLD_MS = 15_000
 LEASE_MS = 30_000
 SHORT = {"slot_ms": 20}
+Outcome = TypeVar("Outcome")
 
 
 class Stop:
@@ -66,6 +68,23 @@ async def expire_leases(s: Scene, node: Node) -> None:
     s.offsets_clock.ahead_ms += LEASE_MS + 1_000
 
 
+@asynccontextmanager
+async def blocked_fence(
+    s: Scene, acquire: Coroutine[Any, Any, Outcome], *, landed: bool = False
+) -> AsyncIterator[asyncio.Task[Outcome]]:
+    """Run `acquire`; the block begins when its fence is blocked, and the fence goes on at its end.
+
+    With `landed`, offsets has applied the fence and only its answer is blocked.
+    """
+    stop = Stop()
+    s.rules.rules["Fence"] = stop.after if landed else stop.before
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(acquire)
+        await stop.reached.wait()
+        yield acquiring
+        stop.go_on.set()
+
+
 async def held_by_a(s: Scene, **settings: Any) -> tuple[Node, Member, Member, int]:
     """Return a leader, owner A with token 1, client B, and the generation of B."""
     node, a, b = await s.leader(**(SHORT | settings)), Member("a"), Member("b")
@@ -73,48 +92,42 @@ async def held_by_a(s: Scene, **settings: Any) -> tuple[Node, Member, Member, in
     return node, a, b, await s.set_group(a, b)
 
 
+async def expired_at_a(s: Scene) -> tuple[Node, Member, Member, int]:
+    """Return the same as `held_by_a`, after the lease of A has expired."""
+    node, a, b, generation = await held_by_a(s)
+    await expire_leases(s, node)
+    return node, a, b, generation
+
+
 # Keep-alives during a hand-over
 
 
 async def test_story_06_keep_alive_is_pending_from_before_the_fence(scene: Scene) -> None:
-    node, a, b, generation = await held_by_a(scene)
-    await expire_leases(scene, node)
-    stop = Stop()
-    scene.rules.rules["Fence"] = stop.before
-    async with asyncio.TaskGroup() as tasks:
-        acquiring = tasks.create_task(b.acquire(node, generation))
-        await stop.reached.wait()
+    node, a, b, generation = await expired_at_a(scene)
+    async with blocked_fence(scene, b.acquire(node, generation)) as acquiring:
         assert (await scene.progress()).token == 1, "the fence has not landed"
         assert await a.state(node, 1) == "PENDING"
         (entry,) = await entries(node)
         assert entry.state == pb.LOCK_STATE_PENDING
         assert entry.lease_age_ms > LEASE_MS, "nothing was renewed"
-        stop.go_on.set()
     assert acquiring.result().token == 2
     assert await a.state(node, 1) == "NOT_OWNER"
 
 
 async def test_story_07_keep_alive_is_pending_between_fence_and_persist(scene: Scene) -> None:
-    node, a, b, generation = await held_by_a(scene)
-    await expire_leases(scene, node)
-    stop = Stop()
-    scene.rules.rules["Fence"] = stop.after
-    async with asyncio.TaskGroup() as tasks:
-        acquiring = tasks.create_task(b.acquire(node, generation))
-        await stop.reached.wait()
+    node, a, b, generation = await expired_at_a(scene)
+    async with blocked_fence(scene, b.acquire(node, generation), landed=True) as acquiring:
         assert (await scene.progress()).token == 2, "the fence has landed"
         stored = await scene.stored()
         assert stored is not None
         assert stored.owner == a.incarnation, "etcd still names A"
         assert await a.state(node, 1) == "PENDING"
-        stop.go_on.set()
     assert acquiring.result().token == 2
 
 
 async def test_keep_alive_is_pending_until_the_grant_is_known_to_be_persisted(scene: Scene) -> None:
     """etcd has applied the transaction, but its answers are lost for a while."""
-    node, a, b, generation = await held_by_a(scene)
-    await expire_leases(scene, node)
+    node, a, b, generation = await expired_at_a(scene)
     node.session.lose_txn_answers = True
     async with asyncio.TaskGroup() as tasks:
         acquiring = tasks.create_task(b.acquire(node, generation))
@@ -178,35 +191,29 @@ async def test_request_cancelled_during_the_fence_leaves_an_orphan(scene: Scene)
 
 
 async def test_second_request_waits_for_the_hand_over_in_progress(scene: Scene) -> None:
-    node, a, b, generation = await held_by_a(scene)
-    await expire_leases(scene, node)
-    stop = Stop()
-    scene.rules.rules["Fence"] = stop.before
-    async with asyncio.TaskGroup() as tasks:
-        acquiring = tasks.create_task(b.acquire(node, generation))
-        await stop.reached.wait()
+    node, a, b, generation = await expired_at_a(scene)
+    async with (
+        asyncio.TaskGroup() as tasks,
+        blocked_fence(scene, b.acquire(node, generation)) as acquiring,
+    ):
         with pytest.raises(HandoverPending) as refusal:
             await a.acquire(node, generation)
         assert refusal.value.facts["step"] == "fence"
         waiting = tasks.create_task(outcome_of(a, node, generation, hold_ms=300))
         await until(lambda: waits(node, "a"))
-        stop.go_on.set()
     assert acquiring.result().token == 2
     assert not isinstance(waiting.result(), pb.Grant)
     assert await b.state(node, 2) in ("OK", "WANTED")
 
 
 async def test_release_waits_for_the_hand_over_in_progress(scene: Scene) -> None:
-    node, a, b, generation = await held_by_a(scene)
-    await expire_leases(scene, node)
-    stop = Stop()
-    scene.rules.rules["Fence"] = stop.before
-    async with asyncio.TaskGroup() as tasks:
-        acquiring = tasks.create_task(b.acquire(node, generation))
-        await stop.reached.wait()
+    node, a, b, generation = await expired_at_a(scene)
+    async with (
+        asyncio.TaskGroup() as tasks,
+        blocked_fence(scene, b.acquire(node, generation)) as acquiring,
+    ):
         releasing = tasks.create_task(a.release(node, 1))
         assert await a.state(node, 1) == "PENDING"
-        stop.go_on.set()
     assert releasing.result() == 0
     assert await b.state(node, acquiring.result().token) == "OK"
 
@@ -354,8 +361,7 @@ async def test_crash_between_fence_and_persist_costs_one_token_and_no_message(sc
 
 async def test_story_12_new_leader_does_not_renew_a_fenced_owner(scene: Scene) -> None:
     """The owner of a phantom is not renewed, so the phantom ends with the lease."""
-    old, a, b, generation = await held_by_a(scene)
-    await expire_leases(scene, old)
+    old, a, b, generation = await expired_at_a(scene)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outcome_of(b, old, generation))
         await _fenced_then_cut(scene, old)
@@ -370,8 +376,7 @@ async def test_story_12_new_leader_does_not_renew_a_fenced_owner(scene: Scene) -
 
 
 async def test_story_19_late_fence_of_a_deposed_leader_changes_nothing(scene: Scene) -> None:
-    old, a, b, generation = await held_by_a(scene)
-    await expire_leases(scene, old)
+    old, a, b, generation = await expired_at_a(scene)
     stop = Stop()
     scene.rules.rules["Fence"] = stop.before
     async with asyncio.TaskGroup() as tasks:
@@ -389,8 +394,7 @@ async def test_story_19_late_fence_of_a_deposed_leader_changes_nothing(scene: Sc
 
 
 async def test_story_19_late_write_of_a_deposed_leader_changes_nothing(scene: Scene) -> None:
-    old, a, b, generation = await held_by_a(scene)
-    await expire_leases(scene, old)
+    old, a, b, generation = await expired_at_a(scene)
     async with asyncio.TaskGroup() as tasks:
         acquiring = tasks.create_task(outcome_of(b, old, generation))
         await _fenced_then_cut(scene, old)

@@ -15,20 +15,17 @@ from baton.common.v1 import error_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from batonmq.errors import BatonError
-from tests.lockmgr.scene import Member, Node, Scene, entries, waits
+from tests.lockmgr.scene import HOLD_MS, Member, Node, Scene, entries, waits
 from tests.support.conditions import until
 
 HAND_OVERS = 200
-HOLD_MS = 15_000
 
 
 async def hand_over(s: Scene, node: Node, owner: Member, next_: Member, token: int) -> float:
     """Release the queue while `next_` waits; return the seconds from the Close to the grant."""
     generation = await s.set_group(owner, next_)
     loop = asyncio.get_running_loop()
-    async with asyncio.TaskGroup() as tasks:
-        acquiring = tasks.create_task(next_.acquire(node, generation, hold_ms=HOLD_MS))
-        await until(lambda: waits(node, next_.client_id))
+    async with next_.waiting(node, generation) as acquiring:
         await s.deliver(token, token * 10, token * 10 + 10)
         start_s = loop.time()
         await s.close(token, committed=token * 10 + 10)

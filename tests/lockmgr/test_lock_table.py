@@ -191,23 +191,36 @@ def test_keep_alive_of_the_owner_renews_its_lease() -> None:
     assert isinstance(decide(table, LEASE_MS + 1), WaitDecision)
 
 
+def test_listed_lease_is_expired_from_the_end_of_the_silence_until_the_next_keep_alive() -> None:
+    table = owned_by_a()
+    entry = table.get(KEY)
+    assert entry is not None
+    end_ms = POLICY.silence_ms
+    shown = [entry_to_pb(entry, ms, end_ms).lease_expired for ms in (0, end_ms - 1, end_ms)]
+    assert shown == [False, False, True]
+    keep_alive(table, end_ms)
+    assert not entry_to_pb(entry, end_ms, end_ms).lease_expired
+    entry.lock = replace(entry.lock, owner=None)
+    assert not entry_to_pb(entry, 9 * end_ms, end_ms).lease_expired
+
+
 def test_keep_alive_shows_the_handler_that_its_queue_waits_for_until_the_next_token() -> None:
     table = owned_by_a()
     entry = table.get(KEY)
     assert entry is not None
-    assert not entry_to_pb(entry, 5).HasField("running")
+    assert not entry_to_pb(entry, 5, POLICY.silence_ms).HasField("running")
     queue = QueueRef(KEY.topic, KEY.broker, KEY.queue_id)
     running = {KEY: RunningHandler(7, queue, 41, 3_000, abandoned=True)}
     call = KeepAliveCall(incarnation=A, acquire_seq=3, holds=[(KEY, 7)], running=running)
     table.keep_alive(call, 10)
-    shown = entry_to_pb(entry, 1_010).running
+    shown = entry_to_pb(entry, 1_010, POLICY.silence_ms).running
     assert (shown.offset, shown.running_ms, shown.abandoned) == (41, 4_000, True)
     assert shown.queue.topic == KEY.topic
     entry.lock = replace(entry.lock, token=8)
-    assert not entry_to_pb(entry, 1_010).HasField("running")
+    assert not entry_to_pb(entry, 1_010, POLICY.silence_ms).HasField("running")
     entry.lock = replace(entry.lock, token=7)
     keep_alive(table, 20)
-    assert not entry_to_pb(entry, 30).HasField("running")
+    assert not entry_to_pb(entry, 30, POLICY.silence_ms).HasField("running")
 
 
 def test_keep_alive_renews_an_expired_lease_before_a_hand_over_begins() -> None:

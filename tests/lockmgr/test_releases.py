@@ -26,10 +26,19 @@ from batonmq.errors import (
     UnknownQueue,
     Unreachable,
 )
-from tests.lockmgr.scene import TIMEOUT_S, Member, Node, Scene, describe, entries, queue, waits
+from tests.lockmgr.scene import (
+    HOLD_MS,
+    TIMEOUT_S,
+    Member,
+    Node,
+    Scene,
+    describe,
+    entries,
+    queue,
+    waits,
+)
 from tests.support.conditions import until
 
-HOLD_MS = 15_000
 LEASE_MS = 30_000
 
 
@@ -153,9 +162,7 @@ async def test_forced_queue_is_granted_to_a_waiting_client(scene: Scene) -> None
     await a.acquire(node, await scene.set_group(a))
     await scene.deliver(1, 0, 10)
     generation = await scene.set_group(a, b)
-    async with asyncio.TaskGroup() as tasks:
-        acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
-        await until(lambda: waits(node, "b"))
+    async with b.waiting(node, generation) as acquiring:
         await force(node)
     assert acquiring.result().token == 3
 

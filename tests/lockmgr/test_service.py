@@ -22,10 +22,9 @@ from batonmq.errors import (
     Unacked,
     Unreachable,
 )
-from tests.lockmgr.scene import TIMEOUT_S, Member, Node, Scene, entries, queue, waits
+from tests.lockmgr.scene import HOLD_MS, TIMEOUT_S, Member, Node, Scene, entries, queue, waits
 from tests.support.conditions import until
 
-HOLD_MS = 15_000
 LEASE_MS = 30_000
 
 
@@ -95,9 +94,7 @@ async def test_waiting_request_is_granted_when_the_owner_releases(scene: Scene) 
     grant = await a.acquire(node, await scene.set_group(a))
     generation = await scene.set_group(a, b)
     await scene.deliver(grant.token, 0, 10)
-    async with asyncio.TaskGroup() as tasks:
-        acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
-        await until(lambda: waits(node, "b"))
+    async with b.waiting(node, generation) as acquiring:
         await scene.close(grant.token, committed=10)
         assert await a.release(node, grant.token) == 1
     granted = acquiring.result()
@@ -112,9 +109,7 @@ async def test_closed_queue_is_granted_after_a_lost_release(scene: Scene) -> Non
     grant = await a.acquire(node, await scene.set_group(a))
     await scene.deliver(grant.token, 0, 10)
     generation = await scene.set_group(a, b)
-    async with asyncio.TaskGroup() as tasks:
-        acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
-        await until(lambda: waits(node, "b"))
+    async with b.waiting(node, generation) as acquiring:
         await scene.close(grant.token, committed=4)
     granted = acquiring.result()
     assert (granted.token, granted.committed_offset) == (2, 4)
@@ -142,9 +137,7 @@ async def test_queue_in_flight_is_refused_until_it_is_acked(scene: Scene) -> Non
         await b.acquire(node, generation, hold_ms=300)
     facts = refusal.value.facts
     assert (facts["owner"], facts["unacked"], facts["lowest_offset"]) == ("a", "10", "0")
-    async with asyncio.TaskGroup() as tasks:
-        acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
-        await until(lambda: waits(node, "b"))
+    async with b.waiting(node, generation) as acquiring:
         await scene.commit(grant.token, 10)
     assert acquiring.result().committed_offset == 10
 
@@ -227,9 +220,7 @@ async def test_cancelled_request_is_not_granted_later(scene: Scene) -> None:
     await a.acquire(node, await scene.set_group(a))
     await scene.deliver(1, 0, 5)
     generation = await scene.set_group(a, b)
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
-        await until(lambda: waits(node, "b"))
+    async with b.waiting(node, generation) as task:
         task.cancel()
     await until(lambda: not _open_acquires(node))
     await scene.close(1, committed=5)

@@ -21,10 +21,9 @@ from batonmq.errors import (
     NotMember,
     SubscriptionDraining,
 )
-from tests.lockmgr.scene import GROUP, Member, Scene, describe, entries, waits
+from tests.lockmgr.scene import GROUP, HOLD_MS, Member, Scene, describe, entries, waits
 from tests.support.conditions import until
 
-HOLD_MS = 15_000
 LEASE_MS = 30_000
 
 
@@ -129,9 +128,7 @@ async def test_no_queue_is_granted_while_the_group_drains(scene: Scene) -> None:
 async def test_waiting_request_is_granted_when_the_new_subscription_begins(scene: Scene) -> None:
     node, a = await scene.leader(slot_ms=60_000), Member("a")
     generation = await scene.set_group(a, draining=True)
-    async with asyncio.TaskGroup() as tasks:
-        acquiring = tasks.create_task(a.acquire(node, generation, hold_ms=HOLD_MS))
-        await until(lambda: waits(node, "a"))
+    async with a.waiting(node, generation) as acquiring:
         await scene.set_group(a, subscription_generation=2)
     assert acquiring.result().subscription_generation == 2
 

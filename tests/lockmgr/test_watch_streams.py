@@ -14,10 +14,9 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import Draining, Held, NotAssigned, SubscriptionDraining
 from batonmq_server.lockmgr.watch_streams import WatchStreams
-from tests.lockmgr.scene import Member, Node, Scene, entries, waits
+from tests.lockmgr.scene import Member, Node, Scene, entries
 from tests.support.conditions import until
 
-HOLD_MS = 15_000
 SLOW = {"slot_ms": 60_000}
 
 
@@ -118,9 +117,7 @@ async def test_queue_granted_to_a_held_request_is_not_announced_as_free(scene: S
     async with c.watching(node) as watched, b.watching(node) as owner_stream:
         with pytest.raises(Held):
             await c.acquire(node, generation)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
-            await until(lambda: waits(node, "b"))
+        async with b.waiting(node, generation):
             await scene.close(1)
             await a.release(node, 1)
         assert await owner_stream.wanted() == (0, 2, "c", "WAITER"), "c waits for the new owner now"

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 import pytest_asyncio
 
 from batonmq._common.clock import Clock
 from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import Direct, Replica, offsets_service, register_broker, replica
-
-
-@pytest.fixture
-def cluster() -> str:
-    return f"test-{secrets.token_hex(8)}"
 
 
 @pytest_asyncio.fixture

@@ -41,10 +41,6 @@ from batonmq_server.offsets.disk import StoredEntry
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.group_placements import GroupPlacement, decode_placement
 from tests.offsets.replica_cluster import (
-    LEASE_MS,
-    TIMEOUT_S,
-    CallGate,
-    Proceed,
     Replica,
     ReplicaSet,
     hold,
@@ -52,6 +48,7 @@ from tests.offsets.replica_cluster import (
     replica_set,
 )
 from tests.support.conditions import until
+from tests.support.replica_nodes import LEASE_MS, TIMEOUT_S, CallGate, Proceed
 
 pytestmark = pytest.mark.timeout(120)
 

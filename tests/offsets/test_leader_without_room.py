@@ -14,7 +14,6 @@ from baton.offsets.v1 import replication_service_pb2 as replication_pb
 from batonmq.errors import BatonError, Unreachable
 from batonmq_server.offsets.disk import FREE_BYTES_MIN
 from tests.offsets.replica_cluster import (
-    TIMEOUT_S,
     Replica,
     ReplicaSet,
     commit,
@@ -22,6 +21,7 @@ from tests.offsets.replica_cluster import (
     hold,
 )
 from tests.support.conditions import until
+from tests.support.replica_nodes import TIMEOUT_S
 
 PATIENCE_S = 45.0
 
@@ -65,11 +65,11 @@ async def next_leader(scene: ReplicaSet, before: Replica) -> Replica:
     """Return the next leader once it serves; this node may still claim to be the leader."""
 
     async def look() -> bool:
-        name = (await scene.stored_set()).leader
+        name = (await scene.set_record()).leader
         return name != before.name and await scene.nodes[name].serves()
 
     await until(look, PATIENCE_S)
-    return scene.nodes[(await scene.stored_set()).leader]
+    return scene.nodes[(await scene.set_record()).leader]
 
 
 async def test_replica_with_a_full_disk_does_not_block_an_election(
@@ -77,18 +77,18 @@ async def test_replica_with_a_full_disk_does_not_block_an_election(
 ) -> None:
     await scene.start("a", "b", "c")
     leader = await scene.leader()
-    await scene.in_sync("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
     await hold(leader, 0)
     full, away = (node for node in scene.nodes.values() if node is not leader)
     await away.stop()
-    await scene.in_sync(leader.name, full.name)
+    await scene.wait_in_sync(leader.name, full.name)
     rooms.fill(full)
     await leader.stop()  # no other node can be elected now
     (again,) = await scene.start(leader.name)
     await until(again.serves, PATIENCE_S)
     await commit(again, 10)
     rooms.clear(full)
-    await scene.in_sync(again.name, full.name)
+    await scene.wait_in_sync(again.name, full.name)
 
 
 async def test_leader_with_a_full_disk_resigns_for_a_replica_with_room(
@@ -96,7 +96,7 @@ async def test_leader_with_a_full_disk_resigns_for_a_replica_with_room(
 ) -> None:
     await scene.start("a", "b", "c")
     leader = await scene.leader()
-    await scene.in_sync("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
     await hold(leader, 0)
     rooms.fill(leader)
     async with asyncio.TaskGroup() as tasks:
@@ -107,8 +107,8 @@ async def test_leader_with_a_full_disk_resigns_for_a_replica_with_room(
         )
     await commit(other, 10)
     rooms.clear(leader)
-    await scene.in_sync("a", "b", "c")
-    await scene.alike("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal("a", "b", "c")
 
 
 async def test_leader_with_a_full_disk_stays_while_all_disks_are_full_and_answers_reads(
@@ -121,9 +121,9 @@ async def test_leader_with_a_full_disk_stays_while_all_disks_are_full_and_answer
     }
     await scene.start("a", "b", "c")
     leader = await scene.leader()
-    await scene.in_sync("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
     await hold(leader, 0, 1)
-    epoch = (await scene.stored_set()).epoch
+    epoch = (await scene.set_record()).epoch
     one, other = (node for node in scene.nodes.values() if node is not leader)
     rooms.fill(one)
     rooms.fill(other)
@@ -136,7 +136,7 @@ async def test_leader_with_a_full_disk_stays_while_all_disks_are_full_and_answer
     async with asyncio.TaskGroup() as tasks:
         late = tasks.create_task(caught(leader, 5))
         await asyncio.sleep(3)  # time in which it could have resigned
-        assert (await scene.stored_set()).epoch == epoch
+        assert (await scene.set_record()).epoch == epoch
         assert await committed(leader, queue_id=1) == 0
         rooms.clear(one)
         assert await next_leader(scene, leader) is one

@@ -27,8 +27,6 @@ from batonmq_server.offsets import follower as following
 from batonmq_server.offsets.codec import encode_key
 from batonmq_server.offsets.core.change_log import Entry
 from tests.offsets.replica_cluster import (
-    LAG_MS_MAX,
-    TIMEOUT_S,
     Replica,
     ReplicaSet,
     commit,
@@ -37,6 +35,7 @@ from tests.offsets.replica_cluster import (
     rejection,
 )
 from tests.support.conditions import until
+from tests.support.replica_nodes import LAG_MS_MAX, TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -45,7 +44,7 @@ async def three(scene: ReplicaSet) -> Replica:
     """Wait until all three nodes are in sync; return the leader."""
     await scene.start("a", "b", "c")
     leader = await scene.leader()
-    await scene.in_sync("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
     return leader
 
 
@@ -62,10 +61,10 @@ async def test_new_set_starts_only_when_all_its_replicas_are_up(scene: ReplicaSe
         return len(found) == 2
 
     await until(both_listed)
-    assert (await scene.stored_set()).epoch == 0
+    assert (await scene.set_record()).epoch == 0
     await scene.start("c")
     leader = await scene.leader()
-    assert (await scene.stored_set()).leader == leader.name
+    assert (await scene.set_record()).leader == leader.name
 
 
 async def test_followers_store_the_same_bytes_as_the_leader(scene: ReplicaSet) -> None:
@@ -73,7 +72,7 @@ async def test_followers_store_the_same_bytes_as_the_leader(scene: ReplicaSet) -
     await hold(leader, *range(20))
     for queue_id in range(20):
         await commit(leader, 5 + queue_id, (50, 60), queue_id=queue_id)
-    await scene.alike("a", "b", "c")
+    await scene.wait_equal("a", "b", "c")
     assert len(leader.stored()) > 40
 
 
@@ -83,25 +82,25 @@ async def test_answered_changes_survive_the_death_of_the_leader(
     first = await three(scene)
     await hold(first, 0)
     await commit(first, 42, (60, 70))
-    before = await scene.stored_set()
+    before = await scene.set_record()
     await first.crash()
     second = await scene.leader()
     assert second is not first
-    assert (await scene.stored_set()).epoch == before.epoch + 1
+    assert (await scene.set_record()).epoch == before.epoch + 1
     answer = await second.stub.QueryGroup(pb.QueryGroupRequest(group="readers"), timeout=20)
     (progress,) = answer.queues
     assert (progress.committed_offset, progress.acked_count, progress.token) == (42, 10, 1)
     await commit(second, 80)
     await scene.start(first.name)
-    await scene.in_sync("a", "b", "c")
-    await scene.alike("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal("a", "b", "c")
 
 
 async def test_old_leader_drops_its_unanswered_changes(scene: ReplicaSet) -> None:
     first = await three(scene)
     await hold(first, 0)
     await commit(first, 10)
-    await scene.alike("a", "b", "c")
+    await scene.wait_equal("a", "b", "c")
     first.gate.shut |= {"a", "b", "c"}
     first.session.cut = True  # so it can't remove followers from the in-sync set
     before = first.stored()
@@ -117,7 +116,7 @@ async def test_old_leader_drops_its_unanswered_changes(scene: ReplicaSet) -> Non
     assert await committed(second) == 10
     await commit(second, 20)
     await scene.start(first.name)
-    await scene.alike("a", "b", "c")
+    await scene.wait_equal("a", "b", "c")
     assert await committed(second) == 20
 
 
@@ -158,7 +157,7 @@ async def test_change_during_the_expiry_of_the_lease_has_an_unknown_outcome(
     await hold(first, 0, 1)
     for name in others(scene, first):
         await scene.nodes[name].stop()
-    await scene.in_sync(first.name)
+    await scene.wait_in_sync(first.name)
     before = first.stored()
     begun, over, write_blocking = threading.Event(), threading.Event(), first.disk.write_blocking
 
@@ -198,13 +197,13 @@ async def test_slow_follower_leaves_the_in_sync_set_before_changes_are_confirmed
     slow, quick = others(scene, leader)
     leader.gate.shut.add(slow)
     await commit(leader, 10)
-    assert (await scene.stored_set()).in_sync == {leader.name, quick}
+    assert (await scene.set_record()).in_sync == {leader.name, quick}
     ready = [name for name, node in scene.nodes.items() if await node.caught_up()]
     assert sorted(ready) == sorted((leader.name, quick)), "a follower that lags is not ready"
     assert scene.nodes[quick].stored() == leader.stored()
     leader.gate.shut.clear()
-    await scene.in_sync("a", "b", "c")
-    await scene.alike("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal("a", "b", "c")
     assert await scene.nodes[slow].caught_up()
 
 
@@ -213,7 +212,7 @@ async def test_replica_that_is_not_in_sync_is_not_elected(scene: ReplicaSet) -> 
     await hold(leader, 0)
     for name in others(scene, leader):
         await scene.nodes[name].stop()
-    await scene.in_sync(leader.name)
+    await scene.wait_in_sync(leader.name)
     await commit(leader, 10)
     await leader.crash()
     first, _ = await scene.start(*others(scene, leader))
@@ -234,20 +233,17 @@ async def test_replica_that_lost_its_disk_is_not_elected_and_copies_everything(
     leader = await three(scene)
     await hold(leader, 0)
     await commit(leader, 10)
-    await scene.alike("a", "b", "c")
+    await scene.wait_equal("a", "b", "c")
     lost, kept = others(scene, leader)
-    for node in list(scene.nodes.values()):
-        node.session.cut = True  # no leader can remove the others from the in-sync set
-    for node in list(scene.nodes.values()):
-        await node.crash()
-    assert (await scene.stored_set()).in_sync == {"a", "b", "c"}
+    await scene.crash_all()
+    assert (await scene.set_record()).in_sync == {"a", "b", "c"}
     shutil.rmtree(tmp_path / lost)
     await scene.start(lost, kept)
     again = await scene.leader()
     assert again.name == kept
     assert await committed(again) == 10
-    await scene.in_sync(lost, kept)
-    await scene.alike(lost, kept)
+    await scene.wait_in_sync(lost, kept)
+    await scene.wait_equal(lost, kept)
 
 
 async def test_leader_describes_the_positions_of_all_replicas(scene: ReplicaSet) -> None:
@@ -285,17 +281,17 @@ async def test_changes_are_rejected_with_too_few_replicas_in_sync(scene: Replica
     await commit(leader, 10)
     quick, last = others(scene, leader)
     await scene.nodes[quick].stop()
-    await scene.in_sync(leader.name, last)
+    await scene.wait_in_sync(leader.name, last)
     await scene.nodes[last].stop()
     await until(lambda: _keep_up(leader, 1))
     error = await rejection(leader, 20)
     assert (error.reason, error.retry.name) == ("NOT_ENOUGH_REPLICAS", "SAME_CALL")
     assert error.facts == {"in_sync": "1", "limit": "2"}
     assert await committed(leader) == 10
-    assert (await scene.stored_set()).in_sync == {leader.name, last}, "last can still be elected"
+    assert (await scene.set_record()).in_sync == {leader.name, last}, "last can still be elected"
     await scene.start(quick)
     await until(lambda: _taken(leader, 20))
-    await scene.in_sync(leader.name, quick)
+    await scene.wait_in_sync(leader.name, quick)
 
 
 async def test_leader_that_starts_with_too_few_in_sync_waits_for_another_member(
@@ -306,17 +302,10 @@ async def test_leader_that_starts_with_too_few_in_sync_waits_for_another_member(
     leader = await three(scene)
     await hold(leader, 0)
     await commit(leader, 10)
-    for node in list(scene.nodes.values()):
-        node.session.cut = True  # none of them can remove another one from the set
-    for node in list(scene.nodes.values()):
-        await node.crash()
-    epoch = (await scene.stored_set()).epoch
+    await scene.crash_all()
+    epoch = (await scene.set_record()).epoch
     (again,) = await scene.start(leader.name)
-
-    async def elected() -> bool:
-        return (await scene.stored_set()).epoch > epoch
-
-    await until(elected)
+    await scene.wait_epoch_above(epoch)
     assert not await again.serves()
     await scene.start(others(scene, leader)[0])
     assert await committed(await scene.leader()) == 10
@@ -346,8 +335,8 @@ async def test_follower_with_a_different_copy_detects_it_and_copies_everything(
     leader = await three(scene)
     await hold(leader, 0, 1)
     await commit(leader, 10)
-    await scene.alike("a", "b", "c")
+    await scene.wait_equal("a", "b", "c")
     follower = scene.nodes[others(scene, leader)[0]]
     key = encode_key(GroupQueue("readers", "news", "broker-a", 0))
     follower.disk.write_blocking([(key, b"rotten"), (b"weed", b"not written by offsets")])
-    await scene.alike("a", "b", "c")
+    await scene.wait_equal("a", "b", "c")

@@ -22,7 +22,7 @@ async def cut_off_leader(scene: ReplicaSet) -> Replica:
     scene.settings["min_in_sync"] = 2
     await scene.start("a", "b", "c")
     leader = await scene.leader()
-    await scene.in_sync("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
     await hold(leader, 0)
     await commit(leader, 10)
     leader.gate.shut |= {"a", "b", "c"}
@@ -59,7 +59,7 @@ async def test_survivors_serve_after_a_cut_off_leader_has_died(scene: ReplicaSet
     second = await successor(scene, first)
     assert await committed(second) in (10, 11)
     await commit(second, 20)
-    assert len((await scene.stored_set()).in_sync) >= 2
+    assert len((await scene.set_record()).in_sync) >= 2
 
 
 async def test_leader_that_its_followers_can_not_reach_resigns(scene: ReplicaSet) -> None:
@@ -68,8 +68,8 @@ async def test_leader_that_its_followers_can_not_reach_resigns(scene: ReplicaSet
     await commit(second, 20)
     assert await committed(second) == 20
     assert not await first.serves()
-    await scene.in_sync("a", "b", "c")
-    await scene.alike("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal("a", "b", "c")
 
 
 async def test_leader_whose_followers_do_not_renew_their_entries_stays(scene: ReplicaSet) -> None:
@@ -77,7 +77,7 @@ async def test_leader_whose_followers_do_not_renew_their_entries_stays(scene: Re
     followers = [node for node in scene.nodes.values() if node is not first]
     for node in followers:
         node.session.cut = True  # as if the node were paused
-    record = await scene.stored_set()
+    record = await scene.set_record()
 
     async def unlisted() -> bool:
         found, _ = await first.session.get_prefix("nodes/offsets/")
@@ -85,7 +85,7 @@ async def test_leader_whose_followers_do_not_renew_their_entries_stays(scene: Re
 
     await until(unlisted)
     assert await first.serves(), "it answers reads"
-    assert await scene.stored_set() == record, "no node was elected, and none has left the set"
+    assert await scene.set_record() == record, "no node was elected, and none has left the set"
     for node in followers:
         node.session.cut = False
     first.gate.shut.clear()

@@ -46,20 +46,20 @@ class Environment:
     def run(
         self, *command: str | Path, env: Mapping[str, str] | None = None, timeout_s: float = 120
     ) -> str:
-        """Output of a program that has to succeed."""
+        """Run a program that has to succeed; return its output."""
         process = self.start(*command, env=env)
         output, _ = process.communicate(timeout=timeout_s)
         assert process.returncode == 0, output
         return output
 
     def packages(self) -> dict[str, str]:
-        """Version by name of every distribution that is installed."""
+        """Return the version of every installed distribution by name."""
         command = [find_uv_bin(), "pip", "freeze", "--python", self.program("python")]
         lines = _output(command).splitlines()
         return dict(line.replace(" @ ", "==").split("==", 1) for line in lines if line)
 
     def size_bytes(self) -> int:
-        """Bytes of all that is installed, without compiled bytecode."""
+        """Return the size of all installed files without compiled bytecode."""
         files = self.site_packages().rglob("*")
         return sum(f.stat().st_size for f in files if f.is_file() and f.suffix != ".pyc")
 
@@ -98,7 +98,7 @@ def new_environment(folder: Path, wheels: Path, *requirements: str) -> Environme
 
 
 def _clean_environment() -> dict[str, str]:
-    """This process's environment without what would let a program find the checkout."""
+    """Return the environment variables without those that make the checkout importable."""
     hidden = ("PYTHONPATH", "VIRTUAL_ENV")
     inherited = os.environ.items()  # noqa: TID251  handed on as a whole
     return {k: v for k, v in inherited if k not in hidden and not k.startswith("BATON_")}

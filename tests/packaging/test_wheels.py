@@ -1,7 +1,7 @@
 """The wheels of the client and of the server, each installed into an empty environment.
 
-Goal: an application installs little, the server wheel alone is a whole broker, neither brings a
-top-level name of somebody else, and programs of both talk to each other.
+Goal: the client wheel installs few packages; the server wheel alone is a complete broker; no wheel
+installs another top-level name; a client works with a cluster of the server wheel.
 Method: `build` makes the wheels, `uv` makes environments outside the checkout; a real cluster.
 """
 
@@ -64,7 +64,7 @@ def server(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Environmen
 
 @contextmanager
 def cluster(server: Environment) -> Iterator[str]:
-    """Address of the nameserver of a cluster that `baton up` of the server wheel runs."""
+    """Run `baton up` of the server wheel; yield the address of its nameserver."""
     command = ("baton", "up", "--data-dir", "data", "--nameserver-port", "0", "--format", "json")
     process = server.start(*command)
     assert process.stdout is not None
@@ -84,7 +84,7 @@ def cluster(server: Environment) -> Iterator[str]:
             raise
 
 
-def test_client_wheel_installs_few_packages_and_little(client: Environment) -> None:
+def test_client_wheel_installs_few_and_small_packages(client: Environment) -> None:
     packages = client.packages()
     assert len(packages) <= CLIENT_PACKAGES_MAX, packages
     assert client.size_bytes() < CLIENT_BYTES_MAX
@@ -103,8 +103,10 @@ def test_wheel_has_no_top_level_name_but_its_own(
 ) -> None:
     (file,) = wheels.glob(f"{wheel}*.whl")
     subprocess.run(["unzip", "-q", file, "-d", tmp_path], check=True)
-    found = {entry.name for entry in tmp_path.iterdir() if not entry.name.endswith(".dist-info")}
-    assert found == names
+    top_level_names = {
+        entry.name for entry in tmp_path.iterdir() if not entry.name.endswith(".dist-info")
+    }
+    assert top_level_names == names
 
 
 def test_versions_of_the_three_wheels_are_the_same(wheels: Path) -> None:
@@ -124,7 +126,7 @@ def test_program_with_the_client_wheel_uses_a_cluster_of_the_server_wheel(
         assert "orders" in listed
 
 
-def test_client_wheel_says_how_to_get_a_local_cluster(client: Environment) -> None:
+def test_client_wheel_names_the_package_for_a_local_cluster(client: Environment) -> None:
     process = client.start("baton", "up")
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
@@ -134,5 +136,5 @@ def test_client_wheel_says_how_to_get_a_local_cluster(client: Environment) -> No
 def test_server_wheel_runs_the_demo_by_itself(server: Environment) -> None:
     report = server.folder / "demo.json"
     server.run("baton", "demo", "--json", report, timeout_s=400)
-    found = json.loads(report.read_text())
-    assert found["lost"] == found["duplicated"] == 0
+    result = json.loads(report.read_text())
+    assert result["lost"] == result["duplicated"] == 0

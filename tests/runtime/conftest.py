@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator
 
-import pytest
 import pytest_asyncio
 
 from batonmq._common.clock import Clock
 from batonmq_server.runtime.etcd.session import EtcdSession
 
 
-@pytest.fixture
-def cluster() -> str:
-    return f"test-{secrets.token_hex(8)}"
-
-
 @pytest_asyncio.fixture
 async def etcd(etcd_endpoint: str, cluster: str) -> AsyncIterator[EtcdSession]:
-    async with EtcdSession(etcd_endpoint, cluster, Clock()) as session:
+    async with EtcdSession(etcd_endpoint, cluster, Clock(), timeout_ms=30_000) as session:
         yield session

@@ -35,7 +35,7 @@ from tests.support.conditions import until
 NODE = CertificateSubject(name="node", uri="service:storage", hosts=("localhost", "127.0.0.1"))
 CAROL = CertificateSubject(name="carol")
 METHOD = "/Test/Ask"
-SECRET = "a-token-that-nobody-shows"
+SECRET = "a-token-that-is-never-shown"
 
 
 @pytest.fixture(autouse=True)

@@ -126,7 +126,7 @@ class OffsetsChecks:
         if not grant.changed:
             return
         expected, queue = self._expected, self._expected.queues[key]
-        to = wish.holder.client_id if wish.holder else "nobody"
+        to = wish.holder.client_id if wish.holder else "none"
         text = f"{key}: {wish.condition.value} to {to} token {grant.token}"
         expected.trace.note("offsets", f"fenced {text}")
         expected.counts[f"fence {wish.condition.value}"] += 1
@@ -218,7 +218,7 @@ class OffsetsChecks:
                     continue
                 tag = queue.stored.get(offset, ("", None))[1]
                 if tag is None or self._expected.wanted(key, offset, tag, after.reset_epoch):
-                    self._fail("V4", f"{key}@{offset} is acked, and nobody has handled it")
+                    self._fail("V4", f"{key}@{offset} is acked, and no member has handled it")
 
     def _moved(self, key: GroupQueue, before: Progress | None, after: Progress) -> None:
         queue, now_ms = self._expected.queues[key], self._expected.now_ms()

@@ -194,7 +194,7 @@ class OffsetsReplicaChecks:
             return
         leader = self._leader()
         if leader != call.target and not self.deposed(call.target):
-            text = f"{call.target} answers {call.method}, and the leader is {leader or 'nobody'}"
+            text = f"{call.target} answers {call.method}, and the leader is {leader or 'none'}"
             self._expected.fail("section 8", text)
 
     def fail(self, text: str) -> None:

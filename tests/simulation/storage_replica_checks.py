@@ -287,9 +287,7 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
         ]
         self._waiting += fresh
         if fresh and (leader := self._leader()) != name and not self.deposed(name):
-            self._expected.fail(
-                "section 8", f"{name} writes, and the leader is {leader or 'nobody'}"
-            )
+            self._expected.fail("section 8", f"{name} writes, and the leader is {leader or 'none'}")
 
     # ---- answers
 
@@ -302,7 +300,7 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
         leader = self._leader()
         deposed = self.deposed(call.target)
         if call.method not in _ANYWHERE and leader != call.target and not deposed:
-            text = f"{call.target} answers {call.method}, and the leader is {leader or 'nobody'}"
+            text = f"{call.target} answers {call.method}, and the leader is {leader or 'none'}"
             self._expected.fail("section 8", text)
         if isinstance(answer, pb.AppendResponse):
             for batch, outcome in zip(request.batches, answer.outcomes, strict=True):
@@ -349,7 +347,7 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
             place = ReplicaPosition(self._seen.epoch_before(end), end)
             self._expected.counts["replicated receipts"] += 1
             if sum(stand.has(place) for stand in self._stands.values()) < 2:
-                self._expected.fail("receipts", f"{text}; nobody else has it")
+                self._expected.fail("receipts", f"{text}; no other node has it")
 
     def _check_delivered(self, name: str, batch: bytes) -> None:
         header = read_header(batch)

@@ -370,7 +370,7 @@ def test_election_has_one_winner_at_a_time_on_memory_etcd() -> None:
 def test_late_write_under_an_expired_lease_does_not_unlist_the_node_permanently() -> None:
     """A try that was given up landed after the one that succeeded, and ended with its lease.
 
-    The node went on refreshing the other lease, and nobody could find it any more.
+    The node kept refreshing the other lease, and no process could find it any more.
     """
 
     async def main() -> None:

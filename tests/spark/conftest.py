@@ -11,7 +11,7 @@ from batonspark.session import build_session
 from tests.spark.running_cluster import TEST_CONFIG, RunningCluster
 
 TIMEOUT_S = 600
-"""Long, because an interrupted test leaves the session unusable for the other tests."""
+"""Long, because a test that times out leaves the session unusable for the other tests."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """A session on two cores, in which the product's formats are known."""
+    """Start a session on two cores with the formats of BatonMQ."""
     folder = tmp_path_factory.mktemp("spark")
     config = TEST_CONFIG | {
         "spark.sql.warehouse.dir": str(folder / "warehouse"),
@@ -37,6 +37,6 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """A cluster with two brokers, for tests that do not break it; each test uses its own topics."""
+    """Start a cluster with two brokers that all tests share; each test uses its own topics."""
     with RunningCluster(tmp_path_factory.mktemp("cluster"), brokers=2) as running:
         yield running

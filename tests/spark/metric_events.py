@@ -1,4 +1,4 @@
-"""Metric events for tests, as services tell them, and rows of them as Spark reads them."""
+"""Metric events as services publish them, and the rows that Spark reads from them."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ def event(
     queue_id: int = 0,
     **fields: Any,
 ) -> pb.MetricEvent:
-    """An event `at_ms` after noon; `fields` are those of its kind."""
+    """Return an event `at_ms` after noon; `fields` are the fields of its kind."""
     queue = queue_pb2.GroupQueue(group=group)
     if topic:
         queue.queue.CopyFrom(queue_pb2.QueueRef(topic=topic, broker="broker-0", queue_id=queue_id))
-    told = pb.MetricEvent(unix_ms=NOON + at_ms)
+    metric_event = pb.MetricEvent(unix_ms=NOON + at_ms)
     if group or topic:
-        told.queue.CopyFrom(queue)
+        metric_event.queue.CopyFrom(queue)
     kind_type = pb.MetricEvent.DESCRIPTOR.fields_by_name[kind].message_type
     assert kind_type is not None
-    getattr(told, kind).CopyFrom(getattr(pb, kind_type.name)(**fields))
-    return told
+    getattr(metric_event, kind).CopyFrom(getattr(pb, kind_type.name)(**fields))
+    return metric_event
 
 
 def batch(
     events: Iterable[pb.MetricEvent], seq: int = 1, source: str = "storage/broker-0"
 ) -> pb.MetricBatch:
-    """What one message holds."""
+    """Return a batch, the body of one message."""
     return pb.MetricBatch(source=source, seq=seq, incarnation_id=7, events=events, vocabulary=1)
 
 
 def rows(spark: SparkSession, events: Sequence[pb.MetricEvent]) -> DataFrame:
-    """Rows of METRICS; stored when they happened."""
-    told = [batch([one], seq) for seq, one in enumerate(events, 1)]
-    found = MetricMessages(
+    """Return rows of METRICS whose store time is the time of the event."""
+    batches = [batch([one], seq) for seq, one in enumerate(events, 1)]
+    decoded = MetricMessages(
         QueueRef("BATON_SYS_METRICS", "broker-0", 0),
-        [one.SerializeToString() for one in told],
-        np.arange(len(told)),
+        [one.SerializeToString() for one in batches],
+        np.arange(len(batches)),
         np.array([one.unix_ms for one in events]),
     )
-    table = pa.Table.from_batches([metric_rows(found, METRICS)])
+    table = pa.Table.from_batches([metric_rows(decoded, METRICS)])
     return spark.createDataFrame(table, METRICS_DDL)
 
 
-def assert_same_rows(found: DataFrame, expected: DataFrame) -> None:
-    """Both have the same columns and rows, both in any order; what may be null does not matter."""
-    assert sorted(found.columns) == sorted(expected.columns)
-    rows = expected.select(*found.columns).collect()
-    wanted = found.sparkSession.createDataFrame(rows, found.schema)
-    assertDataFrameEqual(found, wanted)
+def assert_same_rows(actual: DataFrame, expected: DataFrame) -> None:
+    """Assert that both have the same columns and rows, in any order; nullability is ignored."""
+    assert sorted(actual.columns) == sorted(expected.columns)
+    rows = expected.select(*actual.columns).collect()
+    wanted = actual.sparkSession.createDataFrame(rows, actual.schema)
+    assertDataFrameEqual(actual, wanted)

@@ -21,7 +21,7 @@ from tests.support.cluster import local_cluster
 T = TypeVar("T")
 START_S = 60
 JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-"""Less work of the JVM's own threads: no optimizing compiler, no parallel collector."""
+"""Reduces the threads of the JVM: no optimizing compiler, no parallel garbage collector."""
 TEST_CONFIG = {
     "spark.driver.extraJavaOptions": JAVA_OPTIONS,
     "spark.sql.shuffle.partitions": "2",
@@ -30,11 +30,11 @@ TEST_CONFIG = {
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     "spark.sql.adaptive.enabled": "false",
 }
-"""Starts sooner, compiles nothing for the few rows of a test, and runs at half speed."""
+"""The session starts sooner and runs at half speed: no code is compiled for the few rows."""
 
 
 class RunningCluster:
-    """A context manager; see `local_cluster` for its arguments."""
+    """A local cluster as a context manager; see `local_cluster` for its arguments."""
 
     def __init__(self, data_dir: Path, **options: Any) -> None:
         self._data_dir, self._options = data_dir, options
@@ -58,7 +58,7 @@ class RunningCluster:
             self._thread.__exit__(kind, error, trace)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, done in the cluster's event loop."""
+        """Run `work` in the event loop of the cluster; return its result."""
         return self._thread.call(work)
 
     @property
@@ -66,7 +66,7 @@ class RunningCluster:
         return self.processes.nameserver
 
     def create(self, topic: str, queue_count: int = 2) -> str:
-        """A new topic; its name."""
+        """Create a topic; return its name."""
 
         async def create() -> None:
             async with Admin(self.nameserver, timeout_s=START_S) as admin:
@@ -95,7 +95,7 @@ class RunningCluster:
         self.call(send())
 
     def options(self, topic: str, **more: object) -> Mapping[str, str]:
-        """Options of `format("baton")`."""
+        """Return options of `format("baton")` for the topic."""
         given = {"nameserver": self.nameserver, "topic": topic, "timeoutMs": "60000"}
         return given | {name: str(value) for name, value in more.items()}
 

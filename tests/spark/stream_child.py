@@ -1,4 +1,4 @@
-"""Queries in a process of their own, for tests that kill it: `stream_child QUERIES-AS-JSON`."""
+"""A process that runs queries until a test kills it: `stream_child QUERIES-AS-JSON`."""
 
 from __future__ import annotations
 

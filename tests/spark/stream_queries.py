@@ -1,4 +1,4 @@
-"""Queries as tests describe them, to run here or in a process that is killed."""
+"""Descriptions of queries that run in this process or in another process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Query(TypedDict):
 
 
 def started(session: SparkSession, query: Query, **trigger: str | bool) -> StreamingQuery:
-    """The query, running."""
+    """Start the query; return it."""
     frame = session.readStream.format("baton").options(**query["source"]).load()
     rows = frame.selectExpr(*query["columns"]) if query["columns"] else bronze(frame)
     writer = rows.writeStream.format(query["format"])
@@ -30,21 +30,21 @@ def started(session: SparkSession, query: Query, **trigger: str | bool) -> Strea
 
 
 def drain(session: SparkSession, query: Query) -> None:
-    """Run the query until it has what is there now."""
+    """Run the query until it has read everything that exists now."""
     started(session, query, availableNow=True).awaitTermination()
 
 
-def last(folder: Path) -> int:
-    """Number of the last micro-batch in a folder of a checkpoint; -1 without."""
+def last_batch(folder: Path) -> int:
+    """Return the number of the last micro-batch in a folder of a checkpoint; -1 without one."""
     names = [each.name for each in folder.iterdir()] if folder.exists() else []
     return max((int(name) for name in names if name.isdigit()), default=-1)
 
 
 def committed(query: Query) -> int:
-    """Number of the last micro-batch that is done; -1 without."""
-    return last(Path(query["sink"]["checkpointLocation"]) / "commits")
+    """Return the number of the last committed micro-batch; -1 without one."""
+    return last_batch(Path(query["sink"]["checkpointLocation"]) / "commits")
 
 
-def is_between(query: Query) -> bool:
-    """Whether a micro-batch is begun and not committed."""
-    return last(Path(query["sink"]["checkpointLocation"]) / "offsets") > committed(query)
+def is_in_micro_batch(query: Query) -> bool:
+    """Return whether a micro-batch has begun and is not committed."""
+    return last_batch(Path(query["sink"]["checkpointLocation"]) / "offsets") > committed(query)

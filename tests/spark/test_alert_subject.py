@@ -1,7 +1,7 @@
 """Goal: every rule fires when it should, once, and is resolved when it should be.
 
-Method: the state machines get hand-made signals in event time, and stored and read back
-between any two of them; no Spark.
+Method: the state machines get hand-made signals in event time; between any two signals their state
+is stored and read back. No Spark.
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ BOOK = RuleBook(
     silent_client=SilenceRule(forget_ms=100_000, clients_max=2),
     latency=(LatencyRule(operation="APPEND", limit_ms=10, window_ms=30_000, count_min=10),),
 )
-Told = list[tuple[str, str, str, int]]
+AlertChanges = list[tuple[str, str, str, int]]
 
 
-def told(key: str, signals: Iterable[Signal], until_ms: int = 0, book: RuleBook = BOOK) -> Told:
-    """(state, rule, detail, time) of all alerts; the subject is stored after each signal."""
-    found: Told = []
+def alerts_of(
+    key: str, signals: Iterable[Signal], until_ms: int = 0, book: RuleBook = BOOK
+) -> AlertChanges:
+    """Return (state, rule, detail, time) of all alerts; store the subject after each signal."""
+    changes: AlertChanges = []
     stored = ""
     for signal in signals:
         subject = AlertSubject(key, book, stored)
-        found += [_told(alert) for alert in subject.feed([signal])]
+        changes += [change_of(alert) for alert in subject.feed([signal])]
         stored = subject.stored
     subject = AlertSubject(key, book, stored)
-    return found + [_told(alert) for alert in subject.advance(until_ms)]
+    return changes + [change_of(alert) for alert in subject.advance(until_ms)]
 
 
-def _told(alert: Alert) -> tuple[str, str, str, int]:
+def change_of(alert: Alert) -> tuple[str, str, str, int]:
     change = alert.change
     return str(change.state), alert.rule, str(change.detail), change.unix_ms
 
@@ -69,7 +71,7 @@ def standing(count: int, since_ms: int = 0) -> list[Signal]:
 
 def test_queue_without_progress_fires_once_and_is_resolved_after_two_ok_samples() -> None:
     good = [lag(60_000, 50, 100), lag(70_000, 100, 100), lag(80_000, 100, 100)]
-    assert told(QUEUE, standing(5) + good) == [
+    assert alerts_of(QUEUE, standing(5) + good) == [
         ("FIRING", "lag", "stopped", 30_000),
         ("RESOLVED", "lag", "stopped", 70_000),
     ]
@@ -77,7 +79,7 @@ def test_queue_without_progress_fires_once_and_is_resolved_after_two_ok_samples(
 
 def test_changed_verdict_resolves_one_alert_and_fires_another() -> None:
     reason = Signal("stuck_changed", 45_000, reason="NO_MEMBER", text="the group has no member")
-    assert told(QUEUE, [*standing(4), reason, *standing(1, 40_000)]) == [
+    assert alerts_of(QUEUE, [*standing(4), reason, *standing(1, 40_000)]) == [
         ("FIRING", "lag", "stopped", 30_000),
         ("RESOLVED", "lag", "stopped", 50_000),
         ("FIRING", "lag", "no_member", 50_000),
@@ -94,19 +96,19 @@ def test_alert_of_a_blocked_queue_describes_the_reason() -> None:
 
 
 def test_paused_group_raises_no_alert() -> None:
-    assert told(QUEUE, [Signal("stuck_changed", 1, reason="PAUSED"), *standing(9)]) == []
+    assert alerts_of(QUEUE, [Signal("stuck_changed", 1, reason="PAUSED"), *standing(9)]) == []
 
 
 def test_progress_that_goes_back_fires_unless_an_operator_reset_it() -> None:
     before, after = lag(10_000, 50, 60), lag(20_000, 10, 60)
-    assert told(QUEUE, [before, after]) == [("FIRING", "lag", "rewound", 20_000)]
-    assert told(QUEUE, [before, Signal("progress_reset", 15_000), after]) == []
+    assert alerts_of(QUEUE, [before, after]) == [("FIRING", "lag", "rewound", 20_000)]
+    assert alerts_of(QUEUE, [before, Signal("progress_reset", 15_000), after]) == []
 
 
 def test_repeated_or_late_sample_counts_once() -> None:
     first, second, third = standing(3)
-    assert told(QUEUE, [first, second, second, first]) == []
-    assert len(told(QUEUE, [first, second, second, third])) == 1
+    assert alerts_of(QUEUE, [first, second, second, first]) == []
+    assert len(alerts_of(QUEUE, [first, second, second, third])) == 1
 
 
 def test_queue_without_samples_is_resolved_and_forgotten() -> None:
@@ -121,8 +123,8 @@ def test_queue_without_samples_is_resolved_and_forgotten() -> None:
 
 def test_rebalances_fire_above_the_limit_and_are_resolved_as_they_leave_the_window() -> None:
     storm = [Signal("rebalanced", at) for at in (1_000, 5_000, 9_000)]
-    assert told(GROUP, storm[:2], 200_000) == []
-    assert told(GROUP, storm, 200_000) == [
+    assert alerts_of(GROUP, storm[:2], 200_000) == []
+    assert alerts_of(GROUP, storm, 200_000) == [
         ("FIRING", "rebalance_storm", "", 9_000),
         ("RESOLVED", "rebalance_storm", "", 32_000),
     ]
@@ -130,7 +132,7 @@ def test_rebalances_fire_above_the_limit_and_are_resolved_as_they_leave_the_wind
 
 def test_rebalance_in_several_events_counts_once() -> None:
     parts = [Signal("rebalanced", at, generation=at) for at in (1_000, 5_000) for _ in range(6)]
-    assert told(GROUP, parts, 200_000) == []
+    assert alerts_of(GROUP, parts, 200_000) == []
 
 
 def test_clock_subject_only_advances_the_time() -> None:
@@ -140,7 +142,7 @@ def test_clock_subject_only_advances_the_time() -> None:
 
 
 def test_one_takeover_fires() -> None:
-    assert told(GROUP, [Signal("lock_granted", 1_000)], 40_000) == [
+    assert alerts_of(GROUP, [Signal("lock_granted", 1_000)], 40_000) == [
         ("FIRING", "steals", "", 1_000),
         ("RESOLVED", "steals", "", 32_000),
     ]
@@ -148,14 +150,14 @@ def test_one_takeover_fires() -> None:
 
 def test_conflict_is_resolved_after_a_time_without_another() -> None:
     refused = [Signal("subscription_refused", at, client_id="c2") for at in (0, 15_000, 30_000)]
-    assert told(GROUP, refused, 60_000) == [
+    assert alerts_of(GROUP, refused, 60_000) == [
         ("FIRING", "subscription_conflict", "", 0),
         ("RESOLVED", "subscription_conflict", "", 50_000),
     ]
 
 
 def test_changed_subscription_is_a_conflict_only_with_differences() -> None:
-    assert told(GROUP, [Signal("subscription_changed", 0)], 99_000) == []
+    assert alerts_of(GROUP, [Signal("subscription_changed", 0)], 99_000) == []
     names = ("topic", "setting", "newcomer_value", "member_client_id", "member_value")
     text = json.dumps([dict(zip(names, ("orders", "expression", "eu", "c1", ""), strict=True))])
     (alert,) = AlertSubject(GROUP, BOOK).feed(
@@ -172,7 +174,7 @@ def test_expired_member_fires_until_it_rejoins() -> None:
         Signal("member_expired", 40_000, client_id="c1", silent_ms=30_000),
         Signal("member_seen", 55_000, client_id="c1"),
     ]
-    assert told(GROUP, signals, 900_000) == [
+    assert alerts_of(GROUP, signals, 900_000) == [
         ("FIRING", "silent_client", "c1", 40_000),
         ("RESOLVED", "silent_client", "c1", 55_000),
     ]
@@ -180,7 +182,7 @@ def test_expired_member_fires_until_it_rejoins() -> None:
 
 def test_expired_members_are_forgotten_after_a_time_and_bounded_in_number() -> None:
     gone = [Signal("member_expired", n, client_id=f"c{n}") for n in range(5)]
-    assert told(GROUP, gone, 900_000) == [
+    assert alerts_of(GROUP, gone, 900_000) == [
         ("FIRING", "silent_client", "c0", 0),
         ("FIRING", "silent_client", "c1", 1),
         ("RESOLVED", "silent_client", "c0", 100_000),
@@ -194,11 +196,11 @@ def test_slow_operation_fires_by_its_percentile_over_the_window() -> None:
 
     quick, slow = 64, 120  # 256 us and 32 ms
     signals = [took(1_000, quick, 995), took(2_000, slow, 5), took(3_000, slow, 20)]
-    assert told(APPENDS, signals, 90_000) == [
+    assert alerts_of(APPENDS, signals, 90_000) == [
         ("FIRING", "latency_APPEND_p99", "", 3_000),
         ("RESOLVED", "latency_APPEND_p99", "", 34_000),
     ]
-    assert told(APPENDS, [took(1_000, slow, 9)]) == []
+    assert alerts_of(APPENDS, [took(1_000, slow, 9)]) == []
 
 
 def test_disabled_rule_resolves_its_alerts() -> None:
@@ -238,14 +240,14 @@ def test_alerts_do_not_depend_on_the_grouping_of_signals_and_timers(
     whole = AlertSubject(GROUP, BOOK)
     expected = [*whole.feed(signals), *whole.advance(10**6)]
     subject = AlertSubject(GROUP, BOOK)
-    found: list[Alert] = []
+    alerts: list[Alert] = []
     for place, signal in enumerate(signals):
         for timer in sorted(at for at in timers if at < signal.unix_ms):
-            found += subject.advance(timer)
-        found += subject.feed([signal])
+            alerts += subject.advance(timer)
+        alerts += subject.feed([signal])
         if place in cuts:
             subject = AlertSubject(GROUP, BOOK, subject.stored)
-    found += subject.advance(10**6)
-    assert found == expected
-    ids = [(a.rule, a.change.detail, a.change.since_unix_ms, a.change.state) for a in found]
+    alerts += subject.advance(10**6)
+    assert alerts == expected
+    ids = [(a.rule, a.change.detail, a.change.since_unix_ms, a.change.state) for a in alerts]
     assert len(ids) == len(set(ids))

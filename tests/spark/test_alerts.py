@@ -1,7 +1,7 @@
 """Goal: events reach the evaluators of their subject, and alert changes reach the tables.
 
-Method: the stateful processor is driven without a session by Spark's tester, by signals and by
-watermarks; the DataFrames around it by events as services tell them.
+Method: Spark's tester drives the stateful processor without a session, with signals and with
+watermarks; the DataFrames around it get events as services publish them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def driver() -> TwsTester:
     return TwsTester(processor, timeMode="EventTime", eventTimeExtractor=lambda row: row.unix_ms)
 
 
-def names(found: Any) -> list[tuple[str, str, int]]:
-    return [(row.state, row.rule, row.unix_ms) for row in found]
+def names(rows: Any) -> list[tuple[str, str, int]]:
+    return [(row.state, row.rule, row.unix_ms) for row in rows]
 
 
 def test_signals_of_a_micro_batch_are_processed_in_time_order() -> None:
@@ -61,9 +61,9 @@ def test_signals_of_a_micro_batch_are_processed_in_time_order() -> None:
 
 def test_watermark_resolves_due_alerts_and_removes_the_state() -> None:
     driven = driver()
-    found = driven.test("group|g", [signal("lock_granted", 1_000)])
-    found += driven.test("group|g", [signal("subscription_refused", 5_000, client_id="c2")])
-    assert names(found) == [
+    rows = driven.test("group|g", [signal("lock_granted", 1_000)])
+    rows += driven.test("group|g", [signal("subscription_refused", 5_000, client_id="c2")])
+    assert names(rows) == [
         ("FIRING", "steals", 1_000),
         ("FIRING", "subscription_conflict", 5_000),
     ]
@@ -104,8 +104,10 @@ def test_events_become_signals_of_their_subjects(spark: SparkSession) -> None:
         event("latency", 6_000, operation=pull, us=sketch),
     ]  # fmt: skip
     events[5].subscription_refused.group = "g"
-    found = {(row.subject, row.kind): row for row in signals(rows(spark, events), BOOK).collect()}
-    assert sorted(found) == [
+    by_subject = {
+        (row.subject, row.kind): row for row in signals(rows(spark, events), BOOK).collect()
+    }
+    assert sorted(by_subject) == [
         ("group|g", "lock_granted"),
         ("group|g", "member_expired"),
         ("group|g", "subscription_refused"),
@@ -113,22 +115,22 @@ def test_events_become_signals_of_their_subjects(spark: SparkSession) -> None:
         (SUBJECT, "queue_lag"),
         (SUBJECT, "stuck_changed"),
     ]
-    lag = found[SUBJECT, "queue_lag"]
+    lag = by_subject[SUBJECT, "queue_lag"]
     assert (lag.unix_ms, lag.acked_beyond_count, lag.oldest_unacked_ms) == (NOON + 1_000, 2, 70)
-    assert found[SUBJECT, "stuck_changed"].text == "c1 has it"
-    assert '"setting": "expression"' in found["group|g", "subscription_refused"].text
-    assert found["group|g", "member_expired"].silent_ms == 31_000
-    assert found["latency|storage/broker-0|APPEND", "latency"].buckets == [1, 2]
+    assert by_subject[SUBJECT, "stuck_changed"].text == "c1 has it"
+    assert '"setting": "expression"' in by_subject["group|g", "subscription_refused"].text
+    assert by_subject["group|g", "member_expired"].silent_ms == 31_000
+    assert by_subject["latency|storage/broker-0|APPEND", "latency"].buckets == [1, 2]
 
 
 @pytest.mark.spark
 def test_events_published_late_keep_their_order_and_are_not_dropped(spark: SparkSession) -> None:
     happened = [-90_000, -30_000, -4_000, 0, 90_000]
-    told_late = rows(spark, [event("queue_lag", at, **QUEUE) for at in happened])
-    told_late = told_late.withColumn("store_time", F.timestamp_millis(F.lit(NOON)))
-    found = signals(told_late, BOOK).collect()
-    assert [row.unix_ms - NOON for row in found] == [-10_000, -10_000, -4_000, 0, 10_000]
-    assert {row["at"].microsecond for row in found} == {0}
+    late_events = rows(spark, [event("queue_lag", at, **QUEUE) for at in happened])
+    late_events = late_events.withColumn("store_time", F.timestamp_millis(F.lit(NOON)))
+    collected = signals(late_events, BOOK).collect()
+    assert [row.unix_ms - NOON for row in collected] == [-10_000, -10_000, -4_000, 0, 10_000]
+    assert {row["at"].microsecond for row in collected} == {0}
 
 
 @pytest.mark.spark

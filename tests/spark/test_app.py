@@ -1,8 +1,8 @@
 """Goal: a job's process runs its queries, reports them, and ends cleanly; the page documents it.
 
-Method: the real program beside the demo, on a real cluster; its Prometheus endpoint, and what a
-real Prometheus that scrapes it answers to the queries of its dashboard; SIGTERM; progress as Spark
-reports it; the page is compared with the code.
+Method: the real program beside the demo, on a real cluster: its metrics, the queries of its
+dashboard in a real Prometheus, and SIGTERM; progress as Spark reports it; the page is compared with
+the code.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def job(cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory) -> Jo
     log = folder / "log"
     with started(cluster.nameserver, folder) as running:
         until_now(lambda: "metrics served" in log.read_text(), 60)
-        found = re.search(r"metrics served port=(\d+)", log.read_text())
-        assert found
-        address = f"127.0.0.1:{found[1]}"
+        match = re.search(r"metrics served port=(\d+)", log.read_text())
+        assert match
+        address = f"127.0.0.1:{match[1]}"
 
         def every_query_has_a_second_batch() -> bool:
             assert running.poll() is None, log.read_text()

@@ -1,7 +1,7 @@
 """Goal: the verdict is "clean" only if the events are complete, and repeats are counted exactly.
 
-Method: what services would tell of a small history, decoded as Spark decodes it; then the same with
-something missing, doubled, or out of the range that is asked for.
+Method: the events of a small history, decoded as Spark decodes them; then the same history with
+missing events, repeated events, or events outside the requested range.
 """
 
 from __future__ import annotations
@@ -65,13 +65,15 @@ HISTORY = [
 
 
 def rows(spark: SparkSession, batches: Sequence[pb.MetricBatch]) -> DataFrame:
-    found = MetricMessages(
+    decoded = MetricMessages(
         QueueRef("BATON_SYS_METRICS", "broker-0", 0),
         [one.SerializeToString() for one in batches],
         np.arange(len(batches)),
         np.array([one.events[0].unix_ms for one in batches]),
     )
-    return spark.createDataFrame(pa.Table.from_batches([metric_rows(found, METRICS)]), METRICS_DDL)
+    return spark.createDataFrame(
+        pa.Table.from_batches([metric_rows(decoded, METRICS)]), METRICS_DDL
+    )
 
 
 def report(spark: SparkSession, batches: Sequence[pb.MetricBatch], scope: ReportScope) -> Report:
@@ -85,26 +87,26 @@ def at(second: int) -> datetime:
 def test_crash_is_found_and_repeated_batches_change_nothing(
     spark: SparkSession,
 ) -> None:
-    found = report(spark, [*HISTORY, HISTORY[3], HISTORY[0]], ReportScope())
-    assert (found.summary["verdict"], found.ok) == ("clean", True)
-    assert found.summary["counts"] == {"crash": 10}
-    assert found.summary["delivered_count"] == 210
-    (row,) = found.rows.collect()
+    audit = report(spark, [*HISTORY, HISTORY[3], HISTORY[0]], ReportScope())
+    assert (audit.summary["verdict"], audit.ok) == ("clean", True)
+    assert audit.summary["counts"] == {"crash": 10}
+    assert audit.summary["delivered_count"] == 210
+    (row,) = audit.rows.collect()
     assert (row.consumer_group, row.topic, row.queue_id) == ("g", "orders", 0)
     assert (row.first_offset, row.next_offset, row["count"]) == (90, 100, 10)
     assert (row.previous_client_id, row.previous_token) == ("c1", 1)
     assert (row.client_id, row.token, row.time) == ("c2", 2, at(41))
-    assert "graceful duplicates (bugs): 0" in found.lines
-    assert "explained duplicates: 10" in found.lines
+    assert "graceful duplicates (bugs): 0" in audit.lines
+    assert "explained duplicates: 10" in audit.lines
 
 
 def test_redelivery_of_acked_messages_is_a_bug(spark: SparkSession) -> None:
     again = batch([delivered(42, 3, 50, 60)], 4, STORAGE)
     granted = event("lock_granted", 41_500, **QUEUE, client_id="c3", token=3)
-    found = report(spark, [*HISTORY, again, batch([granted], 2, LOCKMGR)], ReportScope())
-    assert (found.summary["verdict"], found.ok) == ("duplicates", False)
-    assert found.summary["counts"] == {"acked": 10, "crash": 10}
-    assert "graceful duplicates (bugs): 10" in found.lines
+    audit = report(spark, [*HISTORY, again, batch([granted], 2, LOCKMGR)], ReportScope())
+    assert (audit.summary["verdict"], audit.ok) == ("duplicates", False)
+    assert audit.summary["counts"] == {"acked": 10, "crash": 10}
+    assert "graceful duplicates (bugs): 10" in audit.lines
 
 
 @pytest.mark.parametrize(
@@ -119,9 +121,9 @@ def test_redelivery_of_acked_messages_is_a_bug(spark: SparkSession) -> None:
 def test_missing_events_make_the_audit_incomplete(
     spark: SparkSession, batches: list[pb.MetricBatch], gap: str
 ) -> None:
-    found = report(spark, batches, ReportScope())
-    assert (found.summary["verdict"], found.ok) == ("incomplete", False)
-    assert gap in {one["what"] for one in found.summary["gaps"]}
+    audit = report(spark, batches, ReportScope())
+    assert (audit.summary["verdict"], audit.ok) == ("incomplete", False)
+    assert gap in {one["what"] for one in audit.summary["gaps"]}
 
 
 def test_dropped_events_and_restarts_of_a_source_are_gaps(
@@ -131,10 +133,10 @@ def test_dropped_events_and_restarts_of_a_source_are_gaps(
     dropping.dropped_count = 7
     anew = batch([committed(85, 2, 205, 210)], 2, OFFSETS)
     anew.incarnation_id = 9
-    found = report(spark, [*HISTORY, dropping, anew], ReportScope())
-    told = {(one["what"], one["place"], one["count"]) for one in found.summary["gaps"]}
-    assert told == {("dropped", STORAGE, 7), ("restarted", OFFSETS, 1), ("missing", OFFSETS, 1)}
-    begins = {one["what"]: (one["begin"], one["end"]) for one in found.summary["gaps"]}
+    audit = report(spark, [*HISTORY, dropping, anew], ReportScope())
+    gaps = {(one["what"], one["place"], one["count"]) for one in audit.summary["gaps"]}
+    assert gaps == {("dropped", STORAGE, 7), ("restarted", OFFSETS, 1), ("missing", OFFSETS, 1)}
+    begins = {one["what"]: (one["begin"], one["end"]) for one in audit.summary["gaps"]}
     assert begins["dropped"] == (at(75), at(80))
 
 
@@ -144,8 +146,8 @@ def test_storage_without_events_at_the_end_makes_the_audit_incomplete(spark: Spa
     place = {("silent", "storage/broker-1")}
 
     def gaps(scope: ReportScope, *more: pb.MetricBatch) -> set[tuple[str, str]]:
-        found = report(spark, [*HISTORY, *more], scope).summary["gaps"]
-        return {(one["what"], one["place"]) for one in found}
+        gap_rows = report(spark, [*HISTORY, *more], scope).summary["gaps"]
+        return {(one["what"], one["place"]) for one in gap_rows}
 
     assert gaps(ReportScope(), other) == place
     assert gaps(ReportScope(), other, later) == set()
@@ -156,8 +158,8 @@ def test_storage_without_events_at_the_end_makes_the_audit_incomplete(spark: Spa
 
 
 def test_audit_without_events_is_empty_not_clean(spark: SparkSession) -> None:
-    found = report(spark, HISTORY, ReportScope(group="nobody"))
-    assert (found.summary["verdict"], found.ok) == ("empty", False)
+    audit = report(spark, HISTORY, ReportScope(group="unknown"))
+    assert (audit.summary["verdict"], audit.ok) == ("empty", False)
 
 
 def test_scope_bounds_the_repeats_and_not_their_causes(

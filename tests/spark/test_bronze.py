@@ -37,15 +37,15 @@ def stored(*batches: pb.MetricBatch) -> list[dict[str, object]]:
 
 
 def opened(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    found = list(events_of(iter([pa.RecordBatch.from_pylist(rows, MESSAGES)])))
-    assert all(part.schema.equals(DATED) for part in found)
-    return [row for part in found for row in part.to_pylist()]
+    batches = list(events_of(iter([pa.RecordBatch.from_pylist(rows, MESSAGES)])))
+    assert all(part.schema.equals(DATED) for part in batches)
+    return [row for part in batches for row in part.to_pylist()]
 
 
 def named(rows: list[dict[str, object]]) -> list[tuple[str, int]]:
-    (found,) = with_names(iter([pa.RecordBatch.from_pylist(rows, MESSAGES)]))
-    assert found.schema.names[:-2] == MESSAGES.names
-    return list(zip(*(found[name].to_pylist() for name in ("producer_id", "seq")), strict=True))
+    (batch,) = with_names(iter([pa.RecordBatch.from_pylist(rows, MESSAGES)]))
+    assert batch.schema.names[:-2] == MESSAGES.names
+    return list(zip(*(batch[name].to_pylist() for name in ("producer_id", "seq")), strict=True))
 
 
 def test_batch_is_identified_by_source_incarnation_and_number() -> None:

@@ -1,8 +1,8 @@
 """Goal: Spark's copy of a topic has each message once, despite failures.
 
-Method: real processes. A query is killed with everything it started, at moments at which a
-micro-batch is begun and not committed; storage nodes are killed under a query; retention removes
-what a query has not read. Then counts have to be exact.
+Method: real processes. A query is killed with all its processes while a micro-batch has begun and
+is not committed; storage nodes are killed under a query; retention removes messages that a query
+has not read. Then all counts must be exact.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from batonspark.sink_delta import read_delta
 from tests.e2e.leadership import in_sync
 from tests.spark.metric_events import batch, event
 from tests.spark.running_cluster import RunningCluster
-from tests.spark.stream_queries import Query, committed, drain, is_between, started
+from tests.spark.stream_queries import Query, committed, drain, is_in_micro_batch, started
 from tests.support.conditions import until
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
 SENT, REPEATED = 1_500, 100
 WAIT_S = 300
-"""Bounds that only a machine that is far too busy comes near to."""
+"""Timeout that only a very busy machine comes near to."""
 STOPPED = {"T", "Z", "X"}
-"""States of threads that do nothing."""
+"""States of threads that do not run."""
 
 
 def bodies(begin: int, end: int) -> list[Message]:
@@ -49,13 +49,13 @@ def bodies(begin: int, end: int) -> list[Message]:
 
 @contextmanager
 def child(queries: Sequence[Query], log: Path) -> Iterator[Child]:
-    """Queries in a process of their own, which is killed at the end if not before."""
-    with log.open("ab") as said:
+    """Run queries in another process; kill it at the end."""
+    with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.spark.stream_child", json.dumps(queries)],
             start_new_session=True,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
         )
     running = Child(process, log)
     try:
@@ -65,7 +65,7 @@ def child(queries: Sequence[Query], log: Path) -> Iterator[Child]:
 
 
 class Child:
-    """A process with everything it started."""
+    """A process with all processes that it started."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self._process, self._log = process, log
@@ -78,7 +78,7 @@ class Child:
         os.killpg(self._process.pid, number)
 
     def freeze(self) -> None:
-        """Stop it, and return when no thread of it does anything any more."""
+        """Pause it; return when none of its threads runs any more."""
         self.send(signal.SIGSTOP)
         while not set(thread_states(self._process.pid)) <= STOPPED:
             os.sched_yield()
@@ -90,7 +90,7 @@ class Child:
 
 
 def thread_states(group: int) -> Iterator[str]:
-    """One letter for each thread of the processes of a group; see proc(5)."""
+    """Return one letter for each thread of the processes of a group; see proc(5)."""
     for stat in Path("/proc").glob("[0-9]*/task/*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
@@ -99,7 +99,7 @@ def thread_states(group: int) -> Iterator[str]:
 
 
 async def leader(cluster: RunningCluster) -> str:
-    """Name of the storage process that leads."""
+    """Return the name of the storage process that leads."""
     async with Admin(cluster.nameserver) as admin:
         nodes = (await admin.cluster()).nodes
     (leading,) = [node.address for node in nodes if node.service == "storage" and node.leader]
@@ -113,8 +113,8 @@ async def has_a_follower(cluster: RunningCluster) -> None:
         await in_sync(admin, "storage", "broker-0")
 
 
-def told(begin: int, end: int) -> list[Message]:
-    """Batches of events as services send them, two events each."""
+def event_batches(begin: int, end: int) -> list[Message]:
+    """Return batches of two events each, as services send them."""
     return [
         Message(batch([event("member_seen", n)] * 2, n + 1).SerializeToString())
         for n in range(begin, end)
@@ -125,8 +125,8 @@ def test_tables_and_topics_have_every_message_once_after_a_kill_within_a_micro_b
     spark: SparkSession, cluster: RunningCluster, tmp_path: Path
 ) -> None:
     source, target = cluster.create("killed", 4), cluster.create("copied", 3)
-    cluster.send(source, told(0, SENT))
-    cluster.send(source, told(0, REPEATED))
+    cluster.send(source, event_batches(0, SENT))
+    cluster.send(source, event_batches(0, REPEATED))
     options = cluster.options(source, maxRowsPerTrigger=150)
     queries: list[Query] = [
         {
@@ -150,18 +150,18 @@ def test_tables_and_topics_have_every_message_once_after_a_kill_within_a_micro_b
     with child(queries, tmp_path / "child.log") as running:
 
         def are_hit() -> bool:
-            if not all(committed(query) >= 2 and is_between(query) for query in queries):
+            if not all(committed(query) >= 2 and is_in_micro_batch(query) for query in queries):
                 running.check()
                 return False
             running.freeze()
-            if all(is_between(query) for query in queries):
+            if all(is_in_micro_batch(query) for query in queries):
                 return True
             running.send(signal.SIGCONT)
             return False
 
         cluster.call(until(are_hit, timeout_s=WAIT_S))
         running.kill()
-    assert all(is_between(query) for query in queries)
+    assert all(is_in_micro_batch(query) for query in queries)
     for query in queries:
         query["source"] = cluster.options(source, maxRowsPerTrigger=1_000)
         drain(spark, query)
@@ -169,7 +169,7 @@ def test_tables_and_topics_have_every_message_once_after_a_kill_within_a_micro_b
     assert table.count() == 2 * SENT
     assert table.select("seq", "event_index").distinct().count() == 2 * SENT
     copied = spark.read.format("baton").options(**cluster.options(target)).load()
-    sent = [message.body for message in [*told(0, SENT), *told(0, REPEATED)]]
+    sent = [message.body for message in [*event_batches(0, SENT), *event_batches(0, REPEATED)]]
     assert sorted(bytes(row.body) for row in copied.collect()) == sorted(sent)
 
 
@@ -187,7 +187,7 @@ def test_stream_continues_after_its_broker_restarts(spark: SparkSession, tmp_pat
             },
         }
         query = started(spark, given, processingTime="0 seconds")
-        cluster.call(until(lambda: is_between(given), timeout_s=WAIT_S))
+        cluster.call(until(lambda: is_in_micro_batch(given), timeout_s=WAIT_S))
         cluster.call(cluster.processes.kill("storage"))
         cluster.call(cluster.processes.serving("storage"))
         cluster.call(until(lambda: committed(given) >= 3, timeout_s=WAIT_S))
@@ -201,8 +201,8 @@ def test_stream_continues_after_its_broker_restarts(spark: SparkSession, tmp_pat
 
 
 def test_reads_continue_on_a_new_leader_or_follower(spark: SparkSession, tmp_path: Path) -> None:
-    """Followers are read from; and when the leader dies, so is the one that follows it."""
-    # A follower that Spark has starved for seconds would leave the in-sync set and never lead.
+    """Reads go to followers, and after the death of the leader to the next leader."""
+    # Otherwise a follower without CPU time for seconds would leave the in-sync set and never lead.
     slow = {"replica_lag_ms_max": 30_000}
     with RunningCluster(tmp_path / "cluster", storage_replicas=2, storage=slow) as cluster:
         topic = cluster.create("replicated", 2)
@@ -238,8 +238,8 @@ def test_messages_removed_before_reading_are_an_error_or_a_counted_loss(
         cluster.send(topic, bodies(0, 100), small, queue=queue)
         drain(spark, given)
         sent = 100
-        with ClusterClient(ConnectionOptions(cluster.nameserver)) as asked:
-            while (first := asked.extents(topic)[queue].first_offset) <= 100:
+        with ClusterClient(ConnectionOptions(cluster.nameserver)) as client:
+            while (first := client.extents(topic)[queue].first_offset) <= 100:
                 more = [Message(str(n).encode() + b" " * 500) for n in range(sent, sent + 500)]
                 cluster.send(topic, more, small, queue=queue)
                 sent += 500

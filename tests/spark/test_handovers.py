@@ -1,7 +1,7 @@
 """Goal: a hand-over is one row with its phases, and the page shows them without other files.
 
-Method: events as services tell them, decoded as Spark decodes them; the page is opened in Chromium
-where there is one, and looked at by a parser where not.
+Method: events as services publish them, decoded as Spark decodes them; a parser reads the page, and
+Chromium opens it if it is installed.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ EVENTS = [
 
 @pytest.mark.spark
 def test_hand_over_has_its_phases_its_first_pull_and_its_outliers(spark: SparkSession) -> None:
-    found = handovers(rows(spark, EVENTS), ReportScope()).orderBy("token").collect()
-    told = [(one.token, one.drain_ms, one.total_ms, one.first_pull_ms) for one in found]
-    assert told == [(2, 20, 35, 700), (3, 30, 45, None), (5, 25_000, 25_015, None)]
-    assert [(found[0].previous_client_id, found[0].manner)] == [("c1", "GRACEFUL")]
+    rows_by_token = handovers(rows(spark, EVENTS), ReportScope()).orderBy("token").collect()
+    values = [(one.token, one.drain_ms, one.total_ms, one.first_pull_ms) for one in rows_by_token]
+    assert values == [(2, 20, 35, 700), (3, 30, 45, None), (5, 25_000, 25_015, None)]
+    assert [(rows_by_token[0].previous_client_id, rows_by_token[0].manner)] == [("c1", "GRACEFUL")]
     many = [*EVENTS, *(handed(20_000 + token, token, 20) for token in range(6, 30))]
     marked = handovers(rows(spark, many), ReportScope()).where("outlier").collect()
     assert [one.token for one in marked] == [5]
@@ -72,8 +72,8 @@ def test_hand_over_has_its_phases_its_first_pull_and_its_outliers(spark: SparkSe
 
 @pytest.mark.spark
 def test_ownership_ends_with_a_release_or_a_takeover(spark: SparkSession) -> None:
-    found = owners(rows(spark, EVENTS), ReportScope()).orderBy("token").collect()
-    assert [(one.client_id, one.begin, one.end) for one in found] == [
+    ownerships = owners(rows(spark, EVENTS), ReportScope()).orderBy("token").collect()
+    assert [(one.client_id, one.begin, one.end) for one in ownerships] == [
         ("c1", at(0.5), at(4.9)),
         ("c2", at(5), at(9)),
         ("c3", at(9), at(12)),
@@ -84,20 +84,23 @@ def test_ownership_ends_with_a_release_or_a_takeover(spark: SparkSession) -> Non
 
 @pytest.mark.spark
 def test_report_has_percentiles_of_each_phase_and_a_page(spark: SparkSession) -> None:
-    found = report(rows(spark, EVENTS), ReportScope())
-    assert (found.summary["count"], found.summary["manners"]) == (3, {"GRACEFUL": 3})
-    phases = {one["phase"]: one for one in found.summary["phases"]}
+    hand_over_report = report(rows(spark, EVENTS), ReportScope())
+    assert (hand_over_report.summary["count"], hand_over_report.summary["manners"]) == (
+        3,
+        {"GRACEFUL": 3},
+    )
+    phases = {one["phase"]: one for one in hand_over_report.summary["phases"]}
     assert (phases["drain"]["p50"], phases["drain"]["max"]) == (30, 25_000)
     assert (phases["first_pull"]["count"], phases["first_pull"]["p99"]) == (1, 700)
-    assert found.lines[0] == "hand-overs: 3, 0 of them outliers"
-    assert "<svg" in found.page
+    assert hand_over_report.lines[0] == "hand-overs: 3, 0 of them outliers"
+    assert "<svg" in hand_over_report.page
     empty = report(rows(spark, EVENTS[:2]), ReportScope())
     assert empty.summary["count"] == 0
     assert "no hand-over in this time" in empty.page
 
 
 def many(count: int) -> str:
-    """A page of hand-overs of all kinds."""
+    """Return a page with hand-overs of all kinds."""
     hand_overs, spans = [], []
     for number in range(count):
         queue = dict(consumer_group="g<1>", topic="orders", broker="b", queue_id=number % 8)
@@ -130,7 +133,7 @@ def many(count: int) -> str:
 
 
 class Seen(HTMLParser):
-    """Tags that are open at the end, and addresses that something is loaded from."""
+    """A parser that collects unclosed tags and the addresses that the page loads from."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -36,8 +36,8 @@ def test_java_of_the_wheel_is_used_without_another_and_accepts_the_flags_of_spar
     assert Path(home).is_relative_to(tmp_path)
     java = Path(home) / "bin" / "java"
     command = [str(java), FLAG, "-Xmx64m", "-version"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "25" in told.stderr
+    printed = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "25" in printed.stderr
     assert ensure_java(env={"PATH": "", "XDG_CACHE_HOME": str(tmp_path)}) == home
 
 

@@ -1,6 +1,6 @@
 """Goal: every event of the metrics streams becomes one row, even events of an unknown kind.
 
-Method: an event of every kind of the contract, with every field set; and batches with holes. No
+Method: an event of every kind of the contract, with every field set; and invalid batches. No
 Spark.
 """
 
@@ -26,7 +26,7 @@ QUEUE = QueueRef("BATON_SYS_METRICS", "broker-0", 1)
 
 
 def fill(message: Message, number: int) -> None:
-    """Give every field a value, all of them different where they can be."""
+    """Set every field; all values differ where the type allows it."""
     fields: list[Any] = list(message.DESCRIPTOR.fields)
     for at, field in enumerate(fields, start=number):
         repeated = field.is_repeated
@@ -59,12 +59,12 @@ def event(kind: str, unix_ms: int = 1_700_000_000_123) -> MetricEvent:
 
 def rows_of(*batches: bytes) -> list[dict[str, object]]:
     count = len(batches)
-    found = metric_rows(
+    row_batches = metric_rows(
         MetricMessages(QUEUE, batches, np.arange(count) + 100, np.full(count, 1_700_000_001_000)),
         METRICS,
     )
-    found.validate(full=True)
-    rows: list[dict[str, object]] = found.to_pylist()
+    row_batches.validate(full=True)
+    rows: list[dict[str, object]] = row_batches.to_pylist()
     return sorted(rows, key=lambda row: (row["sys_offset"], row["event_index"]))
 
 
@@ -115,7 +115,7 @@ def test_rows_of_a_batch_are_its_events_in_order() -> None:
 
 @pytest.mark.parametrize("kind", KNOWN)
 def test_many_events_of_a_kind_are_decoded_as_few_are(kind: str) -> None:
-    """Beyond some number they are read with numpy: also where fields are absent."""
+    """Above a limit they are decoded with numpy, also if fields are absent."""
     events = []
     for number in range(FEW + 50):
         made = event(kind, 1_700_000_000_000 + number)
@@ -128,22 +128,22 @@ def test_many_events_of_a_kind_are_decoded_as_few_are(kind: str) -> None:
                 inner.ClearField(field.name)
         inner.SetInParent()
         events.append(made)
-    found = encoded_rows([each.SerializeToString() for each in events])
+    decoded = encoded_rows([each.SerializeToString() for each in events])
     expected = event_rows(events)
-    found.rows.validate(full=True)
+    decoded.rows.validate(full=True)
 
     def in_order(rows: EventRows) -> list[dict[str, object]]:
         ordered: list[dict[str, object]] = rows.rows.take(np.argsort(rows.places)).to_pylist()
         return ordered
 
-    assert in_order(found) == in_order(expected)
+    assert in_order(decoded) == in_order(expected)
 
 
 def test_invalid_event_does_not_affect_others() -> None:
     events = [event("appended").SerializeToString() for _ in range(FEW + 50)]
     events[7] = b"\x52\xff"
-    found = encoded_rows(events)
-    kinds = dict(zip(found.places.tolist(), found.rows.column("kind").to_pylist(), strict=True))
+    decoded = encoded_rows(events)
+    kinds = dict(zip(decoded.places.tolist(), decoded.rows.column("kind").to_pylist(), strict=True))
     assert kinds.pop(7) == "unreadable"
     assert len(kinds) == FEW + 49
     assert set(kinds.values()) == {"appended"}

@@ -17,12 +17,12 @@ LEAST = {"nameserver": "ns:9876", "topic": "orders"}
 
 
 def test_defaults() -> None:
-    found = read_options(LEAST)
-    assert (found.topic, found.view) == ("orders", "messages")
-    assert (found.starting, found.ending) == ("earliest", "latest")
-    assert (found.rows_max, found.fail_on_data_loss, found.followers) == (0, True, False)
-    assert found.connection.security is None
-    assert pickle.loads(pickle.dumps(found)) == found
+    options = read_options(LEAST)
+    assert (options.topic, options.view) == ("orders", "messages")
+    assert (options.starting, options.ending) == ("earliest", "latest")
+    assert (options.rows_max, options.fail_on_data_loss, options.followers) == (0, True, False)
+    assert options.connection.security is None
+    assert pickle.loads(pickle.dumps(options)) == options
 
 
 def test_option_names_are_not_case_sensitive() -> None:
@@ -80,7 +80,7 @@ def test_tls_is_enabled_if_a_tls_file_is_given() -> None:
 
 
 def test_write_options_are_parsed() -> None:
-    found = write_options(LEAST | {"writeId": "nightly", "order": "content", "queryName": "q"})
-    assert (found.topic, found.write_id, found.sorted) == ("orders", "nightly", True)
+    options = write_options(LEAST | {"writeId": "nightly", "order": "content", "queryName": "q"})
+    assert (options.topic, options.write_id, options.sorted) == ("orders", "nightly", True)
     with pytest.raises(BadOption, match="unknown option startingoffsets"):
         write_options(LEAST | {"startingOffsets": "latest"})

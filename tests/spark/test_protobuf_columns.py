@@ -75,7 +75,7 @@ def test_nested_messages_are_decoded(names: list[str]) -> None:
 
 @given(st.binary(max_size=40), st.binary(max_size=40))
 def test_arbitrary_bytes_are_decoded_as_protobuf_decodes_them(first: bytes, second: bytes) -> None:
-    """Where this module reads at all, and there are no unknown fields to tell them apart."""
+    """Only where this module decodes at all, and without unknown fields."""
     try:
         fields = Messages.of([first, second]).fields()
     except MalformedProtobuf:

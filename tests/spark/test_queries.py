@@ -1,7 +1,7 @@
 """Goal: published events are in the tables once, are added up, and raise their alerts.
 
-Method: a real cluster, batches sent to its topic of metrics besides its own, some of them twice;
-the queries run until they have done what is there, are started again, and lose their checkpoints.
+Method: a real cluster, whose metrics topic gets further batches, some of them twice; the queries
+run until they have read everything, are restarted, and lose their checkpoints.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ def table(context: QueryContext, which: Table) -> DataFrame:
 
 
 def ours(context: QueryContext) -> DataFrame:
-    """What bronze has of this test."""
+    """Return the rows of bronze from this test."""
     return table(context, BRONZE).where(F.col("source") == SOURCE)
 
 
 def ours_of(context: QueryContext, which: Table) -> DataFrame:
-    """What a table has of the group of this test."""
+    """Return the rows of a table for the group of this test."""
     return table(context, which).where(F.col("consumer_group") == GROUP)
 
 
 def now(events: list[pb.MetricEvent]) -> list[pb.MetricEvent]:
-    """The events, moved from noon to the present."""
+    """Return the events, moved from noon to the present."""
     shift = Clock().unix_ms() - NOON
     for one in events:
         one.unix_ms += shift
@@ -68,7 +68,7 @@ def now(events: list[pb.MetricEvent]) -> list[pb.MetricEvent]:
 
 
 def send(cluster: RunningCluster, *batches: pb.MetricBatch) -> None:
-    """Store batches in one queue, in order, as a source does."""
+    """Store batches in one queue, in order, as a service does."""
 
     async def store() -> None:
         async with Producer(cluster.nameserver) as producer:
@@ -85,7 +85,7 @@ def lag(at_ms: int, committed: int, next_offset: int = 100) -> pb.MetricEvent:
 
 
 async def _has_topics(nameserver: str) -> bool:
-    """Whether the nameserver has made the topics of the system."""
+    """Return whether the nameserver has created the system topics."""
     async with Admin(nameserver) as admin:
         names = {topic.name for topic in await admin.list_topics()}
         return {"BATON_SYS_METRICS", "BATON_SYS_ALERTS"} <= names
@@ -95,7 +95,7 @@ async def _has_topics(nameserver: str) -> bool:
 def done(
     spark: SparkSession, cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> QueryContext:
-    """A queue stalls and recovers; the batches with these events are stored twice."""
+    """Store the events of a queue that stalls and recovers, each batch twice; run the queries."""
     until_now(lambda: cluster.call(_has_topics(cluster.nameserver)), 60)
     folder = tmp_path_factory.mktemp("jobs")
     rules = folder / "rules.yaml"
@@ -122,7 +122,7 @@ def done(
 
 @pytest.fixture
 def copied(done: QueryContext, tmp_path: Path) -> QueryContext:
-    """A copy of the tables and checkpoints."""
+    """Return a copy of the tables and checkpoints."""
     shutil.copytree(done.settings.data_dir, tmp_path / "data")
     settings = done.settings.model_copy(update={"data_dir": str(tmp_path / "data")})
     return QueryContext(done.session, settings, AlertGauges(CollectorRegistry()))
@@ -134,7 +134,7 @@ def test_events_are_kept_once(done: QueryContext) -> None:
     expected = [(seq, index) for seq, size in sizes.items() for index in range(size)]
     assert [(row.seq, row.event_index) for row in rows] == expected
     sources = table(done, BRONZE).select("source").distinct().collect()
-    assert len(sources) > 1, "the cluster tells of itself, too"
+    assert len(sources) > 1, "the events of the cluster itself are missing"
 
 
 def test_windows_are_those_of_all_events(done: QueryContext) -> None:
@@ -153,8 +153,10 @@ def test_alerts_reach_the_table_and_the_topic_once(
     ]
     sent = done.session.read.format("baton").options(**cluster.options("BATON_SYS_ALERTS")).load()
     bodies = [json.loads(row.body) for row in sent.orderBy("offset").collect()]
-    told = [(each["alert_id"], each["state"]) for each in bodies if GROUP in each["alert_id"]]
-    assert told[:3] == [(row.alert_id, row.state) for row in alerts]
+    alert_states = [
+        (each["alert_id"], each["state"]) for each in bodies if GROUP in each["alert_id"]
+    ]
+    assert alert_states[:3] == [(row.alert_id, row.state) for row in alerts]
 
 
 def test_alerts_of_a_repeated_micro_batch_are_written_once(

@@ -36,15 +36,15 @@ QUEUE = QueueRef("orders", "broker-0", 3)
 def test_micro_batch_advances_every_queue_and_never_goes_back(
     begin: dict[str, int], end: dict[str, int], rows_max: int
 ) -> None:
-    found = batch_end(begin, end, rows_max)
-    assert found.keys() == begin.keys() | end.keys()
-    for key, offset in found.items():
+    batch_offsets = batch_end(begin, end, rows_max)
+    assert batch_offsets.keys() == begin.keys() | end.keys()
+    for key, offset in batch_offsets.items():
         first = begin.get(key, 0)
         assert first <= offset <= max(first, end.get(key, 0))
         assert offset > first or end.get(key, 0) <= first
     if rows_max:
-        rows = sum(offset - begin.get(key, 0) for key, offset in found.items())
-        assert rows <= max(rows_max, len(found))
+        rows = sum(offset - begin.get(key, 0) for key, offset in batch_offsets.items())
+        assert rows <= max(rows_max, len(batch_offsets))
 
 
 def test_micro_batch_without_a_limit_has_all_messages() -> None:
@@ -58,7 +58,7 @@ def test_offsets_are_sorted_and_name_their_queues() -> None:
 
 
 class _Cut(QueueStreamReader):
-    """As if a queue had lost messages that were read already."""
+    """A reader of a queue that has lost messages that were read already."""
 
     def _ends(self) -> dict[str, int]:
         return {"a/0": 40, "a/1": 9, "topic_id": 1}

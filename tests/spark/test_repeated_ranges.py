@@ -30,9 +30,9 @@ B = DeliveryEvent(60_000, 2, "b", 4, 12)
 
 
 def causes(*deliveries: DeliveryEvent, **history: object) -> dict[str, tuple[int, int]]:
-    found = list(repeated_ranges(QueueHistory(deliveries, **history)))  # type: ignore[arg-type]
-    assert len({one.cause for one in found}) == len(found)
-    return {str(one.cause): (one.first_offset, one.next_offset) for one in found}
+    ranges = list(repeated_ranges(QueueHistory(deliveries, **history)))  # type: ignore[arg-type]
+    assert len({one.cause for one in ranges}) == len(ranges)
+    return {str(one.cause): (one.first_offset, one.next_offset) for one in ranges}
 
 
 def passed(manner: str, *, stolen: bool = False) -> list[OwnerChange]:
@@ -99,8 +99,8 @@ def test_redelivery_mark_after_a_graceful_hand_over_is_a_bug_without_a_known_fir
 def test_redelivered_acked_message_is_a_bug_for_every_manner() -> None:
     commits = [CommitEvent(49_000, 1, 7, 10)]
     for manner, cause in {"GRACEFUL": "returned", "LEASE_EXPIRED": "crash"}.items():
-        found = causes(A, B, passings=passed(manner), commits=commits)
-        assert found == {"acked": (4, 7), cause: (7, 10)}
+        causes_found = causes(A, B, passings=passed(manner), commits=commits)
+        assert causes_found == {"acked": (4, 7), cause: (7, 10)}
 
 
 def test_delivered_acked_message_is_a_bug_without_a_known_first_delivery() -> None:
@@ -114,8 +114,8 @@ def test_reset_explains_repeats_behind_its_target() -> None:
     commits = [CommitEvent(49_000, 1, 10, 10)]
     resets = [ResetEvent(55_000, 6, "joe", "test")]
     passings = passed("UNFINISHED")
-    found = causes(A, B, passings=passings, commits=commits, resets=resets)
-    assert found == {"reset": (6, 10), "acked": (4, 6)}
+    causes_found = causes(A, B, passings=passings, commits=commits, resets=resets)
+    assert causes_found == {"reset": (6, 10), "acked": (4, 6)}
     late = [ResetEvent(90_000, 0)]
     assert causes(A, B, passings=passings, commits=commits, resets=late) == {"acked": (4, 10)}
 
@@ -130,9 +130,9 @@ def test_repeats_of_a_queue_without_owner_are_unowned() -> None:
 
 
 def test_first_delivery_in_a_retry_topic_is_a_retry_and_the_next_a_repeat() -> None:
-    found = list(repeated_ranges(QueueHistory([A, B], passed("LEASE_EXPIRED"), is_retry=True)))
+    ranges = list(repeated_ranges(QueueHistory([A, B], passed("LEASE_EXPIRED"), is_retry=True)))
     counts: Counter[str] = Counter()
-    for one in found:
+    for one in ranges:
         counts[one.cause] += one.count
     assert counts == {"retry": 12, "crash": 6}
 
@@ -145,8 +145,8 @@ def test_filtered_offsets_are_not_repeats() -> None:
     one = DeliveryEvent(1_000, 1, "a", 0, 10, runs=[2, 3, 1, 2, 2])
     assert list(one.islands()) == [(2, 5), (6, 8)]
     other = DeliveryEvent(60_000, 2, "b", 0, 10, runs=[4, 3, 3])
-    found = list(repeated_ranges(QueueHistory([one, other], passed("LEASE_EXPIRED"))))
-    assert [(r.first_offset, r.next_offset) for r in found] == [(4, 5), (6, 7)]
+    ranges = list(repeated_ranges(QueueHistory([one, other], passed("LEASE_EXPIRED"))))
+    assert [(r.first_offset, r.next_offset) for r in ranges] == [(4, 5), (6, 7)]
 
 
 def test_progress_without_deliveries_is_uncovered() -> None:
@@ -178,8 +178,8 @@ def test_latest_progress_may_be_ahead_of_the_delivery_events() -> None:
 
 @st.composite
 def deliveries(draw: st.DrawFn) -> list[DeliveryEvent]:
-    """In the order of their tokens, and of time."""
-    found, token = [], 1
+    """Draw deliveries in the order of their tokens and of time."""
+    drawn, token = [], 1
     for place in range(draw(st.integers(0, 12))):
         token += draw(st.integers(0, 1))
         first, size = draw(st.integers(0, 30)), draw(st.integers(1, 15))
@@ -187,8 +187,8 @@ def deliveries(draw: st.DrawFn) -> list[DeliveryEvent]:
         if draw(st.booleans()):
             kept = draw(st.lists(st.booleans(), min_size=size, max_size=size))
             runs = _runs(kept)
-        found.append(DeliveryEvent(place * 10_000, token, f"c{token}", first, first + size, runs))
-    return found
+        drawn.append(DeliveryEvent(place * 10_000, token, f"c{token}", first, first + size, runs))
+    return drawn
 
 
 def _runs(kept: list[bool]) -> list[int]:
@@ -215,14 +215,14 @@ def test_ranges_give_the_same_repeats_as_single_messages(history: list[DeliveryE
                     expected[offset, last[offset].token, delivery.token] += 1
                 last[offset] = delivery
     passings = [OwnerChange(0, token, f"c{token}", stolen=True) for token in range(1, 15)]
-    found: Counter[tuple[int, int, int]] = Counter()
+    counts: Counter[tuple[int, int, int]] = Counter()
     for one in repeated_ranges(QueueHistory(history, passings)):
         assert one.cause == (
             RepeatCause.REPEATED if one.previous_token == one.token else RepeatCause.CRASH
         )
         for offset in range(one.first_offset, one.next_offset):
-            found[offset, one.previous_token, one.token] += 1
-    assert found == expected
+            counts[offset, one.previous_token, one.token] += 1
+    assert counts == expected
 
 
 @settings(deadline=None)
@@ -240,13 +240,13 @@ def test_redelivered_acked_messages_are_always_found(
                 if any(before <= t < delivery.token and offset < c for t, c in acks):
                     expected.append((offset, offset + 1))
                 last[offset] = delivery.token
-    told = [
+    bugs = [
         one
         for one in repeated_ranges(QueueHistory(history, (), commits))
         if one.cause is RepeatCause.ACKED
     ]
-    assert normalize([(one.first_offset, one.next_offset) for one in told]) == normalize(expected)
-    assert sum(one.count for one in told) == len(expected)
+    assert normalize([(one.first_offset, one.next_offset) for one in bugs]) == normalize(expected)
+    assert sum(one.count for one in bugs) == len(expected)
 
 
 def test_reference_page_describes_every_cause() -> None:

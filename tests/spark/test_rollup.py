@@ -1,8 +1,8 @@
 """Goal: windows have the measures of their events, in any order and grouping of the events.
 
-Method: events as services tell them, decoded as Spark decodes them. Values are compared with those
-counted by hand; random splits, and micro-batches that come twice or late, with the result over all
-events at once.
+Method: events as services publish them, decoded as Spark decodes them. Values are compared with
+values counted by hand; random splits, and repeated or late micro-batches, are compared with the
+result over all events at once.
 """
 
 from __future__ import annotations
@@ -71,21 +71,25 @@ EVENTS = [
 
 
 @pytest.fixture(scope="module")
-def told(spark: SparkSession) -> list[dict[str, object]]:
+def windows(spark: SparkSession) -> list[dict[str, object]]:
     return [row.asDict() for row in rollup.rollup(rows(spark, EVENTS)).collect()]
 
 
-def find(told: list[dict[str, object]], **wanted: object) -> dict[str, object]:
-    (found,) = [row for row in told if all(row[name] == value for name, value in wanted.items())]
-    return found
+def find(windows: list[dict[str, object]], **wanted: object) -> dict[str, object]:
+    (row,) = [row for row in windows if all(row[name] == value for name, value in wanted.items())]
+    return row
 
 
 def has(row: dict[str, object], **wanted: object) -> bool:
     return {name: row[name] for name in wanted} == wanted
 
 
-def test_window_of_ten_seconds_has_the_measures_of_a_queue(told: list[dict[str, object]]) -> None:
-    row = find(told, level="queue", window_s=10, window_start=at(0), consumer_group="g", queue_id=0)
+def test_window_of_ten_seconds_has_the_measures_of_a_queue(
+    windows: list[dict[str, object]],
+) -> None:
+    row = find(
+        windows, level="queue", window_s=10, window_start=at(0), consumer_group="g", queue_id=0
+    )
     assert has(row, delivered_count=50, delivered_rate=5.0, redelivery_ratio=0.1, filtered_count=3)
     assert has(row, lag=50, lag_max=85, lag_ms=None, lag_ms_max=1_500, in_flight=0)
     assert has(row, lock_grant_count=2, steal_count=1, lock_denial_count=5)
@@ -93,28 +97,32 @@ def test_window_of_ten_seconds_has_the_measures_of_a_queue(told: list[dict[str, 
     assert has(row, hand_over_count=1, hand_over_p50_ms=33, hand_over_p99_ms=33)
 
 
-def test_events_without_a_group_belong_to_the_queue(told: list[dict[str, object]]) -> None:
-    row = find(told, level="queue", window_s=10, topic="orders", consumer_group=None, queue_id=0)
+def test_events_without_a_group_belong_to_the_queue(windows: list[dict[str, object]]) -> None:
+    row = find(windows, level="queue", window_s=10, topic="orders", consumer_group=None, queue_id=0)
     assert has(row, appended_count=100, appended_rate=10.0, appended_bytes_rate=100.0, lag=None)
 
 
-def test_events_without_a_queue_belong_to_the_group(told: list[dict[str, object]]) -> None:
-    row = find(told, level="queue", window_s=10, consumer_group="g", topic=None)
+def test_events_without_a_queue_belong_to_the_group(windows: list[dict[str, object]]) -> None:
+    row = find(windows, level="queue", window_s=10, consumer_group="g", topic=None)
     assert has(row, rebalance_count=1, moved_queue_count=2, expired_member_count=1, queue_id=None)
 
 
 def test_minute_of_a_queue_is_the_sum_of_its_ten_second_windows(
-    told: list[dict[str, object]],
+    windows: list[dict[str, object]],
 ) -> None:
-    row = find(told, level="queue", window_s=60, window_start=at(0), consumer_group="g", queue_id=0)
+    row = find(
+        windows, level="queue", window_s=60, window_start=at(0), consumer_group="g", queue_id=0
+    )
     assert has(row, delivered_count=50, delivered_rate=50 / 60, committed_rate=4.0, lag=50)
     assert has(row, hand_over_count=2, hand_over_p50_ms=7, hand_over_p95_ms=33)
 
 
-def test_windows_of_topic_and_group_are_sums_of_their_queues(told: list[dict[str, object]]) -> None:
-    group = find(told, level="group", window_s=10, window_start=at(0), consumer_group="g")
+def test_windows_of_topic_and_group_are_sums_of_their_queues(
+    windows: list[dict[str, object]],
+) -> None:
+    group = find(windows, level="group", window_s=10, window_start=at(0), consumer_group="g")
     assert has(group, lag=65, in_flight=4, lag_max=85, lag_ms=7_000, rebalance_count=1, topic=None)
-    topic = find(told, level="topic", window_s=60, topic="orders")
+    topic = find(windows, level="topic", window_s=60, topic="orders")
     assert has(topic, appended_count=120, delivered_count=50, lag=65, consumer_group=None)
 
 
@@ -128,15 +136,15 @@ def test_percentiles_are_those_of_the_merged_sketches(spark: SparkSession) -> No
     random = Random(5)
     parts = [[int(random.lognormvariate(6, 2)) for _ in range(n)] for n in (1, 50, 700)]
     events = [latencies(at_ms, part) for at_ms, part in zip((0, 5_000, 31_000), parts, strict=True)]
-    found = latency.latency(rows(spark, [*events, latencies(1, [], "FSYNC")]))
-    told = {(row.window_s, row.window_start): row for row in found.collect()}
-    assert len(told) == 3
+    merged = latency.latency(rows(spark, [*events, latencies(1, [], "FSYNC")]))
+    by_window = {(row.window_s, row.window_start): row for row in merged.collect()}
+    assert len(by_window) == 3
     for key, values in (
         ((10, at(0)), parts[0] + parts[1]),
         ((10, at(30)), parts[2]),
         ((60, at(0)), [*parts[0], *parts[1], *parts[2]]),
     ):
-        row, sketch = told[key], LogBuckets(values)
+        row, sketch = by_window[key], LogBuckets(values)
         assert (row.first_bucket, row.buckets, row.value_sum) == sketch.parts()
         assert (row["count"], row.mean_us) == (len(values), sum(values) / len(values))
         for name, share in (("p50_us", 0.5), ("p95_us", 0.95), ("p99_us", 0.99)):
@@ -144,7 +152,7 @@ def test_percentiles_are_those_of_the_merged_sketches(spark: SparkSession) -> No
 
 
 def some_events(random: Random, count: int) -> list[pb.MetricEvent]:
-    """Events of a few queues within three minutes, many at the same time."""
+    """Return events of a few queues within three minutes, many at the same time."""
     events = []
     for _ in range(count):
         at_ms = random.randrange(180) * 1_000

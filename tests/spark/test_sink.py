@@ -48,10 +48,10 @@ def test_rows_become_messages_ordered_by_key(spark: SparkSession, cluster: Runni
     )
     options = cluster.options(topic, rowsPerBatch=50, compression="zstd")
     rows.write.format("baton").mode("append").options(**options).save()
-    found = stored(spark, cluster, topic).orderBy("broker", "queue_id", "offset").collect()
-    assert sorted(int(row.body) for row in found) == list(range(600))
+    messages = stored(spark, cluster, topic).orderBy("broker", "queue_id", "offset").collect()
+    assert sorted(int(row.body) for row in messages) == list(range(600))
     by_key = defaultdict(list)
-    for row in found:
+    for row in messages:
         number = int(row.body)
         by_key[row.key].append((row.broker, row.queue_id, number))
         assert row.tag == (None if number % 2 else "even")

@@ -54,7 +54,7 @@ def rows(begin: int, end: int, schema: pa.Schema = SCHEMA) -> pa.RecordBatch:
     )
 
 
-def found(target: DeltaTarget) -> list[int]:
+def numbers_in(target: DeltaTarget) -> list[int]:
     files = deltalake.DeltaTable(target.path).file_uris()
     return sorted(n for file in files for n in pq.read_table(file, columns=["n"])["n"].to_pylist())
 
@@ -92,7 +92,7 @@ def test_repeated_transaction_changes_nothing(tmp_path: Path) -> None:
     assert commit_files(where, write_files(where, iter([rows(100, 120)])), ("query", 1))
     assert not commit_files(where, write_files(where, iter([rows(0, 100)])), ("query", 0))
     assert commit_files(where, write_files(where, iter([rows(120, 130)])), ("other", 0))
-    assert found(where) == list(range(130))
+    assert numbers_in(where) == list(range(130))
     table = deltalake.DeltaTable(where.path)
     assert len(list(Path(where.path).rglob("*.parquet"))) == len(table.file_uris())
     assert table.version() == 3
@@ -121,7 +121,7 @@ def test_partition_values_may_have_any_character(tmp_path: Path) -> None:
     names = ["a b", "%25", "x/y", "ü=1", None]
     batch = pa.RecordBatch.from_pylist([{"n": n, "group": g} for n, g in enumerate(names)], schema)
     commit_files(where, write_files(where, iter([batch])), None)
-    assert found(where) == [0, 1, 2, 3, 4]
+    assert numbers_in(where) == [0, 1, 2, 3, 4]
     table = deltalake.DeltaTable(where.path)
     for n, name in enumerate(names[:-1]):
         (uri,) = table.file_uris(file_pruning_predicate=[("group", "=", name)])

@@ -1,7 +1,7 @@
 """Goal: no committed row is lost when a write reports an error.
 
-Method: commits that fail behind the point from which they stand, because the checkpoint that is due
-can't be written; aborts as Spark calls them, in a process that only knows what was written.
+Method: commits that report an error although they succeeded, because the checkpoint after them
+can't be written; aborts as Spark calls them, in a process that knows only the written files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRANSACTIONS = [None, ("query", 1)]
 
 @pytest.fixture
 def where(tmp_path: Path) -> DeltaTarget:
-    """A table with one row, of which each commit makes a checkpoint."""
+    """Create a table with one row whose every commit writes a checkpoint."""
     made = DeltaTarget(str(tmp_path / "table"), SCHEMA, (), "zstd")
     configuration = {"delta.checkpointInterval": "1"}
     deltalake.DeltaTable.create(
@@ -45,29 +45,29 @@ def where(tmp_path: Path) -> DeltaTarget:
 
 
 def written(where: DeltaTarget, *ids: int) -> WrittenFiles:
-    """What a task has written."""
+    """Write files as a task does; return its message to the driver."""
     batch = pa.RecordBatch.from_pylist([{"id": number} for number in ids], SCHEMA)
     return WrittenFiles("query", write_files(where, iter([batch])))
 
 
-def told(where: DeltaTarget, *ids: int) -> list[WriterCommitMessage | None]:
-    """What the driver hears of its tasks; one of them had no rows, and was not asked."""
+def task_messages(where: DeltaTarget, *ids: int) -> list[WriterCommitMessage | None]:
+    """Return the messages of the tasks to the driver; a task without rows sends none."""
     return [written(where, *ids), None]
 
 
-def found(where: DeltaTarget) -> list[int]:
+def numbers_in(where: DeltaTarget) -> list[int]:
     files = deltalake.DeltaTable(where.path).file_uris()
     return sorted(n for file in files for n in pq.read_table(file)["id"].to_pylist())
 
 
-def lying(where: DeltaTarget) -> int:
-    """How many files there are, of the table or not."""
+def file_count(where: DeltaTarget) -> int:
+    """Return the number of data files, in the table or not."""
     return len(list(Path(where.path).glob("*.parquet")))
 
 
 @contextmanager
 def no_checkpoints(where: DeltaTarget) -> Iterator[None]:
-    """Something is in the place of the file that names the last checkpoint."""
+    """Make checkpoints fail: a folder is at the path of the file that names the last one."""
     log = Path(where.path) / "_delta_log"
     place, aside = log / "_last_checkpoint", log / "aside"
     place.rename(aside)
@@ -84,81 +84,81 @@ def test_commit_succeeds_although_a_later_step_fails(
     with no_checkpoints(where):
         assert commit_files(where, written(where, 1, 2).files, transaction)
     assert "commit succeeded although it reported an error" in caplog.text
-    assert found(where) == [0, 1, 2]
+    assert numbers_in(where) == [0, 1, 2]
 
 
 def test_committed_micro_batch_is_not_repeated(where: DeltaTarget) -> None:
     writer = DeltaStreamWriter(where, "")
     with no_checkpoints(where):
-        writer.commit(told(where, 1, 2), 1)
+        writer.commit(task_messages(where, 1, 2), 1)
     version = deltalake.DeltaTable(where.path).version()
-    writer.commit(told(where, 1, 2), 1)
+    writer.commit(task_messages(where, 1, 2), 1)
     table = deltalake.DeltaTable(where.path)
     assert (table.version(), table.transaction_version("query")) == (version, 1)
-    assert found(where) == [0, 1, 2]
-    assert lying(where) == len(table.file_uris())
+    assert numbers_in(where) == [0, 1, 2]
+    assert file_count(where) == len(table.file_uris())
 
 
 @pytest.mark.parametrize("transaction", TRANSACTIONS)
 def test_abort_keeps_committed_files(
     where: DeltaTarget, transaction: tuple[str, int] | None
 ) -> None:
-    """As when the process ended behind the commit, and could not say so."""
-    writer, tasks = DeltaWriter(where, transaction, overwrite=False), told(where, 1)
+    """The process may end between the commit and its report."""
+    writer, tasks = DeltaWriter(where, transaction, overwrite=False), task_messages(where, 1)
     writer.commit(tasks)
     writer.abort(tasks)
-    assert found(where) == [0, 1]
+    assert numbers_in(where) == [0, 1]
 
 
 def test_abort_keeps_committed_rows_that_were_compacted(
     where: DeltaTarget,
 ) -> None:
-    writer, tasks = DeltaStreamWriter(where, ""), told(where, 1)
+    writer, tasks = DeltaStreamWriter(where, ""), task_messages(where, 1)
     writer.commit(tasks, 1)
     before = deltalake.DeltaTable(where.path)
     deltalake.DeltaTable(where.path).optimize.compact()
     writer.abort(tasks, 1)
-    assert found(where) == [0, 1]
+    assert numbers_in(where) == [0, 1]
     assert all(Path(uri.removeprefix("file://")).exists() for uri in before.file_uris())
 
 
 def aborts(where: DeltaTarget) -> None:
-    """Whatever may be aborted, has been."""
-    DeltaWriter(where, None, overwrite=True).abort(told(where, 1))
-    DeltaWriter(where, ("other", 0), overwrite=False).abort(told(where, 1))
-    DeltaStreamWriter(where, "").abort(told(where, 1), 1)
+    """Call every abort that Spark may call."""
+    DeltaWriter(where, None, overwrite=True).abort(task_messages(where, 1))
+    DeltaWriter(where, ("other", 0), overwrite=False).abort(task_messages(where, 1))
+    DeltaStreamWriter(where, "").abort(task_messages(where, 1), 1)
     DeltaStreamWriter(where, "other").abort([None], 0)
 
 
 def test_abort_removes_uncommitted_files(where: DeltaTarget) -> None:
     aborts(where)
-    assert lying(where) == 1
-    assert found(where) == [0]
+    assert file_count(where) == 1
+    assert numbers_in(where) == [0]
 
 
 def test_abort_removes_files_of_a_table_that_was_not_created(tmp_path: Path) -> None:
     nowhere = DeltaTarget(str(tmp_path / "table"), SCHEMA, (), "zstd")
     aborts(nowhere)
-    assert lying(nowhere) == 0
+    assert file_count(nowhere) == 0
 
 
 def test_abort_that_can_not_read_the_table_removes_nothing(where: DeltaTarget) -> None:
     last = Path(where.path) / "_delta_log" / f"{2:020}.json"
     last.write_text("torn")
     aborts(where)
-    assert lying(where) == 4
+    assert file_count(where) == 4
     last.unlink()
-    assert found(where) == [0]
+    assert numbers_in(where) == [0]
 
 
 def test_failed_commit_is_an_error_and_leaves_no_file(where: DeltaTarget) -> None:
     (Path(where.path) / "_delta_log" / f"{2:020}.json" / "in the way").mkdir(parents=True)
-    writer, tasks = DeltaStreamWriter(where, ""), told(where, 1)
+    writer, tasks = DeltaStreamWriter(where, ""), task_messages(where, 1)
     with pytest.raises(DeltaError):
         writer.commit(tasks, 1)
     writer.abort(tasks, 1)
-    assert lying(where) == 1
-    assert found(where) == [0]
+    assert file_count(where) == 1
+    assert numbers_in(where) == [0]
 
 
 @pytest.mark.spark

@@ -1,7 +1,7 @@
 """Goal: Spark reads the messages that were sent, from the given offsets and in the given parts.
 
 Method: a real cluster, batch reads and streams with every option; rows are compared with what was
-sent and with what the storage nodes say.
+sent and with the answers of the storage nodes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def numbers(frame: DataFrame) -> list[int]:
 def drain(
     spark: SparkSession, cluster: RunningCluster, topic: str, folder: Path, **options: object
 ) -> list[dict[str, Any]]:
-    """Stream what is there into a table; what the query told of each micro-batch."""
+    """Stream all messages into a table; return the progress of each micro-batch."""
     frame = spark.readStream.format("baton").options(**cluster.options(topic, **options)).load()
     query = (
         frame.writeStream.format("batondelta")

@@ -1,7 +1,7 @@
 """Goal: with the TLS options a client connects to servers that require TLS.
 
-Method: certificates made for the test; a real gRPC server that wants one of the client; the health
-service is asked.
+Method: certificates made for the test; health checks at a real gRPC server that requires client
+certificates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def openssl(*arguments: str, folder: Path) -> None:
 
 
 def certify(name: str, folder: Path) -> None:
-    """A key and a certificate by the authority in the folder."""
+    """Create a key, and a certificate of the authority in the folder."""
     request = ["req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}"]
     openssl(*request, "-keyout", f"{name}.key", "-out", f"{name}.csr", folder=folder)
     (folder / f"{name}.ext").write_text(f"subjectAltName=DNS:{name}\n")
@@ -41,7 +41,7 @@ def certify(name: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Certificates of an authority, a server and a client."""
+    """Create certificates of an authority, a server and a client; return their folder."""
     folder = tmp_path_factory.mktemp("tls")
     authority = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=authority"]
     openssl(*authority, "-days", "2", "-keyout", "ca.key", "-out", "ca.pem", folder=folder)
@@ -52,7 +52,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def serving(certificates: Path) -> AsyncIterator[str]:
-    """Address of a server that accepts only clients with a certificate of the authority."""
+    """Yield the address of a server that accepts only clients with a certificate."""
     key, chain, root = (
         (certificates / name).read_bytes() for name in (f"{NAME}.key", f"{NAME}.pem", "ca.pem")
     )
@@ -71,9 +71,9 @@ async def serving(certificates: Path) -> AsyncIterator[str]:
 
 def tls(certificates: Path, **more: str) -> Security:
     options = {"nameserver": "ns:1", "topic": "t", "tlsCaFile": str(certificates / "ca.pem")} | more
-    found = read_options(options).connection.security
-    assert found is not None
-    return found
+    security = read_options(options).connection.security
+    assert security is not None
+    return security
 
 
 async def status(security: Security, address: str) -> int:

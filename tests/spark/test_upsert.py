@@ -24,17 +24,17 @@ def rows(n: int) -> pa.Table:
 
 
 def add(path: str, first: Upsert, second: Upsert) -> tuple[list[str], list[int]]:
-    """Two writers add 1 to a row, `second` during `first`: return the writers and the row."""
+    """Let two writers add 1 to a row, `second` during `first`; return the writers and the row."""
     deltalake.write_deltalake(path, rows(5), partition_by=["date"])
     made: list[str] = []
 
-    def added(found: pa.Table, writer: str) -> pa.Table:
+    def added(rows_before: pa.Table, writer: str) -> pa.Table:
         made.append(writer)
         if made == ["first"]:
-            second.apply(SCHEMA.names, "true", lambda found: added(found, "second"))
-        return rows(sum(found["n"].to_pylist()) + 1)
+            second.apply(SCHEMA.names, "true", lambda before: added(before, "second"))
+        return rows(sum(rows_before["n"].to_pylist()) + 1)
 
-    first.apply(SCHEMA.names, "true", lambda found: added(found, "first"))
+    first.apply(SCHEMA.names, "true", lambda before: added(before, "first"))
     table = pa.table(deltalake.DeltaTable(path).scan(["n"]).read_all())
     return made, [row["n"] for row in table.to_pylist()]
 

@@ -67,5 +67,7 @@ def test_job_of_the_wheel_reads_the_metrics_topic_into_a_table(
     environment.run("python", "-m", "batonspark.jobs.bronze", env=settings, timeout_s=300)
     table = deltalake.DeltaTable(str(tmp_path / "data" / "tables" / "bronze"))
     rows = pa.table(table.scan(["source", "event_index", "count"]).read_all()).to_pylist()
-    found = sorted((row["event_index"], row["count"]) for row in rows if row["source"] == SOURCE)
-    assert found == [(number, number + 1) for number in range(20)]
+    event_rows = sorted(
+        (row["event_index"], row["count"]) for row in rows if row["source"] == SOURCE
+    )
+    assert event_rows == [(number, number + 1) for number in range(20)]

@@ -20,6 +20,7 @@ from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
+from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
@@ -57,6 +58,7 @@ class RunningNode:
     runtime: Runtime
     settings: StorageSettings
     queries: query_grpc.QueryServiceAsyncStub
+    schedule: schedule_grpc.ScheduleServiceAsyncStub
 
     async def append(
         self, *batches: bytes, durability: pb.Durability.ValueType = pb.DURABILITY_UNSPECIFIED
@@ -160,6 +162,7 @@ async def running_node(
             runtime,
             chosen,
             query_grpc.QueryServiceStub(channel),
+            schedule_grpc.ScheduleServiceStub(channel),
         )
         peer = StoredNode(node_id="a", address=offsets_address, leader=True)
         revision = await etcd.put(etcd.key("nodes", "offsets", "a"), peer.SerializeToString())

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from batonmq_server.storage.node import StorageNode
-from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
 from tests.storage.failing_disk import DiskFailure, FailingDisks, failing_disks
 from tests.storage.replicas import Replica, Scene
 from tests.storage.test_replication import numbered, others, three
 from tests.support.conditions import until
+from tests.support.replica_nodes import LEASE_MS
 
 pytestmark = pytest.mark.timeout(180)
 SYNC, REPLACE, CREATE = (frozenset({name}) for name in ("sync", "replace", "create"))

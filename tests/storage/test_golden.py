@@ -75,17 +75,42 @@ def test_run_of_the_key_index_byte_by_byte() -> None:
         ">4sHHqqqqIII", content
     )
     assert (magic, version, begin, first_ms, last_ms, count) == (
-        b"BTNK", 1, 0, golden.NOW, golden.NOW + 2_000, 6,
+        b"BTNK", 2, 0, golden.NOW, golden.NOW + 2_000, 6,
     )  # fmt: skip
     assert crc == crc32c(content[52:])
     assert head_crc == crc32c(content[:48])
-    fence, *hashes = struct.unpack_from(">7Q", content, 52)
+    (fence,) = struct.unpack_from(">Q", content, 52)
+    hashes_crc, places_crc, directory_crc = struct.unpack_from(">3I", content, 60)
+    hashes = list(struct.unpack_from(">6Q", content, 72))
+    assert directory_crc == crc32c(content[52:68])
+    assert hashes_crc == crc32c(content[72 : 72 + 6 * 8])
+    assert places_crc == crc32c(content[72 + 6 * 8 :])
     keys = ["order-0", "order-1", "order-2", *["customer-9"] * 3]
     assert sorted(hashes) == hashes == sorted(search_hash(7, key_hash(key)) for key in keys)
     assert fence == hashes[0]
-    positions = struct.unpack_from(">6q", content, 52 + 7 * 8)
+    positions = struct.unpack_from(">6q", content, 72 + 6 * 8)
     assert set(positions) == {0, end // 3, 2 * end // 3}
-    assert content[52 + 13 * 8 :] == bytes(2 * 6)
+    assert content[72 + 12 * 8 :] == bytes(2 * 6)
+
+
+def test_run_of_the_key_index_of_version_1_is_read() -> None:
+    old = (OLD_CHECKPOINT.parent / "keyindex_1").read_bytes()
+    assert old[:6] == b"BTNK\x00\x01"
+    disk = MemoryDisk()
+    for name, content in golden.written().items():
+        disk.replace(name.replace("__", "/"), content)
+    path = f"keyindex/{0:020d}"
+    new = disk.load(path)
+    disk.replace(path, old)
+    opened = open_store(disk, segment_bytes=golden.SEGMENT_BYTES, run_entries=golden.RUN_ENTRIES)
+    hits = [found.positions.tolist() for found in opened.store.keys.find(7, key_hash("customer-9"))]
+    assert disk.load(path) == old
+    assert hits[-1] == sorted(hits[-1])
+    disk.replace(path, new)
+    again = open_store(disk, segment_bytes=golden.SEGMENT_BYTES, run_entries=golden.RUN_ENTRIES)
+    assert hits == [
+        found.positions.tolist() for found in again.store.keys.find(7, key_hash("customer-9"))
+    ]
 
 
 def test_floors_and_the_synced_position_byte_by_byte() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from batonmq_server.storage.core.files import BadIndex, FileCache
 from batonmq_server.storage.core.keyindex import (
     FENCE_STEP,
+    DamagedRun,
     KeyIndex,
     UnsavedRuns,
     encode_run,
@@ -133,6 +134,34 @@ def test_search_covers_a_run_with_many_fences() -> None:
     assert found(index, 1, 1) == [(0, 0)]
     assert found(index, 1, 9 + FENCE_STEP) == [(0, 3 * FENCE_STEP)]
     assert found(index, 1, 8) == found(index, 1, 10 + FENCE_STEP) == found(index, 2, 7) == []
+
+
+def test_search_finds_a_flipped_bit_in_everything_that_it_reads() -> None:
+    """Every bit of a run of several blocks; a search that does not read it finds all."""
+    disk = MemoryDisk()
+    index = open_index(disk, run_entries=2 * FENCE_STEP + 3)
+    for number in range(3):
+        add(index, 100 * number, 1, [(at, 7 + at % 2) for at in range(FENCE_STEP)])
+    save(disk, index, 300)
+    path = disk.names("keyindex")[0]
+    expected = {key: found(index, 1, key) for key in (1, 7, 8)}
+    content, undetected = disk.load(f"keyindex/{path}"), []
+    for at in range(52, len(content), 7):
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << at % 8
+        disk.replace(f"keyindex/{path}", bytes(damaged))
+        noticed = 0
+        for key, wanted in expected.items():
+            again = open_index(disk, run_entries=2 * FENCE_STEP + 3)
+            again.resume(index.unsaved(300).open_run, 0)
+            try:
+                assert found(again, 1, key) == wanted
+            except DamagedRun as error:
+                assert error.extent.first_position == 0
+                noticed += 1
+        if not noticed:
+            undetected.append(at)
+    assert not undetected
 
 
 @pytest.mark.parametrize("spoiled", ["run missing", "run cut", "run head", "open row", "open cut"])

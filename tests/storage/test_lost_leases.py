@@ -14,11 +14,11 @@ import asyncio
 import pytest
 
 from batonmq_server.storage.flusher import Flusher
-from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
 from tests.storage.replicas import Scene
 from tests.storage.test_replication import numbered, others, three
 from tests.support.conditions import until
+from tests.support.replica_nodes import LEASE_MS
 
 
 async def test_batch_stored_when_the_lease_expired_is_not_reported_as_rejected(

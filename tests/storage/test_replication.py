@@ -33,10 +33,10 @@ from batonmq_server.storage.core.epochs import EpochHistory, decode
 from batonmq_server.storage.log_copy import LogCopy
 from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.replica import StorageReplica
-from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
 from tests.storage.replicas import BROKER, Replica, Scene
 from tests.support.conditions import until
+from tests.support.replica_nodes import LEASE_MS
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -120,17 +120,10 @@ async def test_leader_that_starts_with_too_few_in_sync_waits_for_another_member(
     scene.settings["min_in_sync"] = 2
     leader = await three(scene)
     await leader.append(*numbered(0, 3))
-    for node in list(scene.nodes.values()):
-        node.session.cut = True  # none of them can remove another one from the set
-    for node in list(scene.nodes.values()):
-        await node.crash()
+    await scene.crash_all()
     epoch = (await scene.set_record()).epoch
     (again,) = await scene.start(leader.name)
-
-    async def elected() -> bool:
-        return (await scene.set_record()).epoch > epoch
-
-    await until(elected)
+    await scene.wait_epoch_above(epoch)
     assert not await again.serves()
     (follower,) = await scene.start(others(scene, leader)[0])
     assert await scene.leader() is again
@@ -337,10 +330,7 @@ async def test_node_that_lost_safe_messages_is_not_elected(
     receipts = await leader.append(*numbered(0, 50))
     await scene.wait_equal()
     damaged, good = (scene.nodes[name] for name in others(scene, leader))
-    for node in (leader, damaged, good):
-        node.session.cut = True
-    for node in (leader, damaged, good):
-        await node.crash()
+    await scene.crash_all()
     before = await scene.set_record()
     assert before.in_sync == {"a", "b", "c"}
     rot(damaged, receipts[20].position)
@@ -634,11 +624,8 @@ async def test_node_that_accepts_the_loss_leads_if_every_copy_is_damaged(scene: 
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
     await scene.wait_equal()
-    nodes = list(scene.nodes.values())
-    for node in nodes:
-        node.session.cut = True
-    for node in nodes:
-        await node.crash()
+    await scene.crash_all()
+    for node in scene.nodes.values():
         rot(node, receipts[20].position)
     epoch = (await scene.set_record()).epoch
     (first,) = await scene.start("a", accept_loss=True)

@@ -1,4 +1,4 @@
-"""What tests of the streams share: a cluster in memory that streams, and what its topic has."""
+"""An in-memory cluster that publishes metric events, and readers of its metrics topic."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ SERVICES = ("nameserver", "lockmgr", "offsets", "storage")
 
 
 def streaming(**settings: dict[str, object]) -> MemoryBroker:
-    """A cluster whose services publish; `settings` by service, besides."""
-    chosen = {name: {"metrics_stream": True} | settings.get(name, {}) for name in SERVICES}
-    return MemoryBroker(settings=chosen)
+    """Return a cluster whose services publish events, with further settings by service."""
+    by_service = {name: {"metrics_stream": True} | settings.get(name, {}) for name in SERVICES}
+    return MemoryBroker(settings=by_service)
 
 
 async def batches(broker: MemoryBroker) -> list[pb.MetricBatch]:
-    """Every stored batch, as stored."""
+    """Return all stored batches in the order of the log."""
     return [pb.MetricBatch.FromString(one.body) for one in await broker.messages(METRICS_TOPIC)]
 
 
-def by_kind(found: Iterable[pb.MetricBatch]) -> dict[str, list[pb.MetricEvent]]:
-    """Events by the name of their kind."""
+def by_kind(batch_list: Iterable[pb.MetricBatch]) -> dict[str, list[pb.MetricEvent]]:
+    """Return the events by the name of their kind."""
     events: dict[str, list[pb.MetricEvent]] = defaultdict(list)
-    for batch in found:
+    for batch in batch_list:
         for event in batch.events:
             events[event.WhichOneof("kind") or ""].append(event)
     return events

@@ -34,8 +34,8 @@ TOPIC, QUEUES = "work", 4
 SOON = {"lockmgr": {"lock_lease_ms": 10_000}, "nameserver": {"session_grace_ms": 1_000}}
 
 
-class Told:
-    """Everything that the topic has, read as it comes."""
+class MetricsTopicReader:
+    """Reads the metrics topic from its first message on."""
 
     def __init__(self, nameserver: str) -> None:
         self._nameserver = nameserver
@@ -56,34 +56,34 @@ class Told:
                 await puller.seek(queue, "begin")
             while True:
                 for messages in (await puller.poll()).values():
-                    for one in messages:
-                        batch = pb.MetricBatch.FromString(one.body)
-                        assert one.keys == (batch.source,)
+                    for message in messages:
+                        batch = pb.MetricBatch.FromString(message.body)
+                        assert message.keys == (batch.source,)
                         self.batches.append(batch)
 
     def delivered(self) -> Counter[tuple[int, int]]:
-        """How often each offset of each queue was delivered to the group."""
-        found: Counter[tuple[int, int]] = Counter()
+        """Return how often each offset of each queue was delivered to the group."""
+        counts: Counter[tuple[int, int]] = Counter()
         for event in self.of("delivered"):
-            at = event.delivered.range.first_offset
-            runs = event.delivered.runs or [0, event.delivered.range.next_offset - at]
+            offset = event.delivered.range.first_offset
+            runs = event.delivered.runs or [0, event.delivered.range.next_offset - offset]
             for index, length in enumerate(runs):
                 if index % 2:
-                    found.update((event.queue.queue.queue_id, at + i) for i in range(length))
-                at += length
-        return found
+                    counts.update((event.queue.queue.queue_id, offset + i) for i in range(length))
+                offset += length
+        return counts
 
 
-async def test_streams_tell_of_a_hand_over_a_redelivery_and_a_conflict(tmp_path: Path) -> None:
+async def test_streams_have_a_hand_over_a_redelivery_and_a_conflict(tmp_path: Path) -> None:
     async with (
         local_cluster(tmp_path / "cluster", **SOON) as cluster,  # type: ignore[arg-type]
         Admin(cluster.nameserver) as admin,
         worker_group(cluster.nameserver, TOPIC, tmp_path) as workers,
     ):
         await admin.create_topic(TOPIC, QUEUES)
-        told = Told(cluster.nameserver)
+        topic = MetricsTopicReader(cluster.nameserver)
         async with asyncio.TaskGroup() as tasks:
-            reading = tasks.create_task(told.read())
+            reading = tasks.create_task(topic.read())
             first = await workers.join("first", handle_ms=20)
             await until(lambda: len(first.owned) == QUEUES, timeout_s=60)
             second = await workers.join("second", handle_ms=100)
@@ -94,48 +94,50 @@ async def test_streams_tell_of_a_hand_over_a_redelivery_and_a_conflict(tmp_path:
                     cluster.nameserver, workers.group, {TOPIC: "x"}, client_id="odd"
                 ):
                     pass
-            # What a process that is killed has told in its last second goes with it.
-            await until(lambda: len(told.delivered()) == 100, timeout_s=60)
-            await until(lambda: told.of("subscription_refused"), timeout_s=30)
+            # Storage loses unpublished events when it is killed.
+            await until(lambda: len(topic.delivered()) == 100, timeout_s=60)
+            await until(lambda: topic.of("subscription_refused"), timeout_s=30)
             await cluster.kill("storage")
             await send(cluster.nameserver, TOPIC, range(100, 400))
             await until(lambda: any(h.number >= 100 for h in second.handlings()), timeout_s=60)
             second.kill()
             await until(lambda: len(first.owned) == QUEUES, timeout_s=60)
-            await until(lambda: len(told.delivered()) == 400, timeout_s=90)
+            await until(lambda: len(topic.delivered()) == 400, timeout_s=90)
             shown = await _top(cluster.nameserver)
             await first.leave()
             reading.cancel()
-    _check_events(told)
-    again = {place for place, count in told.delivered().items() if count > 1}
+    _check_events(topic)
+    redelivered = {place for place, count in topic.delivered().items() if count > 1}
     flagged = {(h.queue_id, h.offset) for h in first.handlings() if h.redelivered}
-    assert again and flagged <= again, "what came twice is known exactly"
-    assert sum(e.delivered.redelivered_count for e in told.of("delivered")) >= len(flagged)
+    assert redelivered and flagged <= redelivered, "a flagged message was delivered once"
+    assert sum(e.delivered.redelivered_count for e in topic.of("delivered")) >= len(flagged)
     assert {row["group"] for row in shown["groups"]} == {workers.group}
     assert {(row["client_id"], row["queues"]) for row in shown["owners"]} == {("first", QUEUES)}
     assert shown["nodes"] == 4
 
 
-def _check_events(told: Told) -> None:
-    """The kinds, and the numbers of the batches."""
-    graceful, after_kill = _hand_overs(told)
+def _check_events(topic: MetricsTopicReader) -> None:
+    """Assert the kinds of events, and that the batches of each source have no gap."""
+    graceful, after_kill = _hand_overs(topic)
     assert {one.manner for one in graceful} == {pb.HandedOver.MANNER_GRACEFUL}
     # A queue without messages in flight is handed over as after a release.
     assert pb.HandedOver.MANNER_LEASE_EXPIRED in {one.manner for one in after_kill}
     assert {one.previous_client_id for one in after_kill} == {"second"}
-    (refused, *_) = told.of("subscription_refused")
+    (refused, *_) = topic.of("subscription_refused")
     assert refused.subscription_refused.client_id == "odd"
-    assert any(e.member_expired.client_id == "second" for e in told.of("member_expired"))
-    lives = {(b.source, b.incarnation_id) for b in told.batches}
-    assert len([one for one in lives if one[0].startswith("storage/")]) == 2, "killed, and goes on"
-    for life in lives:
-        numbers = [b.seq for b in told.batches if (b.source, b.incarnation_id) == life]
-        assert sorted(set(numbers)) == list(range(1, max(numbers) + 1)), life
+    assert any(e.member_expired.client_id == "second" for e in topic.of("member_expired"))
+    incarnations = {(b.source, b.incarnation_id) for b in topic.batches}
+    assert len([one for one in incarnations if one[0].startswith("storage/")]) == 2, (
+        "storage runs again after the kill"
+    )
+    for incarnation in incarnations:
+        numbers = [b.seq for b in topic.batches if (b.source, b.incarnation_id) == incarnation]
+        assert sorted(set(numbers)) == list(range(1, max(numbers) + 1)), incarnation
 
 
-def _hand_overs(told: Told) -> tuple[list[pb.HandedOver], list[pb.HandedOver]]:
-    """To the second member, and back from it."""
-    events = [event.handed_over for event in told.of("handed_over")]
+def _hand_overs(topic: MetricsTopicReader) -> tuple[list[pb.HandedOver], list[pb.HandedOver]]:
+    """Return the hand-overs to the second member, and those to the first."""
+    events = [event.handed_over for event in topic.of("handed_over")]
     return (
         [one for one in events if one.client_id == "second"],
         [one for one in events if one.client_id == "first"],
@@ -143,7 +145,7 @@ def _hand_overs(told: Told) -> tuple[list[pb.HandedOver], list[pb.HandedOver]]:
 
 
 async def _top(nameserver: str) -> Any:
-    """What `baton top` prints for programs."""
+    """Return the JSON output of `baton top`."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "batonmq.cli", "--nameserver", nameserver, "--format", "json", "top",
         "--seconds", "12", stdout=asyncio.subprocess.PIPE,

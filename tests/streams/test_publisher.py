@@ -1,7 +1,7 @@
 """Goal: batches are sent in order, and retried with the same number; if they can't be stored,
 events are dropped and counted, and publishing an event never waits.
 
-Method: the publisher with a sender that is told to fail.
+Method: the publisher with a sender that fails when the test says so.
 """
 
 from __future__ import annotations
@@ -24,17 +24,22 @@ from tests.support.conditions import until
 
 
 class Wire:
-    """A sender; while `away`, what it is given is lost, or stored although it says otherwise."""
+    """A sender.
+
+    Attributes:
+        away: Whether sending fails.
+        stores_anyway: Whether a batch is stored although sending fails.
+    """
 
     def __init__(self) -> None:
-        self.away = self.lies = False
+        self.away = self.stores_anyway = False
         self.stored: list[pb.MetricBatch] = []
         self.tries = self.opened_count = 0
 
     async def send(self, topic: str, body: bytes, *, keys: tuple[str], ordering_key: str) -> None:
         assert (topic, keys, ordering_key) == (METRICS_TOPIC, ("storage/a",), "storage/a")
         self.tries += 1
-        if not self.away or self.lies:
+        if not self.away or self.stores_anyway:
             self.stored.append(pb.MetricBatch.FromString(body))
         if self.away:
             raise Unreachable("away")
@@ -86,9 +91,9 @@ async def test_batches_are_numbered_from_one_and_name_their_source() -> None:
     assert numbers(wire) == [0, 1, 2]
 
 
-async def test_batch_whose_outcome_is_not_known_is_sent_again_with_its_number() -> None:
+async def test_batch_with_an_unknown_outcome_is_sent_again_with_its_number() -> None:
     wire, hub = Wire(), new_hub()
-    wire.away = wire.lies = True
+    wire.away = wire.stores_anyway = True
     async with publishing_to(wire, hub):
         hub.publish(event(1))
         await until(lambda: wire.tries >= 3)
@@ -99,10 +104,10 @@ async def test_batch_whose_outcome_is_not_known_is_sent_again_with_its_number() 
     assert {(one.incarnation_id, one.seq) for one in wire.stored[:-1]} == {(77, 1)}
     assert first == wire.stored[1]
     assert (last.seq, last.dropped_count) == (2, 0)
-    assert wire.opened_count >= 3, "by another producer each time"
+    assert wire.opened_count >= 3, "each attempt has a producer of its own"
 
 
-async def test_while_the_topic_is_away_events_are_dropped_and_counted_and_then_it_goes_on(
+async def test_events_beyond_the_limit_are_dropped_and_counted_during_an_outage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(events, "EVENTS_MAX", 10)
@@ -120,7 +125,7 @@ async def test_while_the_topic_is_away_events_are_dropped_and_counted_and_then_i
     assert publisher.dropped_count == 90
 
 
-async def test_stop_publishes_what_there_is() -> None:
+async def test_stop_publishes_the_remaining_events() -> None:
     wire, hub = Wire(), new_hub()
     hub.gatherers.append(lambda: [event(7)] if not wire.stored else [])
     publisher = MetricsPublisher(hub, wire.opened)
@@ -132,7 +137,7 @@ async def test_stop_publishes_what_there_is() -> None:
     assert numbers(wire) == [7]
 
 
-async def test_what_goes_wrong_in_telling_ends_nothing_else(
+async def test_error_of_a_gatherer_ends_only_the_publisher(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wire, hub = Wire(), new_hub()

@@ -1,7 +1,7 @@
 """Goal: `baton top` shows what the events say: rates, lags, owners, hand-overs, conflicts, drops.
 
-Method: a board with events given by hand; its frames as text, in several sizes; then the
-events of a cluster in memory; `test_cluster.py` has the command on a real one.
+Method: a board with hand-made events; its frames as text, in several sizes; then the events of a
+cluster in memory. `test_cluster.py` runs the command on a real cluster.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def busy() -> Board:
     delivered = pb.DeliveredRange(message_count=100, redelivered_count=3)
     board.take(event(group="g", delivered=delivered), 9_000)
     board.take(event(group="g", committed=pb.CommittedRange(committed_offset=140)), 9_000)
-    handed = pb.HandedOver(
+    hand_over = pb.HandedOver(
         previous_client_id="c1", client_id="c2", contend_ms=1, drain_ms=20, fence_ms=3
     )
     board.take(event(group="g", lock_granted=pb.LockGranted(client_id="c2", token=2)), 9_100)
-    board.take(event(group="g", handed_over=handed), 9_100)
+    board.take(event(group="g", handed_over=hand_over), 9_100)
     board.take(event(group="g", lock_denied=pb.LockDenied(client_id="c3", count=4)), 9_100)
     refused = pb.SubscriptionRefused(group="g", client_id="c4")
     board.take(event(QueueRef("", "", 0), "g", subscription_refused=refused), 9_200)
@@ -55,7 +55,7 @@ def text(snapshot: Snapshot, width: int = 110, height: int = 40) -> str:
     return "\n".join(screen_lines(snapshot, 4, width, height))
 
 
-def test_rates_are_those_of_the_last_seconds_and_lag_is_of_now() -> None:
+def test_rates_cover_the_last_seconds_and_lag_is_current() -> None:
     board = busy()
     snapshot = board.snapshot(9_500)
     (topic,) = snapshot.topics
@@ -71,20 +71,20 @@ def test_rates_are_those_of_the_last_seconds_and_lag_is_of_now() -> None:
     assert board.snapshot(120_000).groups[0].hand_overs == 0
 
 
-def test_rates_of_the_first_seconds_are_over_less() -> None:
+def test_rates_of_a_new_board_cover_only_its_time() -> None:
     board = Board(1_000)
     board.take(event(appended=pb.Appended(message_count=100, next_offset=100)), 2_500)
     assert board.snapshot(3_000).topics[0].in_messages == 50
 
 
-def test_what_was_asked_for_late_does_not_undo_what_events_have_said() -> None:
+def test_late_initial_state_does_not_replace_values_from_events() -> None:
     board = busy()
     board.begin([GroupQueueStatus("g", T0, 10, 40, "c1")], {"g": 2})
     snapshot = board.snapshot(9_500)
     assert (snapshot.groups[0].lag, snapshot.owners[0].client_id) == (400, "c2")
 
 
-def test_a_queue_that_is_released_has_no_owner_and_one_without_progress_no_lag() -> None:
+def test_released_queue_has_no_owner_and_queue_without_progress_no_lag() -> None:
     board = busy()
     board.take(event(group="g", lock_released=pb.LockReleased(client_id="c2", token=2)), 9_300)
     board.begin([GroupQueueStatus("h", T0, -1, 540)], {"h": 0})
@@ -93,14 +93,14 @@ def test_a_queue_that_is_released_has_no_owner_and_one_without_progress_no_lag()
     assert {row.group: row.lag for row in snapshot.groups} == {"g": 400, "h": -1}
 
 
-def test_kinds_that_are_not_known_pass_by() -> None:
+def test_unknown_kinds_are_ignored() -> None:
     board = busy()
     before = board.snapshot(9_500)
     board.take(pb.MetricEvent.FromString(b"\xfa\x7f\x02\x08\x01"), 9_500)
     assert board.snapshot(9_500) == before
 
 
-def test_frame_shows_everything() -> None:
+def test_frame_shows_topics_groups_owners_and_recent_events() -> None:
     frame = text(busy().snapshot(9_500))
     lines = [line.split() for line in frame.splitlines()]
     assert ["t", "100", "10", "20"] in lines
@@ -123,7 +123,7 @@ def test_frame_is_never_larger_than_the_terminal() -> None:
         assert len(lines) <= height
         assert max(map(len, lines)) <= width
         assert any("more" in line for line in lines)
-        assert any(line.startswith("t ") for line in lines), "the busiest is there"
+        assert any(line.startswith("t ") for line in lines), "the busiest topic is missing"
 
 
 def test_text_of_clients_can_not_move_the_cursor() -> None:
@@ -134,14 +134,14 @@ def test_text_of_clients_can_not_move_the_cursor() -> None:
     assert "\x1b" not in frame and "[red]c" in frame
 
 
-def test_item_for_programs_has_what_the_frame_has() -> None:
+def test_json_item_has_the_values_of_the_frame() -> None:
     item = snapshot_item(busy().snapshot(9_500), 4)
     assert item["groups"][0]["lag"] == 400
     assert item["sources"] == {"lockmgr/l": 7, "storage/a": 0}
     assert len(item["recent"]) == 2
 
 
-def test_events_of_all_nodes_are_followed_also_of_one_that_comes_back() -> None:
+def test_events_of_all_nodes_are_followed_also_after_a_restart() -> None:
     async def scene() -> tuple[Snapshot, set[str]]:
         async with MemoryBroker() as broker:
             board, clock = Board(0), broker.clock
@@ -178,4 +178,4 @@ def test_events_of_all_nodes_are_followed_also_of_one_that_comes_back() -> None:
     assert {source.partition("/")[0] for source in snapshot.sources} == {
         "storage", "offsets", "lockmgr", "nameserver",
     }  # fmt: skip
-    assert following == set(), "once it is cancelled"
+    assert following == set(), "a cancelled watch still follows nodes"

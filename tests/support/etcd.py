@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator
 
 import pytest
@@ -18,3 +19,9 @@ async def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterat
     """
     async with EtcdProcess(tmp_path_factory.mktemp("etcd"), fsync=False) as etcd:
         yield etcd.endpoint
+
+
+@pytest.fixture
+def cluster() -> str:
+    """Return a new cluster name: its keys in the shared etcd are those of one test."""
+    return f"test-{secrets.token_hex(8)}"

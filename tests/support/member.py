@@ -1,7 +1,7 @@
-"""One member of a group as a process of its own, for tests: `python -m tests.support.member`.
+"""One member of a group as a process: `python -m tests.support.member`.
 
-Every handler writes a line when it starts and one when it ends, straight to the file, so that
-they are there whatever happens to the process. SIGTERM lets it leave gracefully. Lines:
+Every handler writes a line when it starts and a line when it ends, without a buffer, so that the
+lines survive kill -9. SIGTERM makes the member leave gracefully. Lines:
 
     start QUEUE_ID OFFSET TOKEN REDELIVERED NUMBER MONOTONIC_US    (NUMBER: the message's body)
     done  QUEUE_ID OFFSET TOKEN REDELIVERED NUMBER MONOTONIC_US
@@ -98,9 +98,11 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=1, help="handlers at once per queue")
     parser.add_argument("--handle-ms", type=int, default=0, help="how long a handler takes")
     parser.add_argument("--commit-ms", type=int, default=200, help="interval of commits")
-    parser.add_argument("--drain-ms", type=int, default=30_000, help="patience with handlers")
-    parser.add_argument("--start-ms", type=int, default=30_000, help="patience with the start")
-    parser.add_argument("--commit-on-pull", type=int, default=1, help="0: acks travel alone")
+    parser.add_argument("--drain-ms", type=int, default=30_000, help="drain timeout")
+    parser.add_argument("--start-ms", type=int, default=30_000, help="start timeout")
+    parser.add_argument(
+        "--commit-on-pull", type=int, default=1, help="0: acks are sent in calls of their own"
+    )
     parser.add_argument("--stick", type=int, default=-1, help="number whose handler never ends")
     options = parser.parse_args()
     logs.configure("INFO", "text")

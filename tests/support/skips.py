@@ -1,7 +1,7 @@
 """A pytest plugin: with `--required`, as in CI, a skipped test fails.
 
-Without it whoever lacks a program still has all the other tests. `.ci/run` brings the programs, so
-that what is skipped there is something that nobody has looked at.
+Without the option, a machine without some program still runs all other tests. `.ci/run` installs
+the programs, so a skip in CI is a mistake.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--required",
         action="store_true",
-        help="what is skipped has failed, unless tests/support/skips.py allows it",
+        help="a skipped test fails, unless tests/support/skips.py allows its reason",
     )
 
 
@@ -50,5 +50,7 @@ def _judged(report: _Report, config: pytest.Config) -> _Report:
         reason = report.longrepr[2]
         if not any(allowed in reason for allowed in ALLOWED):
             report.outcome = "failed"
-            report.longrepr = f"{reason}\nNothing may be skipped here: {__name__} has what may."
+            report.longrepr = (
+                f"{reason}\nWith --required only the reasons in {__name__} allow a skip."
+            )
     return report

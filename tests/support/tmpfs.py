@@ -32,8 +32,8 @@ def small_file_system(folder: Path, megabytes: int) -> Iterator[Path]:
 def fill_up(folder: Path, *, leave_bytes: int) -> Path:
     """Create a file that leaves that much free space at `folder`; return the file."""
     ballast = folder / "ballast"
-    found = os.statvfs(folder)
-    size = found.f_bavail * found.f_frsize - leave_bytes
+    file_system = os.statvfs(folder)
+    size = file_system.f_bavail * file_system.f_frsize - leave_bytes
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
     return ballast

@@ -205,7 +205,7 @@ async def test_unacknowledged_message_is_redelivered_and_flagged() -> None:
 
 def test_disconnected_member_loses_its_queues_and_messages_in_flight() -> None:
     async def run() -> list[tuple[bytes, bool]]:
-        got: list[tuple[bytes, bool]] = []
+        handled: list[tuple[bytes, bool]] = []
         held, taken = asyncio.Event(), asyncio.Event()
 
         async def hold(_: ReceivedMessage) -> None:
@@ -213,7 +213,7 @@ def test_disconnected_member_loses_its_queues_and_messages_in_flight() -> None:
             await asyncio.Event().wait()
 
         async def take(message: ReceivedMessage) -> None:
-            got.append((message.body, message.redelivered))
+            handled.append((message.body, message.redelivered))
             taken.set()
 
         settings = ConsumerSettings(consume_from="first", drain_timeout_ms=0)
@@ -234,17 +234,17 @@ def test_disconnected_member_loses_its_queues_and_messages_in_flight() -> None:
                         await broker.settled("billing")
                         second.stop()
                 first.stop()
-        return got
+        return handled
 
     assert run_virtual(run()) == [(b"1", True)]
 
 
 async def started_anew(way: str, name: str) -> None:
     """Stop and restart a service while messages are sent and handled."""
-    got: list[bytes] = []
+    handled: list[bytes] = []
 
     async def handle(message: ReceivedMessage) -> None:
-        got.append(message.body)
+        handled.append(message.body)
 
     async with MemoryBroker(broker_count=2) as broker:
         await broker.create_topic("orders", queues=4)
@@ -262,7 +262,7 @@ async def started_anew(way: str, name: str) -> None:
             await broker.settled("billing")
             consumer.stop()
         stored = [message.body for message in await broker.messages("orders")]
-    assert Counter(stored) == Counter(got) == Counter(b"%d" % n for n in range(100))
+    assert Counter(stored) == Counter(handled) == Counter(b"%d" % n for n in range(100))
 
 
 @pytest.mark.parametrize("name", ["storage", "offsets", "lockmgr", "nameserver", "broker-1"])
@@ -300,9 +300,11 @@ async def test_messages_are_returned_in_the_order_of_their_store_time() -> None:
         assert await broker.messages("orders") == []
         for number in range(20):
             await producer.send("orders", b"%d" % number, tag="new")
-        found = await broker.messages("orders")
-        assert sorted(int(one.body) for one in found) == list(range(20))
-        assert [one.store_unix_ms for one in found] == sorted(one.store_unix_ms for one in found)
+        messages = await broker.messages("orders")
+        assert sorted(int(one.body) for one in messages) == list(range(20))
+        assert [one.store_unix_ms for one in messages] == sorted(
+            one.store_unix_ms for one in messages
+        )
         with pytest.raises(TopicNotFound):
             await broker.messages("bills")
 
@@ -319,7 +321,7 @@ def test_settled_times_out_with_what_is_left() -> None:
     run_virtual(run())
 
 
-async def test_settled_that_could_not_read_the_state_says_so() -> None:
+async def test_settled_reports_a_state_that_could_not_be_read() -> None:
     async with MemoryBroker() as broker:
         with pytest.raises(TimeoutError, match="not known"):
             await broker.settled("billing", timeout_s=1e-9)
@@ -340,8 +342,8 @@ async def test_admin_sees_a_cluster_of_four_services() -> None:
 async def test_settings_of_a_service_apply_and_an_unknown_service_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="brokers"):
         MemoryBroker(settings={"brokers": {}})
-    asked = {"nameserver": {"auto_create_topics": True}}
-    async with MemoryBroker(settings=asked) as broker, broker.producer() as producer:
+    settings = {"nameserver": {"auto_create_topics": True}}
+    async with MemoryBroker(settings=settings) as broker, broker.producer() as producer:
         await producer.send("orders", b"1")
         assert len(await broker.messages("orders")) == 1
 
@@ -370,7 +372,7 @@ async def test_closed_broker_leaves_no_descriptor_thread_task_or_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    gc.collect()  # what others have left is not to go in between
+    gc.collect()  # otherwise objects of earlier tests could be freed in between
     before = used(tmp_path)
     async with MemoryBroker() as broker:
         handled = await two_members(broker)

@@ -49,7 +49,7 @@ _OPTIONS = ClusterOptions(
         "nameserver": {"inspect_interval_ms": 1_000},
     },
 )
-"""With replicas and certificates."""
+"""Options with replicas and certificates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +86,30 @@ async def demo_cluster(folder: Path) -> AsyncIterator[DemoCluster]:
             LocalCluster(folder, _OPTIONS, start=fork_server().start) as cluster,
             asyncio.TaskGroup() as tasks,
         ):
-            shown = f"127.0.0.1:{page.server_port}"
+            client_address = f"127.0.0.1:{page.server_port}"
             targets = [
                 *scrape_targets(cluster),
-                {"targets": [shown], "labels": {"cluster": CLUSTER, "node_type": "clients"}},
+                {
+                    "targets": [client_address],
+                    "labels": {"cluster": CLUSTER, "node_type": "clients"},
+                },
             ]
             addresses: dict[str, list[str]] = {}
             for target in targets:
                 addresses.setdefault(target["labels"]["node_type"], []).extend(target["targets"])
-            beside = tasks.create_task(
-                _beside(cluster.nameserver, cluster.security, ClientMetrics(registry))
+            second_program = tasks.create_task(
+                _run_second_program(cluster.nameserver, cluster.security, ClientMetrics(registry))
             )
             yield DemoCluster(cluster, targets, addresses)
-            beside.cancel()
+            second_program.cancel()
     finally:
         page.shutdown()
         page.server_close()
 
 
-async def _beside(nameserver: str, security: Security | None, metrics: ClientMetrics) -> None:
+async def _run_second_program(
+    nameserver: str, security: Security | None, metrics: ClientMetrics
+) -> None:
     """Run the second program."""
     # On a busy machine the replicas need a while to be in sync.
     async with Admin(nameserver, security=security, timeout_s=60) as admin:

@@ -69,14 +69,14 @@ async def codec() -> None:
 
     batch = encode()
     header = read_header(batch)
-    tell("batch, bytes beyond the body, per message", len(batch) / 1_000 - len(BODY), "bytes")
-    tell("encode, per message", 1_000 * best_s(encode), "µs")
-    tell(
+    show("batch, bytes besides the body, per message", len(batch) / 1_000 - len(BODY), "bytes")
+    show("encode, per message", 1_000 * best_s(encode), "µs")
+    show(
         "check in storage, per batch", 1e6 * best_s(lambda: check_batch(batch, stamped=False)), "µs"
     )
     every = range(header.count)
     decode_s = best_s(lambda: list(decode_records(batch, header, every)))
-    tell("decode, per message", 1_000 * decode_s, "µs")
+    show("decode, per message", 1_000 * decode_s, "µs")
 
 
 async def compression() -> None:
@@ -89,7 +89,7 @@ async def compression() -> None:
     for one in Compression:
         batch = _packed(one, messages)
         header = read_header(batch)
-        tell(f"{one.name.lower()}: size, of that without", len(batch) / len(plain), "")
+        show(f"{one.name.lower()}: size, of that without", len(batch) / len(plain), "")
         times[one] = (
             best_s(partial(_packed, one, messages)),
             best_s(partial(check_batch, batch, stamped=False)),
@@ -99,8 +99,8 @@ async def compression() -> None:
         for what, took_s, plain_s in zip(
             ("encode", "check", "decode"), found, times[Compression.NONE], strict=True
         ):
-            tell(f"{one.name.lower()}: {what}, of that without", took_s / plain_s, "")
-            tell(f"{one.name.lower()}: {what}", 1e6 * took_s, "µs")
+            show(f"{one.name.lower()}: {what}, of that without", took_s / plain_s, "")
+            show(f"{one.name.lower()}: {what}", 1e6 * took_s, "µs")
 
 
 def _decoded(batch: bytes, header: Header, indexes: Sequence[int]) -> list[Record]:
@@ -147,9 +147,9 @@ async def disk() -> None:
         for count in (1, 100, 1_000):
             write = partial(progress.write_blocking, [entry(number) for number in range(count)])
             took = sorted(timed(write) for _ in range(100))
-            tell(f"offsets, synced write of {count} queues, p50", 1_000 * took[50], "ms")
+            show(f"offsets, synced write of {count} queues, p50", 1_000 * took[50], "ms")
         progress.write_blocking([entry(number) for number in range(100_000)])
-        tell("offsets, read 100,000 queues", 1_000 * timed(lambda: list(progress.read())), "ms")
+        show("offsets, read 100,000 queues", 1_000 * timed(lambda: list(progress.read())), "ms")
 
 
 async def send(cluster: LocalCluster) -> None:
@@ -167,17 +167,17 @@ async def send(cluster: LocalCluster) -> None:
                     await asyncio.sleep(0)
             for receipt in pending:
                 await receipt
-            tell(f"publish to {queues} queues", 100_000 / (perf_counter() - begin), "messages/s")
+            show(f"publish to {queues} queues", 100_000 / (perf_counter() - begin), "messages/s")
             took = []
             for _ in range(300):
                 begin = perf_counter()
                 await producer.send(f"{TOPIC}-{queues}", BODY)
                 took.append(perf_counter() - begin)
-            tell(f"one send at a time, {queues} queues, p50", 1_000 * sorted(took)[150], "ms")
+            show(f"one send at a time, {queues} queues, p50", 1_000 * sorted(took)[150], "ms")
     await cluster.restart("storage")
     report = json.loads((cluster.data_dir / "storage" / "recovery.json").read_text())
-    tell("recovery, log", report["scanned_bytes"] / 1e6, "MB")
-    tell("recovery, time", report["elapsed_ms"], "ms")
+    show("recovery, log", report["scanned_bytes"] / 1e6, "MB")
+    show("recovery, time", report["elapsed_ms"], "ms")
 
 
 async def groups(cluster: LocalCluster) -> None:
@@ -198,20 +198,20 @@ async def groups(cluster: LocalCluster) -> None:
         begin = perf_counter()
         for number in range(100):
             await beat("one-by-one", number)
-        tell("100 joins, one after the other", 1_000 * (perf_counter() - begin), "ms")
+        show("100 joins, one after the other", 1_000 * (perf_counter() - begin), "ms")
         for what in ("100 joins at once", "100 heartbeats at once"):
             begin = perf_counter()
             async with asyncio.TaskGroup() as tasks:
                 for number in range(100):
                     tasks.create_task(beat("at-once", number))
-            tell(what, 1_000 * (perf_counter() - begin), "ms")
+            show(what, 1_000 * (perf_counter() - begin), "ms")
         await admin.create_topic("crowded", 64)
         before, begin = await beat("crowd", 0, "crowded"), perf_counter()
         async with asyncio.TaskGroup() as tasks:
             joins = [tasks.create_task(beat("crowd", n, "crowded")) for n in range(1, 20)]
-        tell("20 members join 64 queues at once", 1_000 * (perf_counter() - begin), "ms")
+        show("20 members join 64 queues at once", 1_000 * (perf_counter() - begin), "ms")
         newest = max(join.result().generation for join in joins)
-        tell("generations of that", newest - before.generation, "")
+        show("generations of these joins", newest - before.generation, "")
         await _pushes(stub, lambda number: beat("pushed", number))
         cluster.auto_restart = False
         await cluster.kill("storage")
@@ -221,7 +221,7 @@ async def groups(cluster: LocalCluster) -> None:
             return all(node.service != "storage" for node in (await admin.cluster()).nodes)
 
         await until(unlisted)
-        tell("killed process no longer listed after", perf_counter() - begin, "s")
+        show("killed process no longer listed after", perf_counter() - begin, "s")
 
 
 async def _pushes(
@@ -239,7 +239,7 @@ async def _pushes(
             await watch.read()
             spent_ms.append(1_000 * (perf_counter() - begin))
     watch.cancel()
-    tell("from a heartbeat to the push, median", sorted(spent_ms)[25], "ms")
+    show("from a heartbeat to the push, median", sorted(spent_ms)[25], "ms")
 
 
 async def _done(call: Awaitable[object]) -> None:
@@ -263,19 +263,19 @@ async def faults(cluster: LocalCluster) -> None:
             await cluster.kill(victim)
             await cluster.serving(victim)
             await asyncio.sleep(5)
-            flow.tell(f"{victim} killed and restarted", begin)
+            flow.show(f"{victim} killed and restarted", begin)
         for victim, seconds in PAUSES:
             begin = perf_counter()
             cluster.pause(victim)
             await asyncio.sleep(seconds)
             cluster.resume(victim)
             await asyncio.sleep(5)
-            flow.tell(f"{victim} paused for {seconds} s", begin)
+            flow.show(f"{victim} paused for {seconds} s", begin)
         producing.cancel()
         await asyncio.sleep(3)
         consumer.stop()
-    tell("messages with a receipt and not handled", len(flow.sent - flow.handled.keys()), "")
-    tell("messages handled twice", sum(count - 1 for count in flow.handled.values()), "")
+    show("messages with a receipt and not handled", len(flow.sent - flow.handled.keys()), "")
+    show("messages handled twice", sum(count - 1 for count in flow.handled.values()), "")
 
 
 class Flow:
@@ -304,10 +304,10 @@ class Flow:
             self.handled[message.body] = self.handled.get(message.body, 0) + 1
             self._handled_at.append(perf_counter())
 
-    def tell(self, what: str, since: float) -> None:
+    def show(self, what: str, since: float) -> None:
         """Print the longest gaps since `since`."""
-        tell(f"{what}: producer, longest gap", longest_s(self._sent_at, since), "s")
-        tell(f"{what}: consumer, longest gap", longest_s(self._handled_at, since), "s")
+        show(f"{what}: producer, longest gap", longest_s(self._sent_at, since), "s")
+        show(f"{what}: consumer, longest gap", longest_s(self._handled_at, since), "s")
 
 
 async def owners(cluster: LocalCluster) -> None:
@@ -350,13 +350,13 @@ async def owners(cluster: LocalCluster) -> None:
             await asyncio.sleep(1)
             await member(f"visits-{number}", 2)
         took.sort()
-        tell(f"hand-over, p50 of {len(took)}", took[len(took) // 2], "ms")
-        tell("hand-over, p99", took[len(took) * 99 // 100], "ms")
+        show(f"hand-over, p50 of {len(took)}", took[len(took) // 2], "ms")
+        show("hand-over, p99", took[len(took) * 99 // 100], "ms")
         granted_at.clear()
         await cluster.kill("lockmgr")
         begin = perf_counter()
         await member("comes-late", 12)
-        tell("lockmgr killed: first grant after", min(granted_at) - begin, "s")
+        show("lockmgr killed: first grant after", min(granted_at) - begin, "s")
         await staying
         await _kill_a_consumer(cluster.nameserver, seen, granted_at)
         producing.cancel()
@@ -385,8 +385,8 @@ async def _kill_a_consumer(
             repeated += message.redelivered
             if len(granted_at) >= 8 and perf_counter() - begin > 35:
                 consumer.stop()
-    tell("consumer killed: last queue granted after", granted_at[-1] - begin, "s")
-    tell("consumer killed: messages flagged redelivered", repeated, "")
+    show("consumer killed: last queue granted after", granted_at[-1] - begin, "s")
+    show("consumer killed: messages flagged redelivered", repeated, "")
 
 
 async def _drop_all(consumer: Consumer) -> None:
@@ -394,7 +394,7 @@ async def _drop_all(consumer: Consumer) -> None:
         pass
 
 
-def tell(what: str, value: float, unit: str) -> None:
+def show(what: str, value: float, unit: str) -> None:
     """Print one figure."""
     shown = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.2f}"
     print(f"{what:<58}{shown:>10} {unit}", flush=True)

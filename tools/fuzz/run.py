@@ -17,6 +17,7 @@ from baton.metrics.v1 import metrics_service_pb2
 from baton.nameserver.v1 import access_service_pb2, nameserver_service_pb2
 from baton.offsets.v1 import offsets_service_pb2
 from baton.offsets.v1 import replication_service_pb2 as offsets_replication_pb2
+from baton.settings.v1 import settings_service_pb2
 from baton.storage.v1 import (
     query_service_pb2,
     schedule_service_pb2,
@@ -74,7 +75,7 @@ class FuzzResult:
 
 def methods_of(service: str) -> list[MethodDescriptor]:
     """Return the methods that the process of a service serves, in a fixed order."""
-    modules = (*_CONTRACTS[service], metrics_service_pb2)
+    modules = (*_CONTRACTS[service], metrics_service_pb2, settings_service_pb2)
     services: list[ServiceDescriptor] = [
         each for module in modules for each in module.DESCRIPTOR.services_by_name.values()
     ]

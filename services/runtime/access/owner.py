@@ -1,4 +1,4 @@
-"""Owner numbers: what services store and compare of an identity."""
+"""Owner numbers: services store and compare them in place of identities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def owner_of(identity: str) -> int:
 
 
 def sign(request: object, identity: str) -> None:
-    """Write the owner number of the caller into the request, whatever the client has written."""
+    """Write the owner number of the caller into the request, over a number from the client."""
     if not isinstance(request, Message):
         return  # a stream of requests, as of reflection
     message: Any = request

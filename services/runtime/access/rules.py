@@ -13,6 +13,7 @@ from batonmq._core.names import METRICS_TOPIC
 from batonmq.errors import BatonError
 from batonmq_server.runtime.access.permissions import (
     ANY_GRANT,
+    OPERATE,
     Permission,
     consume,
     join_group,
@@ -111,5 +112,6 @@ COMMON_RULES: AccessRules = {
         "grpc.reflection.v1alpha.ServerReflection", {"ServerReflectionInfo": requires(ANY_GRANT)}
     ),
     **rules_by_path("baton.metrics.v1.MetricsService", {"Watch": requires(consume(METRICS_TOPIC))}),
+    **rules_by_path("baton.settings.v1.SettingsService", {"Describe": requires(OPERATE)}),
 }
 """Rules of the methods that every process serves."""

@@ -12,7 +12,7 @@ A run file, big-endian; docs/reference/format.md has the same in prose:
 
     at  size  field
      0     4  magic "BTNK"
-     4     2  version, 1
+     4     2  version, 2
      6     2  reserved, 0
      8     8  position at which the run begins
     16     8  position at which it ends
@@ -22,18 +22,22 @@ A run file, big-endian; docs/reference/format.md has the same in prose:
     44     4  CRC-32C of everything from byte 52 on
     48     4  CRC-32C of [0, 48)
     52     8m every 512th hash of the hash column, the first included
+          8m for each 512 entries: 4 CRC-32C of their hashes, 4 of their positions and indexes
+           4 CRC-32C from byte 52 to here
           8n hash column, ascending: topic id, modulo 2^32, in the upper half, key hash in the lower
           8n positions of the batches
           2n indexes of the messages in their batches
 
-Equal hashes are in log order. A hash is only a hint: the reader compares the real key.
+Equal hashes are in log order. A hash is only a hint: the reader compares the real key. Everything
+that a search reads is compared with its checksum, so a flipped bit hides no message. Version 1 has
+no checksums of 512 entries. It is read, not written.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -41,18 +45,20 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from batonmq.errors import DataLoss
+from batonmq._columns.batch_columns import key_hashes
+from batonmq._core.records import Header
 from batonmq_server.storage.core.files import UNREADABLE, BadIndex, Disk, FileCache
 
 FOLDER = "keyindex"
 RUN_ENTRIES = 1 << 19
 ENDED_MAX = 8
 """Maximum number of ended runs in memory; if there are more, they are written at once."""
-MAGIC, VERSION = 0x42544E4B, 1
+MAGIC, VERSION, OLD_VERSION = 0x42544E4B, 2, 1
 HEAD = struct.Struct(">IHHqqqqII")
 CRC = struct.Struct(">I")
 FENCE_STEP = 512
 ROW = np.dtype([("hash", ">u8"), ("position", ">i8"), ("index", ">u2")])
+BLOCK_CRCS = np.dtype([("hashes", ">u4"), ("places", ">u4")])
 _NAME = re.compile(r"\d{20}")
 _ENTRIES_MIN = 256
 _COLUMNS_AT = HEAD.size + CRC.size
@@ -68,6 +74,18 @@ class RunExtent:
     next_position: int
     first_unix_ms: int = 0
     last_unix_ms: int = 0
+
+
+class DamagedRun(Exception):
+    """The file of a run can't be read, or does not match its checksums.
+
+    Attributes:
+        extent: The part of the log from which the run can be rebuilt.
+    """
+
+    def __init__(self, extent: RunExtent) -> None:
+        super().__init__(f"{_path(extent.first_position)} is damaged")
+        self.extent = extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,20 +141,33 @@ def open_path(first_position: int) -> str:
 def encode_run(run: EndedRun) -> bytes:
     """Return the file content of a run."""
     rows = run.rows[np.argsort(run.rows["hash"].astype(np.uint64), kind="stable")]
-    columns = b"".join(
-        (
-            rows["hash"][::FENCE_STEP].tobytes(),
-            rows["hash"].tobytes(),
-            rows["position"].tobytes(),
-            rows["index"].tobytes(),
+    hashes, positions, indexes = (rows[name].tobytes() for name in ("hash", "position", "index"))
+    crcs = np.empty(-(-len(rows) // FENCE_STEP), BLOCK_CRCS)
+    for number in range(len(crcs)):
+        crcs[number] = _crcs_of(
+            *(
+                column[size * FENCE_STEP * number : size * FENCE_STEP * (number + 1)]
+                for size, column in ((8, hashes), (8, positions), (2, indexes))
+            )
         )
-    )
+    directory = rows["hash"][::FENCE_STEP].tobytes() + crcs.tobytes()
+    columns = b"".join((directory, CRC.pack(crc32c(directory)), hashes, positions, indexes))
     at = run.extent
     head = HEAD.pack(
         MAGIC, VERSION, 0, at.first_position, at.next_position, at.first_unix_ms, at.last_unix_ms,
         len(rows), crc32c(columns),
     )  # fmt: skip
     return head + CRC.pack(crc32c(head)) + columns
+
+
+def rebuilt_run(extent: RunExtent, batches: Iterable[tuple[Header, memoryview]]) -> EndedRun:
+    """Return an ended run, given all batches of its part of the log."""
+    found = _OpenRunRows(extent.first_position)
+    for header, batch in batches:
+        keys = key_hashes(batch, header)
+        if len(keys[0]):
+            found.add(header.position, header.topic_id, keys, header.store_unix_ms)
+    return EndedRun(found.extent(extent.next_position), found.rows)
 
 
 class KeyIndex:
@@ -187,7 +218,11 @@ class KeyIndex:
                 self._end(next_position)
 
     def find(self, topic_id: int, key_hash: int) -> Iterator[KeyHits]:
-        """Yield the places of messages that may have a key, run by run, newest first."""
+        """Yield the places of messages that may have a key, run by run, newest first.
+
+        Raises:
+            DamagedRun: a run must be rebuilt first.
+        """
         wanted = np.uint64(search_hash(topic_id, key_hash))
         for extent, rows in [
             (self._open.extent(-1), self._open.rows),
@@ -258,6 +293,15 @@ class KeyIndex:
         gone = [run.path for run in self._runs if run.extent.next_position <= position]
         self._runs = [run for run in self._runs if run.extent.next_position > position]
         return gone
+
+    def replace(self, run: EndedRun) -> bool:
+        """Use the rewritten file of a run; return whether the index still has that run."""
+        self._cache.forget(run.path)
+        for number, old in enumerate(self._runs):
+            if old.path == run.path:
+                self._runs[number] = _RunFile(run.extent, len(run.rows))
+                return True
+        return False
 
     def write_ended_runs(self) -> None:
         """Write the ended runs now, except those that `unsaved` has returned."""
@@ -360,49 +404,84 @@ class _RunFile:
 
     extent: RunExtent
     count: int
+    has_crcs: bool = True
+    """False for version 1."""
     _fence: npt.NDArray[np.uint64] | None = field(default=None)
+    _crcs: npt.NDArray[np.void] | None = field(default=None)
 
     @property
     def path(self) -> str:
         return _path(self.extent.first_position)
 
     @property
+    def _block_count(self) -> int:
+        return -(-self.count // FENCE_STEP)
+
+    @property
     def _hashes_at(self) -> int:
-        return _COLUMNS_AT + 8 * -(-self.count // FENCE_STEP)
+        crcs = BLOCK_CRCS.itemsize * self._block_count + CRC.size if self.has_crcs else 0
+        return _COLUMNS_AT + 8 * self._block_count + crcs
 
     def find(self, cache: FileCache, wanted: np.uint64) -> KeyHits | None:
         """Return the entries with a hash; takes at most three reads unless there are many.
 
         Raises:
-            DataLoss: the file can't be read or is too short.
+            DamagedRun: the file can't be read, or does not match its checksums.
         """
         if not self.count:
             return None
         if self._fence is None:
-            raw = self._read(cache, _COLUMNS_AT, self._hashes_at - _COLUMNS_AT)
-            self._fence = np.frombuffer(raw, ">u8").astype(np.uint64)
+            self._fence = self._read_directory(cache)
         begin = max(int(np.searchsorted(self._fence, wanted, "left")) - 1, 0) * FENCE_STEP
         end = int(np.searchsorted(self._fence, wanted, "right")) * FENCE_STEP
         end = min(end, self.count)
         if begin >= end:
             return None
-        hashes = self._column(cache, 0, ">u8", begin, end)
-        first = begin + int(np.searchsorted(hashes, wanted, "left"))
-        last = begin + int(np.searchsorted(hashes, wanted, "right"))
+        raw = self._column(cache, 0, 8, begin, end)
+        self._check("hashes", begin, (raw, 8))
+        hashes = np.frombuffer(raw, ">u8")
+        first = int(np.searchsorted(hashes, wanted, "left"))
+        last = int(np.searchsorted(hashes, wanted, "right"))
         if first == last:
             return None
+        end = min(begin + -(-last // FENCE_STEP) * FENCE_STEP, self.count)
+        skipped = first // FENCE_STEP * FENCE_STEP
+        begin, first, last = begin + skipped, first - skipped, last - skipped
+        positions = self._column(cache, 8 * self.count, 8, begin, end)
+        indexes = self._column(cache, 16 * self.count, 2, begin, end)
+        self._check("places", begin, (positions, 8), (indexes, 2))
         return KeyHits(
             self.extent,
-            self._column(cache, 8 * self.count, ">i8", first, last).astype(np.int64),
-            self._column(cache, 16 * self.count, ">u2", first, last).astype(np.uint16),
+            np.frombuffer(positions, ">i8")[first:last].astype(np.int64),
+            np.frombuffer(indexes, ">u2")[first:last].astype(np.uint16),
         )
 
-    def _column(
-        self, cache: FileCache, column_at: int, kind: str, begin: int, end: int
-    ) -> npt.NDArray[np.integer[npt.NBitBase]]:
-        dtype = np.dtype(kind)
-        at = self._hashes_at + column_at + begin * dtype.itemsize
-        return np.frombuffer(self._read(cache, at, (end - begin) * dtype.itemsize), dtype)
+    def _read_directory(self, cache: FileCache) -> npt.NDArray[np.uint64]:
+        raw = self._read(cache, _COLUMNS_AT, self._hashes_at - _COLUMNS_AT)
+        fence_bytes = 8 * self._block_count
+        if self.has_crcs:
+            if CRC.unpack(raw[-CRC.size :])[0] != crc32c(raw[: -CRC.size]):
+                raise DamagedRun(self.extent)
+            self._crcs = np.frombuffer(raw[fence_bytes : -CRC.size], BLOCK_CRCS)
+        return np.frombuffer(raw[:fence_bytes], ">u8").astype(np.uint64)
+
+    def _check(self, name: str, begin: int, *columns: tuple[bytes, int]) -> None:
+        """Compare columns from entry `begin` on, the first one of a block, with their CRCs."""
+        if self._crcs is None:
+            return
+        content, size = columns[0]
+        for number in range(-(-len(content) // (size * FENCE_STEP))):
+            found = _crc_of(
+                *(
+                    column[size * FENCE_STEP * number : size * FENCE_STEP * (number + 1)]
+                    for column, size in columns
+                )
+            )
+            if found != self._crcs[name][begin // FENCE_STEP + number]:
+                raise DamagedRun(self.extent)
+
+    def _column(self, cache: FileCache, column_at: int, size: int, begin: int, end: int) -> bytes:
+        return self._read(cache, self._hashes_at + column_at + begin * size, (end - begin) * size)
 
     def _read(self, cache: FileCache, at: int, size: int) -> bytes:
         try:
@@ -412,11 +491,20 @@ class _RunFile:
                 raise
             found = b""
         if len(found) != size:
-            raise DataLoss(
-                f"{self.path} can't be read or is too short",
-                remedy="Stop the node and run: baton fsck DIR --repair.",
-            )
+            raise DamagedRun(self.extent)
         return found
+
+
+def _crcs_of(hashes: bytes, positions: bytes, indexes: bytes) -> tuple[int, int]:
+    """Return the checksums of the entries of a block."""
+    return _crc_of(hashes), _crc_of(positions, indexes)
+
+
+def _crc_of(*parts: bytes) -> int:
+    crc = 0
+    for part in parts:
+        crc = crc32c(part, crc)
+    return crc
 
 
 def _read_run(disk: Disk, first_position: int) -> _RunFile:
@@ -430,10 +518,10 @@ def _read_run(disk: Disk, first_position: int) -> _RunFile:
     if len(raw) < _COLUMNS_AT or CRC.unpack_from(raw, HEAD.size)[0] != crc32c(raw[: HEAD.size]):
         raise BadIndex(f"{path} has a damaged head")
     magic, version, _, begin, end, first_unix_ms, last_unix_ms, count, _ = HEAD.unpack_from(raw)
-    run = _RunFile(RunExtent(begin, end, first_unix_ms, last_unix_ms), count)
-    if (magic, version, begin) != (MAGIC, VERSION, first_position) or size != (
-        run._hashes_at + ROW.itemsize * count
-    ):
+    extent = RunExtent(begin, end, first_unix_ms, last_unix_ms)
+    run = _RunFile(extent, count, has_crcs=version != OLD_VERSION)
+    known = magic == MAGIC and version in (VERSION, OLD_VERSION) and begin == first_position
+    if not known or size != run._hashes_at + ROW.itemsize * count:
         raise BadIndex(f"{path} is not a run of version {VERSION}, or is too short")
     return run
 

@@ -137,6 +137,7 @@ class MessageQueries:
 
         Raises:
             DataLoss: a batch that may contain such a message is damaged.
+            DamagedRun: a file of the key index is damaged.
         """
         messages: list[MessageMatch] = []
         bytes_count = candidate_count = 0

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from batonmq._columns.batch_columns import tag_hashes
 from batonmq._core.records import check_stamp, read_header
 from batonmq.errors import BatonError, DataLoss
+from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.consumequeue import ENTRY, ConsumeQueue
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.producers import QueueKey
@@ -74,13 +75,18 @@ def find_damage(store: MessageStore, key: QueueKey, offset: int) -> QueueRepair 
     log = store.log
     begin_position = log.first_position if position is None else position
     end_position = store.readable_position if next_position is None else next_position
+    return QueueRepair(key, first, end, segment_spans(log, begin_position, end_position))
+
+
+def segment_spans(log: CommitLog, position: int, next_position: int) -> list[SegmentSpan]:
+    """Return the part [position, next_position) of the log, segment by segment."""
     spans = []
-    while begin_position < end_position:
-        path, segment_begin, segment_end = log.segment_of(begin_position)
-        stop = min(segment_end, end_position)
-        spans.append(SegmentSpan(path, segment_begin, segment_end, begin_position, stop))
-        begin_position = segment_end
-    return QueueRepair(key, first, end, spans)
+    while position < next_position:
+        path, segment_begin, segment_end = log.segment_of(position)
+        stop = min(segment_end, next_position)
+        spans.append(SegmentSpan(path, segment_begin, segment_end, position, stop))
+        position = segment_end
+    return spans
 
 
 def read_log(disk: Disk, repair: QueueRepair) -> None:

@@ -986,6 +986,7 @@ class LockEntry(_message.Message):
     ACQUIRE_SEQ_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
+    LEASE_EXPIRED_FIELD_NUMBER: _builtins.int
     state: Global___LockState.ValueType
     """State."""
     token: _builtins.int
@@ -1002,6 +1003,10 @@ class LockEntry(_message.Message):
     """`acquire_seq` of the grant."""
     subscription_generation: _builtins.int
     """Generation of the subscription the grant is for; 0 if it is not bound to one."""
+    lease_expired: _builtins.bool
+    """Whether the owner's lease has expired: its next KeepAlive may be rejected, and another client may
+    get the queue.
+    """
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
@@ -1034,10 +1039,11 @@ class LockEntry(_message.Message):
         acquire_seq: _builtins.int = ...,
         subscription_generation: _builtins.int = ...,
         running: Global___RunningHandler | None = ...,
+        lease_expired: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "queue", b"queue", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_seq", b"acquire_seq", "generation", b"generation", "held_ms", b"held_ms", "lease_age_ms", b"lease_age_ms", "owner", b"owner", "queue", b"queue", "running", b"running", "state", b"state", "subscription_generation", b"subscription_generation", "token", b"token", "waiters", b"waiters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_seq", b"acquire_seq", "generation", b"generation", "held_ms", b"held_ms", "lease_age_ms", b"lease_age_ms", "lease_expired", b"lease_expired", "owner", b"owner", "queue", b"queue", "running", b"running", "state", b"state", "subscription_generation", b"subscription_generation", "token", b"token", "waiters", b"waiters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
