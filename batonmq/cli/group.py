@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import click
 
 from batonmq.admin.admin import Strategy
-from batonmq.admin.group_lags import group_lags
+from batonmq.admin.group_lag import group_lags
 from batonmq.admin.group_reports import Group, GroupProgress, RefusedClient, Subscription
 from batonmq.admin.placement import OffsetsPlacement, locate_group
 from batonmq.cli.arguments import group_argument

@@ -124,6 +124,7 @@ OLD_CALLS = RunOptions(
     steps=80, queues=6, service_kills=16, joins=2, leaves=2,
     faults=Faults(slow=0.15, slow_ms_max=3_000, duplicate=0.3, delay_ms_max=150),
 )  # fmt: skip
+SWITCHING = RunOptions(steps=10, switches_identities=True)
 STOLEN = RunOptions(steps=60, thefts=12, identities=True, slow_handlers=0.1)
 OUTAGE = RunOptions(steps=20, joins=4, leaves=2, outage_ms=14_000, slow_handlers=0.3)
 HANGING_OUTAGE = RunOptions(
@@ -395,6 +396,12 @@ MUTANTS = (
         broken_identities.token_of_every_identity,
         STOLEN,
         ("identity", "V4", "V9"),
+    ),
+    Mutant(
+        "unknown owner matches no owner",
+        broken_identities.unknown_owner_matches_no_owner,
+        SWITCHING,
+        ("L4", "unexpected"),
     ),
     Mutant(
         "incarnation of every identity",
