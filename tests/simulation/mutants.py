@@ -120,6 +120,7 @@ TO_AND_FRO = RunOptions(
     steps=60, moves=60, consumers=2, queues=2,
     faults=Faults(slow=0.3, duplicate=0.8, slow_ms_max=5_000),
 )  # fmt: skip
+SWITCHING = RunOptions(steps=10, switches_identities=True)
 STOLEN = RunOptions(steps=60, thefts=12, identities=True, slow_handlers=0.1)
 OUTAGE = RunOptions(steps=20, joins=4, leaves=2, outage_ms=14_000, slow_handlers=0.3)
 HANGING_OUTAGE = RunOptions(
@@ -381,6 +382,12 @@ MUTANTS = (
         broken_identities.token_of_every_identity,
         STOLEN,
         ("identity", "V4", "V9"),
+    ),
+    Mutant(
+        "unknown owner matches no owner",
+        broken_identities.unknown_owner_matches_no_owner,
+        SWITCHING,
+        ("L4", "unexpected"),
     ),
     Mutant(
         "incarnation of every identity",

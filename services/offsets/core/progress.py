@@ -168,7 +168,7 @@ class Progress:
         resumed = EMPTY
         if attempt.reset_epoch == self.reset_epoch:
             resumed = attempt.resume.at_or_above(self.committed_offset).difference(self.acked)
-        same_holder = not self.closed and self.holder == attempt.holder
+        same_holder = not self.closed and self._held_by(attempt.holder)
         if not self.closed:
             dropped = self.in_flight()
             if same_holder:
@@ -178,7 +178,9 @@ class Progress:
         self.delivered_offset = self.delivered_reserved = max(lowest, resumed.next_offset)
         kept = ended.reach.delivered_offset if same_holder else 0
         self.delivered_known = max(kept, resumed.next_offset)
-        self.holder, self.closed = attempt.holder, attempt.holder is None
+        holder = attempt.holder
+        self.holder = holder.known_as(self.holder) if holder is not None else None
+        self.closed = holder is None
         self.forced_by, self.forced_reason = attempt.forced_by, attempt.forced_reason
         self.subscription_generation = attempt.subscription_generation
         self.token = max(self.token, attempt.token_min) + 1
@@ -207,6 +209,9 @@ class Progress:
             self.token, self.holder, now.unix_ms, self.committed_offset, acked, ended
         )
 
+    def _held_by(self, incarnation: Incarnation | None) -> bool:
+        return self.holder is not None and self.holder.matches(incarnation)
+
     def _check_condition(self, attempt: FenceAttempt, now: Instant) -> None:
         match attempt.condition:
             case FenceCondition.CLOSED_OR_DRAINED if not self.closed and not self.drained:
@@ -218,7 +223,7 @@ class Progress:
                         "lowest_offset": in_flight.runs[0][0],
                     },
                 )
-            case FenceCondition.SAME_HOLDER if self.closed or self.holder != attempt.holder:
+            case FenceCondition.SAME_HOLDER if self.closed or not self._held_by(attempt.holder):
                 raise NotHolder(
                     f"token {self.token} is closed"
                     if self.closed
