@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from batonmq.admin.admin import Admin
     from batonmq.admin.dead_letters import DeadLetters, DeadLetterSummaries, DeadLetterSummary
     from batonmq.admin.diagnostics import Diagnostics
+    from batonmq.admin.effective_settings import NodeSetting, node_settings
     from batonmq.admin.event_watch import EventWatch
-    from batonmq.admin.group_lags import GroupLag, group_lags
+    from batonmq.admin.group_lag import GroupLag, group_lags
     from batonmq.admin.group_reports import (
         Assignment,
         Group,
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
         StoreTimeRange,
     )
     from batonmq.admin.message_tracer import GroupTrace, MessageCopy, MessageTracer, TraceReport
-    from batonmq.admin.node_settings import NodeSetting, node_settings
     from batonmq.admin.operation import Operation
     from batonmq.admin.placement import GroupMove, OffsetsPlacement, locate_group, move_group
     from batonmq.admin.quotas import IdentityQuota, QuotaLimits, Quotas
@@ -194,7 +194,7 @@ _HOMES = {
     "EventWatch": "batonmq.admin.event_watch",
     "ForcedRelease": "batonmq.admin.locks",
     "Group": "batonmq.admin.group_reports",
-    "GroupLag": "batonmq.admin.group_lags",
+    "GroupLag": "batonmq.admin.group_lag",
     "GroupMove": "batonmq.admin.placement",
     "GroupProgress": "batonmq.admin.group_reports",
     "GroupTrace": "batonmq.admin.message_tracer",
@@ -214,7 +214,7 @@ _HOMES = {
     "MessageTracer": "batonmq.admin.message_tracer",
     "NewToken": "batonmq.admin.access",
     "Node": "batonmq.admin.reports",
-    "NodeSetting": "batonmq.admin.node_settings",
+    "NodeSetting": "batonmq.admin.effective_settings",
     "OffsetsPlacement": "batonmq.admin.placement",
     "Operation": "batonmq.admin.operation",
     "Pause": "batonmq.admin.group_reports",
@@ -256,10 +256,10 @@ _HOMES = {
     "TraceEventKind": "batonmq._core.message_trace",
     "TraceReport": "batonmq.admin.message_tracer",
     "elect": "batonmq.admin.replication",
-    "group_lags": "batonmq.admin.group_lags",
+    "group_lags": "batonmq.admin.group_lag",
     "locate_group": "batonmq.admin.placement",
     "move_group": "batonmq.admin.placement",
-    "node_settings": "batonmq.admin.node_settings",
+    "node_settings": "batonmq.admin.effective_settings",
     "replicas": "batonmq.admin.replication",
     "replicas_of": "batonmq.admin.replication",
 }

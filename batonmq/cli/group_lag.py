@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.exceptions import Exit
 
-from batonmq.admin.group_lags import GroupLag, group_lags
+from batonmq.admin.group_lag import GroupLag, group_lags
 from batonmq.admin.group_reports import QueueDiagnosis
 from batonmq.cli.arguments import group_argument, parse_queue, queue_option, topic_option
 from batonmq.cli.command_classes import command

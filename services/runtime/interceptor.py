@@ -80,7 +80,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         if self._admission is not None:
             metadata = handler_call_details.invocation_metadata or ()
             if (error := self._admission.early_error(name, metadata)) is not None:
-                return self._rejecting(name, error)
+                return self._rejecting(self._admission, name, error)
         return self._wrapped[name]
 
     def _handler(
@@ -93,14 +93,16 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             handler = self._admission.third_party(name, handler)
         return with_decoding(handler)
 
-    def _rejecting(self, name: str, error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
+    def _rejecting(
+        self, admission: Admission, name: str, error: BatonError
+    ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler for any kind of call that sends `error` without reading the request."""
         _, service, method = name.split("/")
 
         async def reject(_: Any, context: Context) -> None:
             with self.counted(service.rpartition(".")[2], method) as outcome:
                 outcome.reason = error.reason
-                await abort(context, error)
+                await abort(context, await admission.delayed(error, context))
 
         return grpc.stream_stream_rpc_method_handler(reject)
 

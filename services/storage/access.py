@@ -58,7 +58,8 @@ RULES: AccessRules = {
                 traffic=Traffic.CONSUME
             ),
             "QueryOffsets": requires_by_request(
-                lambda request: (use_topic(queue.topic) for queue in request.queues), ["nameserver"]
+                lambda request: (use_topic(queue.topic) for queue in request.queues),
+                ["nameserver", "offsets"],
             ),
             "Describe": requires(OPERATE),
             "PurgeTopic": requires_by_request(lambda request: [change_topic(request.topic)]),

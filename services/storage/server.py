@@ -164,9 +164,10 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         """See the proto."""
         queues = validation.parse_queues(request)
         revision = min(self._parts.topics.revision(name) for name in {q.topic for q in queues})
+        leader_age_ms = self._parts.role.leader_age_ms()  # before the offsets are read
         outcomes = [await self._offsets(queue) for queue in queues]
         context.set_trailing_metadata(((TOPICS_REVISION, str(revision)),))
-        return pb.QueryOffsetsResponse(outcomes=outcomes)
+        return pb.QueryOffsetsResponse(outcomes=outcomes, leader_age_ms=leader_age_ms)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """See the proto."""
@@ -239,6 +240,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             pull.subscription_generation,
             pull.progress,
             pull.offsets_set,
+            pull.received_offset,
         )
         try:
             return await self._parts.deliveries.record(delivery)
@@ -295,6 +297,12 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         verdict: RecordedDelivery | None,
     ) -> pb.PullResponse:
         visible = self._store.offsets(key)
+        if verdict is not None:
+            offsets_set, epoch = verdict.offsets_set, verdict.offsets_epoch
+        elif pull.owner.token:
+            offsets_set, epoch = self._parts.deliveries.seen_epoch(pull.owner.group)
+        else:
+            offsets_set, epoch = pull.offsets_set, 0
         return pb.PullResponse(
             pull_id=pull_id,
             batches=reading.batches if reading else (),
@@ -302,8 +310,8 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             queue_first_offset=visible.first_offset,
             queue_next_offset=visible.next_offset,
             redelivered=verdict.redelivered if verdict else (),
-            offsets_epoch=verdict.offsets_epoch if verdict else 0,
-            offsets_set=verdict.offsets_set if verdict else pull.offsets_set,
+            offsets_epoch=epoch,
+            offsets_set=offsets_set,
             filtered_count=reading.filtered_count if reading else 0,
             lost_count=reading.lost_count if reading else 0,
             progress_taken=verdict is not None and pull.progress is not None,

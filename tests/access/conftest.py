@@ -13,5 +13,7 @@ from batonmq_server.runtime.etcd.session import EtcdSession
 
 @pytest_asyncio.fixture
 async def etcd(etcd_endpoint: str) -> AsyncIterator[EtcdSession]:
-    async with EtcdSession(etcd_endpoint, f"test-{secrets.token_hex(8)}", Clock()) as session:
+    async with EtcdSession(
+        etcd_endpoint, f"test-{secrets.token_hex(8)}", Clock(), timeout_ms=30_000
+    ) as session:
         yield session

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import connector
 from batonmq.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
@@ -444,6 +445,7 @@ async def test_expiry_of_a_token_checks_the_calls_of_that_token_only() -> None:
 
     class CheckedGuard:
         on_change: list[object] = []  # noqa: RUF012
+        clock = Clock()
 
         def rule(self, _: str) -> None:
             return None

@@ -7,6 +7,7 @@ quotas in a real etcd.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from random import Random
 from typing import cast
@@ -19,8 +20,10 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import Throttled
+from batonmq_server.runtime.access import throttle_delay
 from batonmq_server.runtime.access.authenticator import Caller, Context
 from batonmq_server.runtime.access.quotas import (
     CONNECTION_AGE_MS,
@@ -31,9 +34,17 @@ from batonmq_server.runtime.access.quotas import (
     QuotaLedger,
     TokenBucket,
     Traffic,
+    throttled,
 )
 from batonmq_server.runtime.access.stored_quotas import quota_key, quota_to_pb
+from batonmq_server.runtime.access.throttle_delay import (
+    DELAY_MS_MAX,
+    DELAYED_MAX,
+    OFTEN,
+    ThrottleDelay,
+)
 from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.testing import run_virtual
 from tests.access.edge_scene import METHODS, Scene, request_of, scene
 from tests.storage.batches import batch
 from tests.support.conditions import until
@@ -170,11 +181,12 @@ async def test_call_beyond_the_quota_is_rejected_with_the_wait_and_others_are_se
     error = from_rpc_error(refused.value)
     assert isinstance(error, Throttled)
     assert error.facts == {"identity": "tenant", "quota": "produce_bytes_per_s", "limit": "100"}
-    assert error.retry_after_ms == WAIT_MS_MAX
+    rest_ms = WAIT_MS_MAX - DELAY_MS_MAX
+    assert error.retry_after_ms == rest_ms
     status = rpc_status.from_call(refused.value)  # type: ignore[arg-type]
     retry = error_details_pb2.RetryInfo()
     assert any(detail.Unpack(retry) for detail in status.details)
-    assert retry.retry_delay.ToMilliseconds() == WAIT_MS_MAX
+    assert retry.retry_delay.ToMilliseconds() == rest_ms
     assert made.registry.get_sample_value("baton_throttled_calls_total", {
         "quota": "produce_bytes_per_s"
     }) == 1  # fmt: skip
@@ -184,6 +196,114 @@ async def test_call_beyond_the_quota_is_rejected_with_the_wait_and_others_are_se
         await made.call(PULL, request_of(METHODS[PULL]), "tenant")
     await set_quota(made, etcd, "tenant", Quota(produce_bytes_per_s=10**9))
     await until(lambda: _admitted(made, request))
+
+
+async def test_caller_that_does_not_wait_sends_a_bounded_number_of_rejected_calls(
+    made: Scene, etcd: EtcdSession
+) -> None:
+    """Its answers are delayed, so that its calls in flight bound it."""
+    await set_quota(made, etcd, "tenant", Quota(produce_bytes_per_s=100))
+    request = pb.AppendRequest(batches=[batch(bytes(100_000))])
+    await made.call(APPEND, request, "tenant")
+    loop, in_flight, seconds = asyncio.get_running_loop(), 5, 2.5
+    end_s, rejected = loop.time() + seconds, 0
+
+    async def hammer() -> None:
+        nonlocal rejected
+        while loop.time() < end_s:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await made.call(APPEND, request, "tenant")
+            rejected += 1
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(in_flight):
+            tasks.create_task(hammer())
+    assert 0 < rejected <= in_flight * (seconds + 1), "about one call a second, each"
+
+
+class Deadline:
+    """The context of a call with a deadline."""
+
+    def __init__(self, left_s: float | None) -> None:
+        self._left_s = left_s
+
+    def time_remaining(self) -> float | None:
+        return self._left_s
+
+
+def throttled_error(identity: str = "tenant", wait_ms: int = WAIT_MS_MAX) -> Throttled:
+    return throttled(identity, "produce_bytes_per_s", 1, wait_ms)
+
+
+@pytest.mark.parametrize(
+    ("wait_ms", "left_s", "delay_ms"),
+    [(5_000, None, 1_000), (5_000, 30.0, 1_000), (300, 30.0, 300), (5_000, 0.5, 250),
+     (5_000, 0.0, 0), (5_000, -1.0, 0)],
+)  # fmt: skip
+def test_answer_is_delayed_within_the_wait_and_the_deadline(
+    wait_ms: int, left_s: float | None, delay_ms: int
+) -> None:
+    async def delayed() -> tuple[Throttled, float]:
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        context = cast("Context", Deadline(left_s))
+        error = await ThrottleDelay(Clock()).delayed(throttled_error(wait_ms=wait_ms), context)
+        return error, loop.time() - begin_s
+
+    error, took_s = run_virtual(delayed())
+    assert took_s == pytest.approx(delay_ms / 1000, abs=0.002)
+    assert error.retry_after_ms == max(1, wait_ms - round(took_s * 1000))
+    assert error.facts["quota"] == "produce_bytes_per_s"
+
+
+def test_number_of_delayed_answers_of_an_identity_is_bounded() -> None:
+    async def at_once() -> tuple[int, int]:
+        delay, context = ThrottleDelay(Clock()), cast("Context", Deadline(None))
+        done = Counter[str]()
+
+        async def answer(identity: str) -> None:
+            await delay.delayed(throttled_error(identity), context)
+            done[identity] += 1
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(DELAYED_MAX + 50):
+                tasks.create_task(answer("tenant"))
+            tasks.create_task(answer("other"))
+            await asyncio.sleep(0.1)
+            return done["tenant"], done["other"]
+
+    assert run_virtual(at_once()) == (50, 0)
+
+
+def test_caller_that_is_rejected_often_waits_longer_than_its_debt_lasts() -> None:
+    async def waits_ms() -> list[int]:
+        loop, context = asyncio.get_running_loop(), cast("Context", Deadline(None))
+        delay, taken = ThrottleDelay(Clock()), []
+
+        async def rejected() -> None:
+            begin_s = loop.time()
+            await delay.delayed(throttled_error(wait_ms=50), context)
+            taken.append(round((loop.time() - begin_s) * 1000))
+
+        for pause_s in (0, 5.0):
+            await asyncio.sleep(pause_s)
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(OFTEN + 5):
+                    tasks.create_task(rejected())
+        return taken
+
+    each = [50] * OFTEN + [DELAY_MS_MAX] * 5
+    assert run_virtual(waits_ms()) == pytest.approx([*each, *each], abs=2)
+
+
+def test_identities_without_rejected_calls_are_forgotten() -> None:
+    async def kept() -> int:
+        delay, context = ThrottleDelay(Clock()), cast("Context", Deadline(None))
+        for number in range(throttle_delay.IDENTITIES_MAX + 50):
+            await delay.delayed(throttled_error(str(number), wait_ms=10), context)
+        return len(delay._rejected)
+
+    assert run_virtual(kept()) <= throttle_delay.IDENTITIES_MAX
 
 
 async def _admitted(made: Scene, request: pb.AppendRequest) -> bool:

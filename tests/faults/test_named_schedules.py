@@ -66,6 +66,15 @@ def test_leader_is_cut_off_before_it_dies() -> None:
     assert all(fault.rank == 0 and fault.hold_ms for fault in faults("two-steps"))
 
 
+def test_starvation_pauses_all_leaders_at_once_for_less_than_a_lease() -> None:
+    schedule = SCHEDULES["starvation"]
+    assert schedule.busy
+    assert not schedule.elects
+    for group in drawn("starvation"):
+        assert {one.part.split()[0] for one in group.faults} == {"storage", "offsets", "lockmgr"}
+        assert {(one.kind, one.rank, one.hold_ms) for one in group.faults} == {("pause", 0, 2_000)}
+
+
 def test_power_is_cut_for_everything_and_for_each_set() -> None:
     parts = [fault.part for fault in faults("power-cuts")]
     assert parts[::2] == [EVERYTHING] * (len(parts) // 2)

@@ -12,5 +12,5 @@ from batonmq_server.runtime.etcd.session import EtcdSession
 
 @pytest_asyncio.fixture
 async def etcd(etcd_endpoint: str, cluster: str) -> AsyncIterator[EtcdSession]:
-    async with EtcdSession(etcd_endpoint, cluster, Clock()) as session:
+    async with EtcdSession(etcd_endpoint, cluster, Clock(), timeout_ms=30_000) as session:
         yield session

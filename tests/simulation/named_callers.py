@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from batonmq.errors import BatonError
 from batonmq_server.runtime.access.authenticator import Caller, Metadata
 from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.access.permissions import Permission
@@ -17,7 +16,7 @@ class NamedCallers(Guard):
     def caller(self, context: Any) -> Caller:
         return Caller(context.peer())
 
-    def authentication_error(self, metadata: Metadata) -> BatonError | None:
+    def early_caller(self, metadata: Metadata) -> None:
         return None
 
     def check(self, path: str, caller: Caller, permissions: Sequence[Permission]) -> None: ...

@@ -3,7 +3,7 @@
     BATON_FAULT_SEED=17 BATON_FAULT_MINUTES=3 python -m tools.faults
     python -m tools.faults selection        every kind of fault once, in about three minutes
     python -m tools.faults one-way-cuts     one class of faults (named_schedules.py): one-way-cuts,
-                                            two-steps, power-cuts, flipped-bits
+                                            two-steps, power-cuts, flipped-bits, starvation
     python -m tools.faults page 17          the report of seed 17, in docs/explanation/faults/
 
 Without a seed one is drawn and printed. The report of a named schedule is `<schedule>-<seed>`. The
@@ -28,7 +28,7 @@ from pydantic import Field
 from batonmq._process.config import Settings, load
 from batonmq_server.local import parent_death
 from batonmq_server.local.cluster import to_stderr
-from tools.faults.named_schedules import SCHEDULES, NamedSchedule
+from tools.faults.named_schedules import BUSY, SCHEDULES, NamedSchedule
 from tools.faults.network import found_launcher
 from tools.faults.page import write_page
 from tools.faults.power import can_cut_power
@@ -48,6 +48,8 @@ class FaultSettings(Settings):
     """Seed of the faults."""
     minutes: float = Field(3, gt=0)
     """Duration of the faults, in minutes."""
+    busy: int = Field(BUSY, ge=0)
+    """Processes that keep the processors busy, for `starvation` only."""
 
 
 def play(name: str, folder: Path, *arguments: str) -> int:
@@ -96,7 +98,7 @@ def main() -> None:
     if missing := _missing(SCHEDULES[options.verb]):
         to_stderr(f"{options.verb} can't run: {missing}")
         sys.exit(2)
-    drawn += ["--schedule", options.verb]
+    drawn += ["--schedule", options.verb, "--busy", str(settings.busy)]
     sys.exit(play(f"{options.verb}-{settings.seed}", FOLDER, *drawn))
 
 

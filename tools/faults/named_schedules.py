@@ -28,6 +28,9 @@ from tools.faults.network import HUB
 
 _AWAY_MS = 8_000
 """A node with a damaged file, and a leader that died, stay down at least this long."""
+STARVED_MS = 2_000
+BUSY = 60
+"""The load that `starvation` adds."""
 _ROUNDS = 50
 """More than fit into a run; the duration of a run ends a schedule."""
 
@@ -40,6 +43,8 @@ class NamedSchedule:
         groups: Returns the faults, given the random numbers and the names of all processes.
         layout: Returns the options of the cluster.
         cuts: Whether the network must be cut.
+        busy: Processes that compete with the cluster for the processors during the faults.
+        elects: Whether faults may replace leaders; otherwise an election makes the run invalid.
         power: Whether the disks must be images; these are mounted in the private network's
             namespace.
     """
@@ -48,6 +53,8 @@ class NamedSchedule:
     layout: Callable[[ClusterOptions], ClusterOptions]
     cuts: bool = False
     power: bool = False
+    busy: int = 0
+    elects: bool = True
 
 
 def sets_of_three(options: ClusterOptions) -> ClusterOptions:
@@ -122,9 +129,17 @@ def _flipped_bits(random: Random, names: Sequence[str]) -> list[FaultGroup]:
     return found
 
 
+def _starvation(random: Random, names: Sequence[str]) -> list[FaultGroup]:
+    """The leaders of all services get no CPU for 2 s, at once; then they renew their leases."""
+    parts = ("storage broker-0", "storage broker-1", "offsets", "lockmgr")
+    pauses = tuple(Fault("pause", part, 0, STARVED_MS) for part in parts)
+    return [FaultGroup(pauses, random.randrange(2_500, 4_000)) for _ in range(_ROUNDS * 20)]
+
+
 SCHEDULES = {
     "one-way-cuts": NamedSchedule(_one_way_cuts, sets_of_three, cuts=True),
     "two-steps": NamedSchedule(_two_steps, sets_of_three, cuts=True),
     "power-cuts": NamedSchedule(_power_cuts, sets_of_three, cuts=True, power=True),
     "flipped-bits": NamedSchedule(_flipped_bits, sets_of_three),
+    "starvation": NamedSchedule(_starvation, highly_available, busy=BUSY, elects=False),
 }

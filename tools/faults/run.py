@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -294,6 +296,7 @@ def _differences(data_dir: Path, sets: Mapping[str, Sequence[str]]) -> list[str]
 
 async def _work(plan: RunPlan, run: FaultRun, load: Load) -> None:
     """Send and handle messages while faults are injected; return when every send has an outcome."""
+    schedule = plan.schedule
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(load.produce("keyed", PATIENT, keyed=True))
         tasks.create_task(load.produce("free", PATIENT, keyed=False))
@@ -302,15 +305,50 @@ async def _work(plan: RunPlan, run: FaultRun, load: Load) -> None:
         if plan.churns:
             churning = [tasks.create_task(run.pool.churn(Random(f"{plan.seed}/members")))]
         if await _within(_HEAL_S, lambda: _has_begun(run.pool, load)):
+            before = await _epochs(run.admin)
             end_us = now_us() + int(plan.duration_s * 1_000_000)
-            for group in _groups(plan, run):
-                if now_us() >= end_us or not await run.make(group):
-                    break
+            with _busy(schedule.busy if schedule is not None else 0):
+                for group in _groups(plan, run):
+                    if now_us() >= end_us or not await run.make(group):
+                        break
+            after = await _epochs(run.admin)
+            changed = [one for one in before if after.get(one) != before[one]]
+            run.injector.notes.append(f"leaders replaced: {', '.join(changed) or 'none'}")
+            if changed and schedule is not None and not schedule.elects:
+                run.problems.append(f"an election replaced the leaders of {', '.join(changed)}")
         else:
             run.problems.append(f"nothing was handled {_HEAL_S:g} s after the start")
         load.stop.set()
         for task in churning:
             task.cancel()
+
+
+async def _epochs(admin: Admin) -> dict[str, tuple[str, int]]:
+    """Return node and epoch of each leader, by service and set; empty if no nameserver answers."""
+    try:
+        nodes = (await admin.cluster()).nodes
+    except BatonError:
+        return {}
+    return {
+        f"{node.service} {node.replica_set}".strip(): (node.node_id, node.epoch)
+        for node in nodes
+        if node.leader
+    }
+
+
+@contextmanager
+def _busy(count: int) -> Iterator[None]:
+    """Keep the processors busy with `count` processes."""
+    spinning = [
+        subprocess.Popen([sys.executable, "-I", "-S", "-c", "while True: pass"])
+        for _ in range(count)
+    ]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
 
 
 def _has_begun(pool: MemberPool, load: Load) -> bool:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from batonmq_server.local.cluster import to_stderr
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="without a seed the selection runs")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--schedule", choices=[*SCHEDULES])
+    parser.add_argument("--busy", type=int, help="instead of the schedule's number of processes")
     options = parser.parse_args()
     network = Network() if options.network else None
     if options.seed is None:
@@ -52,6 +54,8 @@ def main() -> None:
         plan = RunPlan(seed=1, duration_s=LONGEST_S, groups=groups, churns=False)
     else:
         schedule = SCHEDULES.get(options.schedule)
+        if schedule is not None and schedule.busy and options.busy is not None:
+            schedule = replace(schedule, busy=options.busy)
         plan = RunPlan(
             seed=options.seed,
             duration_s=60 * options.minutes,

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from batonmq.errors import BatonError
+from batonmq.errors import BatonError, Throttled
 from batonmq_server.runtime.access import owner
 from batonmq_server.runtime.access.authenticator import Caller, Context, Metadata
 from batonmq_server.runtime.access.guard import Guard
@@ -26,6 +26,7 @@ from batonmq_server.runtime.access.permissions import (
     permission_denied,
 )
 from batonmq_server.runtime.access.rules import PerItemRule
+from batonmq_server.runtime.access.throttle_delay import ThrottleDelay
 
 _BY_CHARACTERS_MAX = 200
 """Shortest limit of the field `by` in any request."""
@@ -46,6 +47,7 @@ class Admission:
         self._guard, self._long_polls = guard, long_polls
         self._open: dict[asyncio.Task[Any], Callable[[], BatonError | None]] = {}
         self._ended: dict[asyncio.Task[Any], BatonError] = {}
+        self._throttle = ThrottleDelay(guard.clock)
         guard.on_change.append(self._recheck)
 
     def early_error(self, path: str, metadata: Metadata) -> BatonError | None:
@@ -53,14 +55,21 @@ class Admission:
 
         It says that the caller is not authenticated, or has a debt under its quota.
         """
-        error = self._guard.authentication_error(metadata)
-        if error is not None:
+        try:
+            caller = self._guard.early_caller(metadata)
+        except BatonError as error:
             self._guard.count_rejection(path, error)
             return error
         rule = self._guard.rule(path)
-        if rule is None or rule.traffic is None:
+        if caller is None or rule is None or rule.traffic is None:
             return None
-        return self._guard.debt_error(metadata, rule.traffic)
+        return self._guard.debt_error(caller, rule.traffic)
+
+    async def delayed(self, error: BatonError, context: Context) -> BatonError:
+        """Return the error of a call that was rejected; if it was throttled, after a delay."""
+        if not isinstance(error, Throttled):
+            return error
+        return await self._throttle.delayed(error, context)
 
     def unary(self, path: str, call: Any) -> Any:
         """Return `call` with admission, for a call with one response."""
@@ -83,7 +92,13 @@ class Admission:
             with self._counted(path):
                 caller, permissions = self._admit(path, request, context)
             _sign(request, caller)
-            if traffic is None or not self._guard.begin_call(caller, traffic, request, context):
+            try:
+                counts = traffic is not None and self._guard.begin_call(
+                    caller, traffic, request, context
+                )
+            except Throttled as error:
+                raise await self._throttle.delayed(error, context) from None
+            if traffic is None or not counts:
                 return await answer(request, context, caller, permissions)
             answered = None
             try:

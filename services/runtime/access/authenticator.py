@@ -103,10 +103,12 @@ class Authenticator:
                 return caller
         return None
 
-    def check_metadata(self, metadata: Metadata) -> None:
-        """Return if these metadata may come from an authenticated caller."""
-        if self.by_token(metadata) is None and not self._certificates:
+    def early_caller(self, metadata: Metadata) -> Caller | None:
+        """Return the caller that a token names; None if only a certificate may name it."""
+        caller = self.by_token(metadata)
+        if caller is None and not self._certificates:
             raise Unauthenticated("the call has no bearer token")
+        return caller
 
     def check_still_valid(self, caller: Caller) -> None:
         """Return if the credentials of a caller, which were valid, are valid now."""
@@ -144,8 +146,9 @@ class Authenticator:
     def _named(self, found: Any) -> str:
         """Return the identity of the certificate of a connection."""
         for name in _NAMES:
-            if values := found.get(name):
-                identity: str = next(iter(values)).decode(errors="replace")
+            values = found.get(name)
+            identity = next(iter(values)).decode(errors="replace") if values else ""
+            if identity:
                 if name != _URI and identity.startswith(SERVICE_PREFIX):
                     raise Unauthenticated(
                         "the identity of a service must be a URI in its certificate"

@@ -92,7 +92,7 @@ class Guard:
         self.mirror.on_change.append(self._changed)
         self.on_change: list[Callable[[], None]] = []
         self._metrics = AccessMetrics(registry, on=on)
-        self._clock = etcd.clock
+        self.clock = etcd.clock
         self.quotas = QuotaLedger(self._count_throttled)
         self.quota_mirror = EtcdMirror(etcd, stored_quotas.PREFIX)
         self.quota_mirror.on_change.append(self._quotas_changed)
@@ -121,17 +121,14 @@ class Guard:
         self._check_read()
         return self._authenticator.caller(context)
 
-    def authentication_error(self, metadata: Metadata) -> BatonError | None:
-        """Return the authentication error for these metadata; None if there is none.
+    def early_caller(self, metadata: Metadata) -> Caller | None:
+        """Return the caller that a token names, before the request is read; None without a token.
 
-        It is found before the request body is read.
+        Raises:
+            Unauthenticated, NotServing: these metadata are not those of an authenticated caller.
         """
-        try:
-            self._check_read()
-            self._authenticator.check_metadata(metadata)
-        except BatonError as error:
-            return error
-        return None
+        self._check_read()
+        return self._authenticator.early_caller(metadata)
 
     def check(self, path: str, caller: Caller, permissions: Sequence[Permission]) -> None:
         """Return if the caller may call the method and has all of `permissions`.
@@ -210,21 +207,18 @@ class Guard:
         if not self.quotas.limits(caller.identity):
             return False  # the size of a request is not free: protobuf encodes it for that
         size = request.ByteSize() if traffic is Traffic.PRODUCE else 0
-        now_ms = self._clock.monotonic_ms()
+        now_ms = self.clock.monotonic_ms()
         begun = self.quotas.begin(caller.identity, traffic, size, context.peer() or "", now_ms)
         if begun and (rate := self.quotas.read_rate(caller.identity)) is not None:
             _limit_answer(request, rate)
         return begun
 
-    def debt_error(self, metadata: Metadata, traffic: Traffic) -> Throttled | None:
+    def debt_error(self, caller: Caller, traffic: Traffic) -> Throttled | None:
         """Return the quota error that is found before the request is read; None if there is none.
 
         Only a token names the caller so early; other callers are checked by `begin_call`.
         """
-        caller = self._authenticator.by_token(metadata) if self.quotas.has_quotas else None
-        if caller is None:
-            return None
-        return self.quotas.debt_error(caller.identity, traffic, self._clock.monotonic_ms())
+        return self.quotas.debt_error(caller.identity, traffic, self.clock.monotonic_ms())
 
     def end_call(self, caller: Caller, traffic: Traffic, answer: Any) -> None:
         """End a call for which `begin_call` returned True; `answer` is None if it failed."""
