@@ -93,8 +93,9 @@ class AckCommitter:
     async def _commit(self, due: Sequence[tuple[AssignedQueue, QueueProgress, Acks]]) -> None:
         session = self._session
         keeper = await session.keeper()
+        epoch = session.epochs.of(keeper.offsets_set)
         request = offsets_pb.CommitRequest(
-            offsets_epoch=session.epochs.of(keeper.offsets_set),
+            offsets_epoch=epoch,
             items=[
                 offsets_pb.CommitItem(
                     queue=queue.key,
@@ -102,10 +103,13 @@ class AckCommitter:
                     reset_epoch=progress.reset_epoch,
                     committed_offset=acks.committed,
                     acked=ranges_to_pb(acks.ranges),
+                    received_offset=progress.received_offset if queue.with_ownership else None,
                 )
                 for queue, progress, acks in due
             ],
         )
+        for queue, *_ in due:
+            queue.stated_set = keeper.offsets_set if queue.with_ownership else ""
         sent_ms = session.clock.monotonic_ms()
         answer = await answered(keeper.stub.Commit(request, timeout=CALL_TIMEOUT_S))
         if not session.epochs.observe(keeper.offsets_set, answer.offsets_epoch):
@@ -113,6 +117,8 @@ class AckCommitter:
         moved: BatonError | None = None
         for (queue, progress, acks), outcome in zip(due, answer.outcomes, strict=True):
             if not outcome.HasField("error"):
+                if queue.progress is progress and answer.offsets_epoch == epoch:
+                    queue.position_known = keeper.offsets_set, epoch
                 queue.committed(progress, acks, sent_ms)
                 continue
             refusal = error_from_pb(outcome.error)

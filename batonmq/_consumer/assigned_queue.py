@@ -62,6 +62,10 @@ class AssignedQueue:
         bound_generation: Generation of the subscription that the grant is for; 0 for any.
         lineage: Number of the ownership with valid messages; rises when work is dropped.
         useful: Whether a pull or a commit under this grant succeeded.
+        position_known: Offsets set and epoch that know under this token how far messages were
+            received (protocol section 6.8).
+        stated_set: Offsets set to which a commit has stated the position since the pull under way
+            was sent; empty for none. A delivery that another set has recorded is not used then.
         buffer: Messages that wait for a handler.
         flow: The flow limit that delays the next pull; None without one.
         paused: Whether the application has paused the queue.
@@ -81,6 +85,8 @@ class AssignedQueue:
         self.token = self.bound_generation = self.lineage = 0
         self.lease = OwnerLease()
         self.useful = False
+        self.position_known = ("", 0)
+        self.stated_set = ""
         self.buffer = MessageBuffer(session.budget)
         self.flow: FlowReason | None = None
         self.paused = ref in session.paused
@@ -243,14 +249,19 @@ class AssignedQueue:
     def acks_due(self, now_ms: int) -> Acks | None:
         """Return the acks to commit now; None if there is no reason for a commit.
 
-        Reasons are new acks, and two in which a commit has no news: a deadline that is near, as it
-        renews the lease; and a handler that runs long, as the refusal tells of a reset.
+        Reasons are new acks, and three in which a commit has none: a deadline that is near, as it
+        renews the lease; a handler that runs long, as the refusal tells of a reset; and an epoch of
+        offsets that does not know the position yet.
         """
         progress = self.progress
         if progress is None or not self.held:
             return None
         due = progress.dirty or self.lease.is_near(now_ms) or self.handles_long(now_ms)
-        return progress.acks() if due else None
+        return progress.acks() if due or self._position_due() else None
+
+    def _position_due(self) -> bool:
+        newest = self._session.epochs.newest
+        return self.with_ownership and newest[1] > 0 and newest != self.position_known
 
     def handles_long(self, now_ms: int) -> bool:
         """Whether a handler of the queue has run for so long that it may hang.
@@ -283,6 +294,7 @@ class AssignedQueue:
         self.progress = QueueProgress(start) if kept is None else kept.renewed(start)
         self.token = start.token
         self.useful = False
+        self.position_known = ("", 0)
         self._receive(OwnershipInput.GRANTED)
 
     def withdraw(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from itertools import chain
 
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
@@ -19,6 +20,7 @@ from batonmq._consumer.session import Session, ranges_from_pb, ranges_to_pb
 from batonmq._consumer.wakeup import Condition
 from batonmq._core.flow_control import FlowReason, blocking_limit
 from batonmq._core.queue_progress import Acks, QueueProgress
+from batonmq._core.ranges import Range
 from batonmq._core.reader_choice import ReaderChoice
 from batonmq._core.retries import retry_topic
 from batonmq._core.subscription import Filter, TagFilter
@@ -137,6 +139,7 @@ class QueuePuller:
         assert progress is not None
         acks = self._acks_to_send(progress)
         request = self._request(progress, acks, view)
+        queue.stated_set = ""
         stub = await session.directory.reader(queue.ref.broker, self._reader.node_id)
         sent_ms = session.clock.monotonic_ms()
         timeout_s = request.hold_ms / 1000 + CALL_TIMEOUT_S
@@ -151,7 +154,12 @@ class QueuePuller:
         if queue.with_ownership and not session.epochs.observe(
             answer.offsets_set, answer.offsets_epoch
         ):
-            return  # of an older epoch, or nothing was found and nothing recorded
+            return  # an older epoch recorded the delivery
+        if answer.offsets_set and queue.stated_set not in ("", answer.offsets_set):
+            return  # the group has moved since, and the new set does not know of the delivery
+        named = request.offsets_set, request.offsets_epoch
+        if received and named == (answer.offsets_set, answer.offsets_epoch):
+            queue.position_known = named
         if acks is not None and answer.progress_taken:
             queue.committed(progress, acks, sent_ms)
         if answer.next_offset <= progress.next_offset or not queue.may_start():
@@ -185,7 +193,17 @@ class QueuePuller:
             offsets_set=session.epochs.newest_set,
             progress=None if acks is None else _acks_to_pb(progress, acks),
             client_id=session.incarnation.client_id,
+            received_offset=progress.received_offset if queue.with_ownership else None,
         )
+
+    def _count_received(self, progress: QueueProgress, wanted: Sequence[Range]) -> None:
+        if (metrics := self._session.metrics) is None:
+            return
+        count, flagged = sum(end - first for first, end in wanted), 0
+        if progress.has_redelivered:
+            offsets = (offset for first, end in wanted for offset in range(first, end))
+            flagged = sum(map(progress.is_redelivered, offsets))
+        metrics.received(self._queue.ref.topic, count, flagged)
 
     def _receive(self, progress: QueueProgress, answer: pb.PullResponse) -> None:
         session, queue = self._session, self._queue
@@ -205,6 +223,7 @@ class QueuePuller:
         for run in runs:
             queue.buffer.add(run)
         if runs:
+            self._count_received(progress, wanted)
             queue.notify_arrived()
         else:
             session.note_unconfirmed(progress.unconfirmed_count)

@@ -22,6 +22,11 @@ class SeenEpochs:
         """Return the highest epoch of a set; 0 if none was seen."""
         return self._highest.get(offsets_set, 0)
 
+    @property
+    def newest(self) -> tuple[str, int]:
+        """The set of the last answer that counted, and its highest epoch."""
+        return self.newest_set, self.of(self.newest_set)
+
     def observe(self, offsets_set: str, epoch: int) -> bool:
         """Note the epoch of an answer; False if a higher one was seen of the set.
 

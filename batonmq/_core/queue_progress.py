@@ -92,6 +92,15 @@ class QueueProgress:
         return self.next_offset - self._confirmed.committed
 
     @property
+    def received_offset(self) -> int:
+        """One past the highest offset received under the token, or kept from an earlier one."""
+        ends = [self.next_offset, *self._running.values()]
+        if self._ahead:
+            ends.append(self._ahead[-1][1])
+        ends += (offset + 1 for offset in self._given_up | self._dropped)
+        return max(ends)
+
+    @property
     def running(self) -> list[Range]:
         """H: offsets with running handlers."""
         return normalize(self._running.items())

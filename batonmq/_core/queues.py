@@ -39,10 +39,20 @@ class Incarnation(NamedTuple):
     """One run of one client process. An incarnation owns queues, a client id does not.
 
     Attributes:
-        owner: Owner number of the identity that it runs as; 0 without access control. An
-            incarnation of another owner is another one.
+        owner: Owner number of the identity that it runs as; 0 if it is not known, as without access
+            control. An incarnation of another owner is another one.
     """
 
     client_id: str
     incarnation_id: int
     owner: int = 0
+
+    def matches(self, other: Incarnation | None) -> bool:
+        """Return whether both may be the same: an owner that is not known matches every owner."""
+        if other is None or self[:2] != other[:2]:
+            return False
+        return self.owner == other.owner or 0 in (self.owner, other.owner)
+
+    def known_as(self, other: Incarnation | None) -> Incarnation:
+        """Return this incarnation, with the owner of `other` if it is the same and knows more."""
+        return other if other is not None and not self.owner and self.matches(other) else self

@@ -61,6 +61,13 @@ class ClientMetrics:
             by_topic,
             registry=registry,
         )
+        self.received = Counter(
+            "baton_consumer_received_messages",
+            "Messages that a pull brought for a handler, by redelivered: yes for messages that are "
+            "flagged because a handler may have started them before, else no.",
+            (*by_topic, "redelivered"),
+            registry=registry,
+        )
         self.failed = Counter(
             "baton_consumer_failed_messages",
             "Messages with failed handling, by reason: asked (the handler returned RetryLater or "
@@ -188,6 +195,14 @@ class ConsumerMetrics:
             gauge.remove(*client)
         for reason in _FLOW_REASONS:
             metrics.held_queues.remove(*client, reason)
+
+    def received(self, topic: str, count: int, redelivered_count: int) -> None:
+        """Count `count` messages of a pull, `redelivered_count` of them flagged."""
+        found = self._metrics.received
+        if count > redelivered_count:
+            found.labels(self._group, topic, "no").inc(count - redelivered_count)
+        if redelivered_count:
+            found.labels(self._group, topic, "yes").inc(redelivered_count)
 
     def handled(
         self, topic: str, count: int, failures: Iterable[HandlingFailure | None], seconds: float

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from batonmq.admin.admin import Admin
     from batonmq.admin.dead_letters import DeadLetters, DeadLetterSummaries, DeadLetterSummary
     from batonmq.admin.diagnostics import Diagnostics
+    from batonmq.admin.effective_settings import NodeSetting, node_settings
     from batonmq.admin.event_watch import EventWatch
     from batonmq.admin.group_lag import GroupLag, group_lags
     from batonmq.admin.group_reports import (
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
         StoreTimeRange,
     )
     from batonmq.admin.message_tracer import GroupTrace, MessageCopy, MessageTracer, TraceReport
-    from batonmq.admin.node_settings import NodeSetting, node_settings
     from batonmq.admin.operation import Operation
     from batonmq.admin.placement import GroupMove, OffsetsPlacement, locate_group, move_group
     from batonmq.admin.quotas import IdentityQuota, QuotaLimits, Quotas
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         QueueExtent,
         Topic,
         TopicDetail,
+        TopicPurge,
     )
     from batonmq.admin.resets import (
         RecordedReset,
@@ -159,6 +160,7 @@ __all__ = [
     "ToTime",
     "Topic",
     "TopicDetail",
+    "TopicPurge",
     "TopicStats",
     "TraceEvent",
     "TraceEventKind",
@@ -212,7 +214,7 @@ _HOMES = {
     "MessageTracer": "batonmq.admin.message_tracer",
     "NewToken": "batonmq.admin.access",
     "Node": "batonmq.admin.reports",
-    "NodeSetting": "batonmq.admin.node_settings",
+    "NodeSetting": "batonmq.admin.effective_settings",
     "OffsetsPlacement": "batonmq.admin.placement",
     "Operation": "batonmq.admin.operation",
     "Pause": "batonmq.admin.group_reports",
@@ -248,6 +250,7 @@ _HOMES = {
     "ToTime": "batonmq._core.reset_targets",
     "Topic": "batonmq.admin.reports",
     "TopicDetail": "batonmq.admin.reports",
+    "TopicPurge": "batonmq.admin.reports",
     "TopicStats": "batonmq.admin.topic_stats",
     "TraceEvent": "batonmq._core.message_trace",
     "TraceEventKind": "batonmq._core.message_trace",
@@ -256,7 +259,7 @@ _HOMES = {
     "group_lags": "batonmq.admin.group_lag",
     "locate_group": "batonmq.admin.placement",
     "move_group": "batonmq.admin.placement",
-    "node_settings": "batonmq.admin.node_settings",
+    "node_settings": "batonmq.admin.effective_settings",
     "replicas": "batonmq.admin.replication",
     "replicas_of": "batonmq.admin.replication",
 }

@@ -48,6 +48,7 @@ from batonmq.admin.reports import (
     QueueExtent,
     Topic,
     TopicDetail,
+    TopicPurge,
     lock_from_pb,
     node_from_pb,
     queue_from_pb,
@@ -64,6 +65,8 @@ from batonmq.errors import (
 )
 
 QUEUES_PER_CALL = 10_000
+PURGE_TIMEOUT_S = 600.0
+"""A purge reads the segments that it removes."""
 _AGAIN = (Retry.SAME_CALL, Retry.REFRESH_ROUTE)
 Value = TypeVar("Value")
 Strategy = Literal["", "sticky", "average", "average_by_circle", "consistent_hash", "machine_room"]
@@ -183,7 +186,7 @@ class Admin:
         """Delete a topic: its messages can't be read any more. Not retried.
 
         Their bytes stay on the disks of the brokers until retention removes the log segments that
-        contain them.
+        contain them; see `purge_topic`.
 
         Raises:
             TopicNotFound: The topic does not exist. After a failed call this may mean that the
@@ -194,6 +197,32 @@ class Admin:
             await self.directory.nameserver().DeleteTopic(request, timeout=self._timeout_s)
         except grpc.aio.AioRpcError as failure:
             raise from_rpc_error(failure) from failure
+
+    async def purge_topic(self, name: str, broker: str) -> TopicPurge:
+        """Remove the bytes of deleted topics of this name from the disks of a broker.
+
+        Log segments that contain only messages of deleted topics are removed at once; messages in
+        segments with messages of other topics stay until retention removes these. A repeated call
+        has nothing left to do.
+
+        Raises:
+            TopicExists: The topic is not deleted.
+        """
+        request = storage_pb.PurgeTopicRequest(topic=name)
+
+        async def ask(limit_s: float) -> storage_pb.PurgeTopicResponse:
+            stub = await self.directory.storage(broker)
+            return await stub.PurgeTopic(request, timeout=limit_s)
+
+        answer = await self.ask(ask, timeout_s=max(self._timeout_s, PURGE_TIMEOUT_S))
+        return TopicPurge(
+            broker,
+            answer.purged_segments,
+            answer.purged_bytes,
+            answer.remaining_segments,
+            answer.remaining_bytes,
+            answer.expiry_unix_ms,
+        )
 
     async def cluster(self) -> ClusterNodes:
         """Return the live processes of the cluster."""

@@ -115,7 +115,9 @@ class QueueProgress:
         committed_offset: All messages below it are handled; None if there is no progress.
         log_end_offset: Offset of the next message to arrive.
         lag: Messages between the two.
-        unacked_count: Messages that are delivered and not acknowledged.
+        unacked_count: Messages that are delivered and not acknowledged, at most. After a restart of
+            offsets it is not known for a while how many were delivered.
+        unacked_count_min: The same, at least; equal to `unacked_count` if the number is known.
         client_id: The owner; None if the queue has none.
         host: The owner's host, if it is a live member.
         token: The current fencing token.
@@ -130,6 +132,7 @@ class QueueProgress:
     log_end_offset: int | None
     lag: int | None
     unacked_count: int | None
+    unacked_count_min: int | None
     client_id: str | None
     host: str | None
     token: int | None
@@ -276,6 +279,7 @@ def join_progress(
     for queue in sorted(queues):
         found, lock, end = known.get(queue), owners.get(queue), log_ends.get(queue)
         committed = found.committed_offset if found else None
+        unacked = _unacked(found, end) if found else (None, None)
         client_id = lock.client_id if lock else None
         rows.append(
             QueueProgress(
@@ -286,7 +290,8 @@ def join_progress(
                 committed_offset=committed,
                 log_end_offset=end,
                 lag=end - committed if end is not None and committed is not None else None,
-                unacked_count=found.unacked_count if found else None,
+                unacked_count=unacked[0],
+                unacked_count_min=unacked[1],
                 client_id=client_id,
                 host=hosts.get(client_id) if client_id else None,
                 token=lock.token if lock else found.token if found else None,
@@ -294,6 +299,14 @@ def join_progress(
             )
         )
     return tuple(rows)
+
+
+def _unacked(found: offsets_pb.Progress, log_end: int | None) -> tuple[int, int]:
+    """Return the bounds of the messages in flight: no message beyond the log was delivered."""
+    most, least = found.unacked_count, found.unacked_count_min
+    if log_end is None or most == least:
+        return most, least
+    return max(least, min(most, log_end - found.committed_offset - found.acked_count)), least
 
 
 def _subscriptions(subscriptions: Iterable[pb.Subscription]) -> tuple[Subscription, ...]:

@@ -74,6 +74,26 @@ class TopicDetail:
 
 
 @dataclass(frozen=True, slots=True)
+class TopicPurge:
+    """What a purge of a deleted topic has removed from a broker, and what remains.
+
+    Attributes:
+        purged_bytes: Length of the purged log segments.
+        remaining_segments: Segments that contain messages of other topics too.
+        remaining_bytes: Bytes of the deleted topic in these segments.
+        expiry_unix_ms: Time at which the last of these segments expires; 0 if none remains, or
+            retention has no age limit.
+    """
+
+    broker: str
+    purged_segments: int
+    purged_bytes: int
+    remaining_segments: int
+    remaining_bytes: int
+    expiry_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """A live process of the cluster; `service` is storage, offsets, lockmgr or nameserver.
 

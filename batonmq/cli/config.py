@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.exceptions import Exit
 
-from batonmq.admin.node_settings import NodeSetting, node_settings
+from batonmq.admin.effective_settings import NodeSetting, node_settings
 from batonmq.cli.command_classes import LazyGroup, argument
 from batonmq.cli.output import Columns, Item, Prose
 from batonmq.cli.service_settings import SERVICES, settings_of

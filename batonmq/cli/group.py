@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Literal, cast
 
@@ -66,6 +66,12 @@ def state(item: Any) -> str:
     return "Stable" if item["members"] else "Empty"
 
 
+def unacked(item: Mapping[str, Any]) -> str | int | None:
+    """Return the number of messages in flight of a queue, or its bounds, as in `0-16`."""
+    most, least = item["unacked_count"], item["unacked_count_min"]
+    return most if most == least else f"{least}-{most}"
+
+
 _COLUMNS: Columns = {
     "GROUP": "name",
     "STATE": state,
@@ -115,7 +121,7 @@ _QUEUE_COLUMNS: Columns = {
     "CURRENT-OFFSET": "committed_offset",
     "LOG-END-OFFSET": "log_end_offset",
     "LAG": "lag",
-    "UNACKED": "unacked_count",
+    "UNACKED": unacked,
     "CONSUMER-ID": Minor("consumer_id"),
     "HOST": Minor("host"),
     "CLIENT-ID": "client_id",

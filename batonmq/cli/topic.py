@@ -9,12 +9,13 @@ from typing import Any, Literal
 import click
 
 from batonmq._core.names import is_system_topic
-from batonmq.admin.reports import Topic
+from batonmq.admin.reports import Topic, TopicPurge
 from batonmq.cli.arguments import topic_argument
 from batonmq.cli.change_options import check_can_ask, confirm, yes_option
 from batonmq.cli.command_classes import LazyCommand, LazyGroup
-from batonmq.cli.output import Columns, Minor, wall_time
+from batonmq.cli.output import Columns, Minor, counted, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
+from batonmq.errors import BatonError, TopicNotFound
 
 commands = LazyGroup(
     "topic",
@@ -177,31 +178,81 @@ async def _update(
 
 _BYTES_STAY = (
     "the bytes of its messages stay on the disks of the brokers until retention removes the log "
-    "segments that contain them"
+    "segments that contain them; --purge removes those without other messages at once"
 )
 
 
 @commands.command()
 @topic_argument("name")
+@click.option(
+    "--purge",
+    is_flag=True,
+    help="Also remove the log segments that contain only messages of deleted topics, on all "
+    "brokers. For a topic that is deleted already, only this.",
+)
 @yes_option
 @cluster_session
-def delete(session: CommandSession, name: str, yes: bool) -> None:
+def delete(session: CommandSession, name: str, purge: bool, yes: bool) -> None:
     """Delete a topic: its messages can't be read any more.
 
     Their bytes stay on the disks of the brokers until retention removes the log segments that
-    contain them.
+    contain them, or until --purge removes those without other messages.
     """
     check_can_ask(yes=yes)
     if not yes:
         confirm(session, f"Delete topic {name}? Its messages can't be read any more.")
-    session.run(_delete(session, name))
+    session.run(_delete(session, name, purge=purge))
 
 
-async def _delete(session: CommandSession, name: str) -> None:
+async def _delete(session: CommandSession, name: str, *, purge: bool) -> None:
+    item: dict[str, Any] = {"name": name, "deleted": True}
+    text = f"topic {name} is deleted"
+    failure: BatonError | None = None
     async with session.admin() as admin:
-        await admin.delete_topic(name)
-    session.output.note(_BYTES_STAY)
-    session.output.line({"name": name, "deleted": True}, f"topic {name} is deleted")
+        try:
+            await admin.delete_topic(name)
+        except TopicNotFound:
+            if not purge:
+                raise
+            item["deleted"], text = False, f"topic {name} was deleted before"
+        if not purge:
+            session.output.note(_BYTES_STAY)
+        else:
+            item["purged"] = []
+            nodes = (await admin.cluster()).nodes
+            for broker in sorted({one.replica_set for one in nodes if one.service == "storage"}):
+                try:
+                    found = await admin.purge_topic(name, broker)
+                except BatonError as error:
+                    failure = error
+                    session.output.note(
+                        f"{broker} is not purged: {error.message}; repeat the command"
+                    )
+                else:
+                    item["purged"].append(asdict(found))
+                    session.output.note(_purge_text(found))
+    session.output.line(item, text)
+    if failure is not None:
+        raise failure
+
+
+def _purge_text(found: TopicPurge) -> str:
+    freed = (
+        f"{found.broker}: {found.purged_bytes:,} bytes freed in "
+        f"{counted(found.purged_segments, 'segment')}"
+    )
+    if not found.remaining_segments:
+        return freed
+    until = (
+        f"expire at {wall_time(found.expiry_unix_ms)} at the latest"
+        if found.expiry_unix_ms
+        else "never expire by age"
+    )
+    return (
+        f"{freed}; {found.remaining_bytes:,} bytes remain in "
+        f"{counted(found.remaining_segments, 'segment')} with messages of other topics, which "
+        f"{until}"
+    )
 
 
 def _item(topic: Topic) -> dict[str, Any]:

@@ -27,6 +27,12 @@ class GroupMembers:
     members: frozenset[Incarnation] = frozenset()
     topics: frozenset[str] = frozenset()
 
+    def has(self, incarnation: Incarnation) -> bool:
+        """Return whether the incarnation is a member; an unknown owner matches every owner."""
+        if incarnation in self.members or incarnation._replace(owner=0) in self.members:
+            return True
+        return not incarnation.owner and any(map(incarnation.matches, self.members))
+
 
 class GroupMembership:
     """Answers from live copies of the group records and gates. An unknown group has no members.
@@ -60,7 +66,7 @@ class GroupMembership:
 
     def is_member(self, name: str, incarnation: Incarnation) -> bool:
         """Return whether this incarnation is a member of the group."""
-        return incarnation in self.group(name).members
+        return self.group(name).has(incarnation)
 
     def is_draining(self, name: str) -> bool:
         """Return whether the subscription of the group is being changed."""
@@ -82,7 +88,7 @@ class GroupMembership:
         if gate is None:
             raise NotMember(f"group {key.group} is not known", facts=facts)
         self._group_gates.check_owned(key.group)
-        if requester.incarnation not in group.members:
+        if not group.has(requester.incarnation):
             raise NotMember(f"{client_id} is not a member of {key.group}", facts=facts)
         if requester.generation > group.generation:
             raise NotMember(

@@ -304,7 +304,9 @@ class HandOverExecutor:
             token=lock.token,
             previous_client_id=before.client_id if before else "",
             wait_ms=wait_ms,
-            stolen=passed.condition is FenceCondition.IDLE and before not in (None, owner),
+            stolen=passed.condition is FenceCondition.IDLE
+            and before is not None
+            and not owner.matches(before),
         )
         log.info(
             "queue granted key=%s owner=%s token=%d condition=%s previous=%s",

@@ -56,10 +56,11 @@ class QueueNotifier:
         """Notify owners that have left their group, until cancelled."""
         async for groups in self._members.changed_groups():
             for group in groups:
-                members = self._members.group(group).members
+                members = self._members.group(group)
                 for key in self._table.owned_in(group):
                     entry = self._table.get(key)
-                    if entry is not None and entry.lock.owner not in members:
+                    owner = entry.lock.owner if entry is not None else None
+                    if owner is not None and not members.has(owner):
                         self._notify_owner(key)
 
     async def follow_gates(self) -> None:
@@ -145,7 +146,7 @@ class QueueNotifier:
         if entry is None:
             return None
         owner, draining = entry.lock.owner, self._members.is_draining(key.group)
-        if owner == incarnation:
+        if incarnation.matches(owner):
             evicted = not self._members.is_member(key.group, incarnation)
             wanted = self._table.wanted_notice(key, evicted=evicted, draining=draining)
             if wanted is not None:

@@ -245,9 +245,11 @@ class GroupCalls:
         member = group.member(heartbeat.client_id) if group is not None else None
         if group is None or live is None or member is None:
             return None
-        recorded = (member.owner, member.host, member.room, member.subscription_hash)
+        recorded = (member.host, member.room, member.subscription_hash)
         requested = hash_of(heartbeat.terms.subscriptions)
-        if recorded != (heartbeat.owner, heartbeat.host, heartbeat.room, requested):
+        if heartbeat.owner not in (0, member.owner):
+            return None  # the record does not know the owner yet
+        if recorded != (heartbeat.host, heartbeat.room, requested):
             return None
         if not (heartbeat.is_from(member) and heartbeat.terms.settings_agree(group.terms)):
             return None

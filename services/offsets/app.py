@@ -10,6 +10,7 @@ from typing import cast
 
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
+from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq_server.offsets.access import RULES
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.disk import LmdbDisk, set_aside_damage
@@ -34,6 +35,7 @@ from batonmq_server.runtime.replication.replica_set import check_single_node
 from batonmq_server.runtime.service_runtime import Runtime
 
 SERVICE = "baton.offsets.v1.OffsetsService"
+STORAGE_SERVICE = "storage"
 REPLICATION = "baton.offsets.v1.ReplicationService"
 
 
@@ -78,6 +80,10 @@ def _context(settings: OffsetsSettings, runtime: Runtime, stack: AsyncExitStack)
         runtime.nodes, OFFSETS_SERVICE, pb_grpc.OffsetsServiceStub, runtime.connect
     )
     stack.push_async_callback(other_sets.close)
+    storage: LeaderChannels[storage_grpc.StorageServiceAsyncStub] = LeaderChannels(
+        runtime.nodes, STORAGE_SERVICE, storage_grpc.StorageServiceStub, runtime.connect
+    )
+    stack.push_async_callback(storage.close)
     metrics = OffsetsMetrics(runtime.registry)
     metrics.replicas.set(len(settings.members))
     return EpochContext(
@@ -89,6 +95,8 @@ def _context(settings: OffsetsSettings, runtime: Runtime, stack: AsyncExitStack)
         directory=PlacementDirectory(
             settings.replica_set, runtime.etcd, EtcdMirror(runtime.etcd, PLACES), other_sets.stub
         ),
+        storage=storage.stub,
+        settle_ms=settings.leader_lease_ms if len(settings.members) > 1 else 0,
     )
 
 
@@ -127,6 +135,7 @@ def _standalone_app(
         loops=[
             offsets.commits.run,
             offsets.importer.run,
+            offsets.log_ends.run,
             context.gates.run,
             context.directory.placements.run,
         ],

@@ -19,6 +19,7 @@ from batonmq_server.offsets.group_commit import GroupCommit
 from batonmq_server.offsets.group_exporter import GroupExporter
 from batonmq_server.offsets.group_importer import GroupImporter, PlacementDirectory
 from batonmq_server.offsets.group_modes import GroupModes
+from batonmq_server.offsets.log_end_reader import LogEndReader, StorageStub
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.offsets.offsets_calls import ServicerParts
 from batonmq_server.offsets.persistence import (
@@ -45,6 +46,8 @@ class EpochContext:
     Attributes:
         gates: Mirror of the gates of the groups; its owner runs it.
         directory: The placements of groups, and the other replica sets.
+        storage: The leaders of the brokers.
+        settle_ms: See `LogEndReader`.
     """
 
     limits: QueueLimits
@@ -53,11 +56,13 @@ class EpochContext:
     events: EventPublisher
     gates: EtcdMirror
     directory: PlacementDirectory
+    storage: StorageStub
+    settle_ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class OffsetsEpoch:
-    """The service for one epoch; its owner runs `commits.run` and `importer.run` as tasks."""
+    """The service for one epoch; its owner runs `commits`, `importer`, `log_ends` as tasks."""
 
     disk: ProgressStore
     table: ProgressTable
@@ -65,6 +70,7 @@ class OffsetsEpoch:
     gates: EtcdMirror
     servicer: OffsetsServicer
     importer: GroupImporter
+    log_ends: LogEndReader
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Add the servicer to a gRPC server."""
@@ -144,6 +150,7 @@ def _epoch_of(state: EpochState, context: EpochContext) -> OffsetsEpoch:
         context.gates,
         OffsetsServicer(_servicer_parts(state, context)),
         GroupImporter(state, context.directory, context.clock),
+        LogEndReader(state.table, context.storage, context.clock, context.settle_ms),
     )
 
 

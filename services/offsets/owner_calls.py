@@ -15,6 +15,7 @@ from batonmq_server.offsets.core.values import (
     CommitResult,
     DeliveryRange,
     DeliveryResult,
+    HolderCall,
     Instant,
     ProgressSource,
 )
@@ -35,7 +36,11 @@ class OwnerCalls(OffsetsCalls):
         now = self._now()
         results = [self._deliver(*item, now) for item in items]
         await self._commits.wait_durable(item[0] for item in items)
-        acked = [(item[:2], each[1]) for item, each in zip(items, results, strict=True) if each[1]]
+        acked = [
+            ((item[0], item[1].token), each[1])
+            for item, each in zip(items, results, strict=True)
+            if each[1]
+        ]
         self._telemetry.report_commits("pull", [one[0] for one in acked], [one[1] for one in acked])
         return pb.RecordDeliveredResponse(
             offsets_epoch=self._table.epoch,
@@ -65,23 +70,21 @@ class OwnerCalls(OffsetsCalls):
         """See the proto."""
         begin_s = self._telemetry.events.now_s()
         self._check_change(request.offsets_epoch)
-        items = self._reader.batch(request.items, self._reader.commit)
+        items = self._reader.batch(request.items, lambda one: self._reader.commit(one, request))
         check_single(item[0] for item in items)
-        unowned = (key for key, token, _ in items if not token)
+        unowned = (key for key, holder, _ in items if not holder.token)
         await self._resolve(key for key in unowned if self._modes.exists(key.group))
         now, outcomes = self._now(), []
-        results = [
-            attempt(self._commit, *item, request.caller, now, ProgressSource.COMMIT)
-            for item in items
-        ]
-        for item, result in zip(items, results, strict=True):
+        results = [attempt(self._commit, *item, now, ProgressSource.COMMIT) for item in items]
+        for (key, holder, _), result in zip(items, results, strict=True):
             if isinstance(result, BatonError):
-                failure = self._item_error("commit", item[0], item[1], result)
+                failure = self._item_error("commit", key, holder.token, result)
                 outcomes.append(pb.CommitOutcome(error=failure))
             else:
                 outcomes.append(pb.CommitOutcome(committed=committed_pb(result)))
         await self._commits.wait_durable(item[0] for item in items)
-        self._telemetry.report_commits("commit", [item[:2] for item in items], results)
+        tokens = [(key, holder.token) for key, holder, _ in items]
+        self._telemetry.report_commits("commit", tokens, results)
         self._telemetry.events.record_commit_time(begin_s, (item[0].topic for item in items))
         return pb.CommitResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
 
@@ -106,10 +109,9 @@ class OwnerCalls(OffsetsCalls):
     def _deliver(
         self,
         key: GroupQueue,
-        token: int,
+        holder: HolderCall,
         delivery: DeliveryRange,
         acks: Acks | None,
-        caller: int,
         now: Instant,
     ) -> tuple[pb.DeliveryOutcome, CommitResult | BatonError | None]:
         """Return the outcome of one delivery, and the result of the acks sent with it, if any.
@@ -118,13 +120,13 @@ class OwnerCalls(OffsetsCalls):
         """
         committed: CommitResult | BatonError | None = None
         if acks is not None:
-            committed = attempt(self._commit, key, token, acks, caller, now, ProgressSource.PULL)
+            committed = attempt(self._commit, key, holder, acks, now, ProgressSource.PULL)
         if isinstance(committed, BatonError):
-            failure = self._item_error("pull", key, token, committed)
+            failure = self._item_error("pull", key, holder.token, committed)
             return pb.DeliveryOutcome(error=failure), committed
-        delivered = attempt(self._record, key, token, delivery, caller, now)
+        delivered = attempt(self._record, key, holder, delivery, now)
         if isinstance(delivered, BatonError):
-            failure = self._item_error("record", key, token, delivered)
+            failure = self._item_error("record", key, holder.token, delivered)
             return pb.DeliveryOutcome(error=failure), committed
         answer = pb.Delivered(
             maybe_seen=ranges_pb(delivered.maybe_seen),
@@ -133,15 +135,21 @@ class OwnerCalls(OffsetsCalls):
         return pb.DeliveryOutcome(delivered=answer), committed
 
     def _record(
-        self, key: GroupQueue, token: int, delivery: DeliveryRange, caller: int, now: Instant
+        self, key: GroupQueue, holder: HolderCall, delivery: DeliveryRange, now: Instant
     ) -> DeliveryResult:
         self._resolver.check(key.group)
-        self._modes.check(key.group, token)
-        self._table.check_caller(key, token, caller)
-        delivered = self._table.record_delivered(key, token, delivery, now)
+        self._modes.check(key.group, holder.token)
+        self._check_holder(key, holder)
+        delivered = self._table.record_delivered(key, holder.token, delivery, now)
         if delivered.changed:
             self._commits.mark_changed(key)
         return delivered
+
+    def _check_holder(self, key: GroupQueue, holder: HolderCall) -> None:
+        """Check the identity of a holder, and note its position."""
+        self._table.check_caller(key, holder.token, holder.caller)
+        if holder.position is not None:
+            self._table.note_received(key, holder.token, holder.position)
 
     def _touch(self, key: GroupQueue, token: int, caller: int, now: Instant, node_id: str) -> None:
         self._resolver.check(key.group)
@@ -151,17 +159,16 @@ class OwnerCalls(OffsetsCalls):
     def _commit(
         self,
         key: GroupQueue,
-        token: int,
+        holder: HolderCall,
         acks: Acks,
-        caller: int,
         now: Instant,
         source: ProgressSource,
     ) -> CommitResult:
-        self._modes.check(key.group, token)
+        self._modes.check(key.group, holder.token)
         self._resolver.check(key.group)
-        if token:
-            self._table.check_caller(key, token, caller)
-            committed = self._table.commit(key, token, acks, now, source)
+        if holder.token:
+            self._check_holder(key, holder)
+            committed = self._table.commit(key, holder.token, acks, now, source)
         else:
             committed = self._table.commit_unowned(key, acks, now)
         if committed.changed:

@@ -23,6 +23,8 @@ from batonmq_server.offsets.core.values import (
     DeliveryRange,
     FenceAttempt,
     FenceCondition,
+    HolderCall,
+    HolderPosition,
     ProgressSource,
 )
 from batonmq_server.runtime.paging import key_of_token, malformed_token
@@ -124,23 +126,29 @@ class RequestReader:
 
     def delivery(
         self, item: pb.DeliveryItem
-    ) -> tuple[GroupQueue, int, DeliveryRange, Acks | None, int]:
-        """Return queue, token, delivery, the acks sent with it, if any, and the puller's number."""
+    ) -> tuple[GroupQueue, HolderCall, DeliveryRange, Acks | None]:
+        """Return queue, token, delivery, and the acks sent with it, if any."""
         first, next_ = item.first_offset, item.next_offset
         if not 0 <= first < next_ <= NUMBER_MAX:
             raise _bad_range(first, next_, "next_offset")
         generation = number(item.subscription_generation, "subscription_generation")
         acks = self._acks(item.progress, "progress.") if item.HasField("progress") else None
         delivery = DeliveryRange(first, next_, generation)
-        return self.queue(item.queue), _token(item.token), delivery, acks, item.caller
+        position = _position(item, number(item.received_epoch, "received_epoch"))
+        holder = HolderCall(_token(item.token), item.caller, position)
+        return self.queue(item.queue), holder, delivery, acks
 
     def touch(self, item: pb.TouchItem) -> tuple[GroupQueue, int, int]:
         """Return queue, token, and the puller's number."""
         return self.queue(item.queue), _token(item.token), item.caller
 
-    def commit(self, item: pb.CommitItem) -> tuple[GroupQueue, int, Acks]:
-        """Return queue, token (0 for none) and acks."""
-        return self.queue(item.queue), number(item.token, "token"), self._acks(item)
+    def commit(
+        self, item: pb.CommitItem, request: pb.CommitRequest
+    ) -> tuple[GroupQueue, HolderCall, Acks]:
+        """Return queue, token (0 for none) and acks of an item of `request`."""
+        position = _position(item, request.offsets_epoch)
+        holder = HolderCall(number(item.token, "token"), request.caller, position)
+        return self.queue(item.queue), holder, self._acks(item)
 
     def close(self, item: pb.CloseItem) -> tuple[GroupQueue, int, Acks, RangeSet]:
         """Return queue, token, acks, and the offsets of handlers that were cut off."""
@@ -330,6 +338,12 @@ def _holder(holder: queue_pb2.Incarnation) -> Incarnation:
             "holder.incarnation_id must not be 0", facts={"field": "holder.incarnation_id"}
         )
     return Incarnation(holder.client_id, holder.incarnation_id, holder.owner)
+
+
+def _position(item: pb.DeliveryItem | pb.CommitItem, offsets_epoch: int) -> HolderPosition | None:
+    if not item.HasField("received_offset"):
+        return None
+    return HolderPosition(number(item.received_offset, "received_offset"), offsets_epoch)
 
 
 def _token(token: int) -> int:

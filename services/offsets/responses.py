@@ -87,6 +87,7 @@ def progress_pb(
         source=_source_pb(progress.source),
         acked=ranges_pb(RangeSet(progress.acked.runs[:ACKED_MAX])),
         waiting_at=progress.waiting_at,
+        unacked_count_min=progress.known_in_flight().count,
     )
 
 

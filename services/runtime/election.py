@@ -74,6 +74,10 @@ class Election:
         """Return whether this node leads with more than `SAFETY_MS` of its lease left."""
         return self.session.clock.monotonic_ms() + SAFETY_MS < self._valid_until_ms
 
+    def confirmed_age_ms(self) -> int:
+        """Return the time since this node sent the call by which etcd last confirmed its lease."""
+        return self.session.clock.monotonic_ms() + self._ttl_ms - self._valid_until_ms
+
     def in_touch(self) -> bool:
         """Return whether etcd has answered a call that this node sent within one lease time.
 

@@ -15,6 +15,7 @@ from batonmq_server.runtime.access.permissions import (
     ANY_GRANT,
     OPERATE,
     Permission,
+    change_topic,
     consume,
     produce,
     use_topic,
@@ -57,9 +58,11 @@ RULES: AccessRules = {
                 traffic=Traffic.CONSUME
             ),
             "QueryOffsets": requires_by_request(
-                lambda request: (use_topic(queue.topic) for queue in request.queues), ["nameserver"]
+                lambda request: (use_topic(queue.topic) for queue in request.queues),
+                ["nameserver", "offsets"],
             ),
             "Describe": requires(OPERATE),
+            "PurgeTopic": requires_by_request(lambda request: [change_topic(request.topic)]),
         },
     ),
     **rules_by_path(

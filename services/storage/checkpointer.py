@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from batonmq.errors import BatonError
 from batonmq_server.runtime.descriptor_shortage import is_shortage
-from batonmq_server.storage.core.commitlog import NO_SPACE
+from batonmq_server.storage.core.commitlog import NO_SPACE, PositionRange
 from batonmq_server.storage.flusher import Flusher, InThread
 from batonmq_server.storage.node import StorageNode
 
@@ -27,6 +27,7 @@ class Checkpointer:
     Args:
         in_thread: Runs the blocking write outside the event loop.
         on_shortage: Called if the process has no free descriptor for a checkpoint.
+        on_purge: Called with the segments that a checkpoint has purged.
 
     Attributes:
         one_at_a_time: Lock held while a checkpoint is taken.
@@ -38,8 +39,9 @@ class Checkpointer:
         flusher: Flusher,
         in_thread: InThread,
         on_shortage: Callable[[], None] = lambda: None,
+        on_purge: Callable[[Sequence[PositionRange]], None] = lambda _: None,
     ) -> None:
-        self._on_shortage = on_shortage
+        self._on_shortage, self._on_purge, self._store = on_shortage, on_purge, node.store
         self._log, self._steps = node.store.log, node.checkpointing
         self._flusher, self._in_thread = flusher, in_thread
         self.one_at_a_time = asyncio.Lock()
@@ -75,9 +77,12 @@ class Checkpointer:
         """
         async with self.one_at_a_time:
             begin = asyncio.get_running_loop().time()
-            capture = self._steps.begin()
-            position = capture.position
+            position = self._log.next_position
             try:
+                while (end := self._steps.orders_end) > self._store.readable_position:
+                    await self._flusher.wait_until_safe(end)
+                capture = self._steps.begin()
+                position = capture.position
                 for _ in self._steps.collect(capture):
                     await asyncio.sleep(0)
                 await self._flusher.wait_until_safe(position)
@@ -94,6 +99,8 @@ class Checkpointer:
                 return False
             for _ in self._steps.done(capture):
                 await asyncio.sleep(0)
+            if capture.purged:
+                self._on_purge(capture.purged)
             seconds = asyncio.get_running_loop().time() - begin
             log.info("checkpoint taken position=%d ms=%d", position, seconds * 1000)
             return True

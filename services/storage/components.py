@@ -14,6 +14,7 @@ from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.core.commitlog import PositionRange
 from batonmq_server.storage.core.retention import Retention
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.delivery_router import DeliveryRouter
@@ -33,6 +34,7 @@ from batonmq_server.storage.scheduled_deliverer import ScheduledDeliverer
 from batonmq_server.storage.scrubber import Scrubber
 from batonmq_server.storage.server import StorageServicer, StorageServicerParts
 from batonmq_server.storage.topic_cache import TopicCache
+from batonmq_server.storage.topic_purger import TopicPurger
 
 EXPIRE_INTERVAL_S = 600
 
@@ -122,9 +124,9 @@ def build_components(
     retention = Retention(settings.retention_policy(), settings.segment_bytes)
     stream.usage = lambda: retention.usage
     shortage = metrics.descriptor_shortages.inc
-    checkpointer = Checkpointer(node, flusher, in_thread, shortage)
+    checkpointer = Checkpointer(node, flusher, in_thread, shortage, partial(_count_purged, metrics))
     damage = DamageTracker(metrics.damaged_batches.inc)
-    repairs = QueueRepairer(node, in_thread, metrics.rebuilt_queues.inc)
+    repairs = QueueRepairer(node, in_thread, metrics.rebuilt_queues.inc, runtime.random)
     key_repairs = KeyRunRepairer(node, in_thread, metrics.rebuilt_key_runs.inc)
     patient = waiting_for_descriptors(in_thread, shortage)
     scrubber = Scrubber(node, damage, bytes_per_s=settings.scrub_bytes_per_s, in_thread=patient)
@@ -144,6 +146,7 @@ def build_components(
             is_gone=topics.is_gone,
             remove_later=node.checkpointing.remove_later,
             leader_first_position=leader_first_position,
+            no_checkpoint=checkpointer.one_at_a_time,
         ),
         metrics,
         clock=runtime.clock,
@@ -162,6 +165,15 @@ def build_components(
         clock=runtime.clock,
     )
     due = ScheduledDeliverer(appender, topics, age_ms_max=settings.retention_ms)
+    purger = TopicPurger(
+        node.disk,
+        appender,
+        topics,
+        checkpointer,
+        cleaner.newest_unix_ms,
+        age_ms_max=settings.retention_ms,
+        in_thread=patient,
+    )
     servicer = StorageServicer(
         StorageServicerParts(
             broker=settings.broker_name,
@@ -178,6 +190,7 @@ def build_components(
             losses=RetentionLosses(metrics.traffic),
             damage=damage,
             repair=repairs.repair,
+            purge=purger.purge,
             scrubbed=lambda: scrubber.position,
             metrics=metrics,
             stream=stream,
@@ -222,6 +235,10 @@ def build_components(
             expire_producers,
         ),
     )
+
+
+def _count_purged(metrics: StorageMetrics, segments: Sequence[PositionRange]) -> None:
+    metrics.purged_bytes.inc(sum(end - begin for begin, end in segments))
 
 
 def _synced(metrics: StorageMetrics, stream: StorageMetricStream, seconds: float) -> None:

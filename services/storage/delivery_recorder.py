@@ -36,6 +36,7 @@ class PendingDelivery:
         subscription_generation: Generation of the subscription of the filter.
         progress: Acknowledgements that the pull carries.
         offsets_set: Offsets set that keeps the group, as the consumer knows it; empty if unknown.
+        received_offset: Position of the consumer, stated under `offsets_epoch`; None for none.
     """
 
     owner: QueueOwner
@@ -45,6 +46,7 @@ class PendingDelivery:
     subscription_generation: int = 0
     progress: pb.Acks | None = None
     offsets_set: str = ""
+    received_offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,11 @@ class DeliveryRecorder:
         self._batcher: Batcher[PendingDelivery, RecordedDelivery | BatonError] = Batcher(
             self._send, items_max=ITEMS_MAX
         )
+
+    @property
+    def epoch(self) -> int:
+        """Highest epoch of the set that this node has seen; 0 for none."""
+        return self._epoch
 
     async def run(self) -> None:
         """Send calls until cancelled; run it as one task."""
@@ -196,6 +203,8 @@ def _item(delivery: PendingDelivery) -> pb.DeliveryItem:
         subscription_generation=delivery.subscription_generation,
         progress=delivery.progress,
         caller=delivery.owner.caller,
+        received_offset=delivery.received_offset,
+        received_epoch=delivery.offsets_epoch,
     )
 
 

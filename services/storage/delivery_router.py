@@ -44,10 +44,16 @@ class DeliveryRouter:
         """Return the name of the offsets set that keeps a group."""
         return self._placements.set_of(group)
 
+    def seen_epoch(self, group: str) -> tuple[str, int]:
+        """Return the offsets set that keeps a group, and its highest epoch seen; 0 for none."""
+        name = self.set_of(group)
+        return name, self._sets[name].epoch
+
     async def record(self, delivery: PendingDelivery) -> RecordedDelivery:
         """Record a delivery at the offsets set that keeps its group.
 
-        An epoch that the consumer has seen at another offsets set is ignored.
+        An epoch that the consumer has seen at another offsets set is ignored, and so is the
+        position that it states under this epoch.
 
         Raises:
             DeliveryUnrecorded: as `DeliveryRecorder.record`; also if that set does not keep the
@@ -55,7 +61,7 @@ class DeliveryRouter:
         """
         name = self.set_of(delivery.owner.group)
         if delivery.offsets_set not in ("", name):
-            delivery = replace(delivery, offsets_epoch=0)
+            delivery = replace(delivery, offsets_epoch=0, received_offset=None)
         try:
             return await self._sets[name].record(delivery)
         except _NOT_KEPT_HERE as error:

@@ -179,7 +179,8 @@ class RealDisk(Disk):
             shutil.rmtree(full)
         else:
             full.unlink(missing_ok=True)
-        _sync_folder(full.parent)
+        with suppress(FileNotFoundError):  # nothing was ever written there
+            _sync_folder(full.parent)
 
     def space(self) -> tuple[int, int]:
         """See Disk. Counts as `df` does: space reserved for root is neither used nor free."""
@@ -194,11 +195,16 @@ class RealDisk(Disk):
 
     def replace(self, path: str, content: bytes) -> None:
         """See Disk."""
+        self.replace_sparse(path, content, len(content))
+
+    def replace_sparse(self, path: str, head: bytes, size: int) -> None:
+        """See Disk."""
         full = self._folder / path
         fresh = full.with_name(f"{full.name}.new")
         self._add_folder(full.parent)
         with fresh.open("wb") as file:
-            file.write(content)
+            file.write(head)
+            file.truncate(size)
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(full)

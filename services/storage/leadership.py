@@ -118,7 +118,7 @@ class StorageLeadership(Leadership):
             DataLoss: the leader's log is damaged at `end`.
         """
         mine, log_ = self.history, self._log
-        point = common_point(mine, log_.next_position, theirs, end)
+        point = log_.cut_position(common_point(mine, log_.next_position, theirs, end))
         if point < log_.first_position:
             self._follower_resets(name)
             return self._reset_result()

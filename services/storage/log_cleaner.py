@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from batonmq._common.clock import Clock
@@ -35,6 +35,7 @@ from batonmq_server.storage.core.retention import (
     Retention,
     SealedSegment,
 )
+from batonmq_server.storage.core.schedule import TOPIC_ID as SYSTEM_TOPIC_ID
 from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.metrics import StorageMetrics
@@ -62,6 +63,7 @@ class CleaningBounds:
         remove_later: Removes index files once no checkpoint refers to them.
         leader_first_position: First position of the leader's log, which a follower follows; None
             for a node that decides by itself.
+        no_checkpoint: Lock that is held while a checkpoint is taken.
     """
 
     needed_from: Sequence[Callable[[], int | None]]
@@ -71,6 +73,7 @@ class CleaningBounds:
     is_gone: Callable[[str, int], bool]
     remove_later: Callable[[Iterable[str]], None]
     leader_first_position: Callable[[], int | None] = lambda: None
+    no_checkpoint: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class LogCleaner:
@@ -142,7 +145,8 @@ class LogCleaner:
         # The log says why these segments are not needed: a delivery of a scheduled batch, or a
         # copy of it at a later position. That record must be safe before they are removed.
         await self._bounds.wait_until_safe(written)
-        await self._remove(ends[-1])
+        async with self._bounds.no_checkpoint:  # it may purge one of these segments
+            await self._remove(ends[-1])
         await self.observe()
         return True
 
@@ -188,19 +192,24 @@ class LogCleaner:
         if first_position is not None:
             ends = (segment.next_position for segment in sealed)
             return max((end for end in ends if end <= first_position), default=log.first_position)
-        log_bytes = log.end_position - log.first_position
-        return self._retention.keep_from(sealed, log_bytes, self._cleaning_time(), self._newest_in)
+        log_bytes = log.end_position - log.first_position - log.purged_bytes_count
+        return self._retention.keep_from(
+            sealed, log_bytes, self._cleaning_time(), self.newest_unix_ms
+        )
 
     def _removable(self) -> list[SealedSegment]:
         """Return the sealed segments before the first one that is still needed."""
         positions = [position() for position in self._bounds.needed_from]
         needed_from = min((p for p in positions if p is not None), default=math.inf)
-        sealed = (SealedSegment(*segment) for segment in self._store.log.sealed())
+        log = self._store.log
+        sealed = (SealedSegment(*segment, log.is_purged(segment[0])) for segment in log.sealed())
         return [segment for segment in sealed if segment.next_position <= needed_from]
 
-    def _newest_in(self, segment: SealedSegment) -> int:
-        """Return the store time of the batch after the segment: no batch in it is younger."""
-        position = segment.next_position
+    def newest_unix_ms(self, segment: SealedSegment) -> int:
+        """Return the store time of the next batch after the segment: none in it is younger."""
+        position = self._store.log.next_kept(segment.next_position)
+        if position >= self._store.log.next_position:
+            return self._store.store_unix_ms
         if position not in self._newest:
             try:
                 head = self._store.log.read(position, HEADER_BYTES)
@@ -234,8 +243,9 @@ class LogCleaner:
         paths: list[str] = []
         for number, (key, queue) in enumerate(list(self._store.queues.items()), start=1):
             paths += queue.trim_before(position)
-            empty = queue.first_offset == queue.next_offset
-            if empty and self._bounds.is_gone(topic_of(queue.folder), key[0]):
+            empty = queue.first_offset == queue.next_offset and queue.last_position < position
+            topic = topic_of(queue.folder), key[0]
+            if empty and key[0] != SYSTEM_TOPIC_ID and self._bounds.is_gone(*topic):
                 self._store.forget_queue(key)
                 paths.append(queue.folder)
             if number % QUEUES_AT_ONCE == 0:

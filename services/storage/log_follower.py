@@ -147,6 +147,9 @@ class LogFollower:
             await self._adopt(components, theirs)
             if answer.data:
                 await self._write(components, answer.data, segment)
+                # A purged segment may contain the begin of an epoch. Without that epoch the leader
+                # would have this log cut there.
+                await self._adopt(components, theirs)
             components.flusher.confirmed(min(answer.confirmed_position, log_.next_position))
             await self._clear_damage(components, answer)
 
@@ -185,9 +188,9 @@ class LogFollower:
         """
         components.flusher.check()
         recovery, log_ = components.node.recovery, components.node.store.log
-        batches = check_received(recovery, log_.next_position, data, segment)
+        batches, end = check_received(recovery, log_.next_position, data, segment)
         try:
-            log_.copy(data, segment)
+            log_.copy(data, segment, end)
         except OSError as error:
             components.flusher.fail(error)
             raise

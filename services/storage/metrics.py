@@ -78,6 +78,12 @@ class StorageMetrics:
             "Log segments removed by retention.",
             registry=registry,
         )
+        self.purged_bytes = Counter(
+            "baton_storage_purged_bytes",
+            "Bytes of log segments that were purged: they contained only messages of deleted "
+            "topics.",
+            registry=registry,
+        )
         self.disk_used_ratio = Gauge(
             "baton_storage_disk_used_ratio",
             "Used share of the file system of the log, 0 to 1.",

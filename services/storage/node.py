@@ -109,6 +109,7 @@ class StorageNode:
         Args:
             damaged: Safe messages are lost by this cut.
         """
+        position = self.store.log.cut_position(position)
         if damaged:
             self.save_history(replace(self.history, damaged=True))
         if position < self.checkpointing.position:

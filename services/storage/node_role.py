@@ -39,6 +39,14 @@ class NodeRole(Protocol):
         """
         ...
 
+    def leader_age_ms(self) -> int:
+        """Return how long ago etcd confirmed that this node leads, at most; 0 without replicas.
+
+        Raises:
+            NotLeader: this node is not the leader.
+        """
+        ...
+
     def rejection(self, members_min: int = 1) -> BatonError | None:
         """Return why new messages are rejected now; None if they are accepted.
 
@@ -71,6 +79,10 @@ class StandaloneRole(NodeRole):
     def outdated(self) -> NotLeader | None:
         """See NodeRole."""
         return None
+
+    def leader_age_ms(self) -> int:
+        """See NodeRole."""
+        return 0
 
     def rejection(self, members_min: int = 1) -> BatonError | None:
         """See NodeRole."""

@@ -84,8 +84,8 @@ class MessageId:
         return cls(broker, position, index)
 
 
-async def _no_repair(_: QueueKey, __: int) -> bool:
-    return False
+async def _no_repair(_: QueueKey, __: int, error: DataLoss) -> None:
+    raise error
 
 
 async def _no_key_repair(_: RunExtent) -> bool:
@@ -100,7 +100,8 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         role: Role of this node: a follower may lag behind the leader.
         require: Raises unless the caller may read the topic of a message that it names by its id;
             None if authorization is off.
-        repair: Rebuilds the index that a read at an offset uses; returns whether it changed.
+        repair: Rebuilds the index that a failed read at an offset uses; raises an error if that is
+            not possible.
         repair_keys: Rebuilds a damaged run of the key index; returns whether it could.
     """
 
@@ -113,7 +114,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         role: NodeRole | None = None,
         *,
         require: PermissionCheck | None = None,
-        repair: Callable[[QueueKey, int], Awaitable[bool]] = _no_repair,
+        repair: Callable[[QueueKey, int, DataLoss], Awaitable[None]] = _no_repair,
         repair_keys: Callable[[RunExtent], Awaitable[bool]] = _no_key_repair,
     ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
@@ -131,9 +132,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
             try:
                 offset = self._queries.search_offset(key, request.unix_ms, probe)
             except DataLoss as error:
-                if not await self._repair(key, probe.offset):
-                    self._damage.report_error(error)
-                    raise
+                await self._rebuild(key, probe.offset, error)
             else:
                 return pb.SearchOffsetResponse(offset=offset)
 
@@ -211,22 +210,27 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         return check_queue(queue.topic, topic, queue.queue_id)
 
     async def _read(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
-        try:
+        while True:
             try:
                 return self._store.read(key, spec)
-            except DataLoss:
-                if not await self._repair(key, spec.offset):
-                    raise
-                return self._store.read(key, spec)
-        except OffsetAheadOfLog as error:
-            if self._role.is_follower:
-                raise NotLeader(
-                    f"this follower lags behind the leader: {error.message}", retry_after_ms=100
-                ) from error
-            raise OffsetOutOfRange(error.message, facts=error.facts) from error
-        except DataLoss as error:
-            self._damage.report_error(error)
-            raise
+            except OffsetAheadOfLog as error:
+                if self._role.is_follower:
+                    raise NotLeader(
+                        f"this follower lags behind the leader: {error.message}",
+                        retry_after_ms=100,
+                    ) from error
+                raise OffsetOutOfRange(error.message, facts=error.facts) from error
+            except DataLoss as error:
+                await self._rebuild(key, spec.offset, error)
+
+    async def _rebuild(self, key: QueueKey, offset: int, error: DataLoss) -> None:
+        """Rebuild the index that a failed read uses, so that the read may be repeated.
+
+        Raises:
+            DataLoss: that is not possible.
+        """
+        with self._reporting_damage():
+            await self._repair(key, offset, error)
 
     async def _find(
         self, topic_id: int, key: str, window: TimeWindow, messages_max: int

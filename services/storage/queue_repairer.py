@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
 
+from batonmq._common.backoff import Backoff
+from batonmq.errors import DataLoss
 from batonmq_server.runtime.descriptor_shortage import is_shortage
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.queue_repair import (
@@ -22,6 +27,20 @@ from batonmq_server.storage.node import StorageNode
 log = logging.getLogger(__name__)
 
 FAILURES_MAX = 10_000
+_BACKOFF = Backoff(first_ms=1_000, delay_ms_max=600_000)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A repair that has failed `count` times, and when it is tried again.
+
+    Attributes:
+        error: None if the log is damaged.
+    """
+
+    count: int
+    retry_s: float
+    error: DataLoss | None
 
 
 class QueueRepairer:
@@ -30,38 +49,58 @@ class QueueRepairer:
     Args:
         in_thread: Runs the blocking reads of the log outside the event loop.
         on_repair: Called once for each repair that changed a file.
+        random: For the pauses after failed repairs.
     """
 
     def __init__(
-        self, node: StorageNode, in_thread: InThread, on_repair: Callable[[], None]
+        self,
+        node: StorageNode,
+        in_thread: InThread,
+        on_repair: Callable[[], None],
+        random: Random,
     ) -> None:
         self._node, self._in_thread, self._on_repair = node, in_thread, on_repair
+        self._random = random
         self._one_at_a_time = asyncio.Lock()
-        self._hopeless: set[tuple[QueueKey, int]] = set()
+        self._failures: OrderedDict[tuple[QueueKey, int], _Failure] = OrderedDict()
 
-    async def repair(self, key: QueueKey, offset: int) -> bool:
+    async def repair(self, key: QueueKey, offset: int, error: DataLoss) -> None:
         """Rebuild the entries that a read at `offset` uses, as far as the log has their batches.
 
-        Returns:
-            Whether an entry was changed, so that the read may be repeated. False if the entries are
-            good or can't be rebuilt: then the log is damaged.
+        The read may be repeated: at least one entry was changed. A repair that fails is tried again
+        by the first read after a pause.
+
+        Args:
+            error: Why the read failed.
+
+        Raises:
+            DataLoss: no entry was changed. It is `error` if the log is damaged, and another one if
+                a file of the index, or the log, can't be read or written.
         """
+        now_s = asyncio.get_running_loop().time
         async with self._one_at_a_time:
-            if (key, offset) in self._hopeless:
-                return False
+            failure = self._failures.get((key, offset))
+            if failure is not None and now_s() < failure.retry_s:
+                raise failure.error or error
+            lost: DataLoss | None = None
             for first_offset in range(offset, offset + SCANNED_MAX, ENTRIES_AT_ONCE):
                 found = find_damage(self._node.store, key, first_offset)
                 try:
                     if found is not None and await self._rebuild(found):
-                        return True
-                except OSError as error:  # for example: retention has removed a segment meanwhile
-                    log.warning("consume queue not rebuilt queue=%s error=%s", key, error)
-                    if is_shortage(error):
-                        return False  # the next read tries again
+                        self._failures.pop((key, offset), None)
+                        return
+                except OSError as cause:  # for example: retention has removed a segment meanwhile
+                    log.warning("consume queue not rebuilt queue=%s error=%s", key, cause)
+                    lost = _not_rebuilt(key, cause)
+                    if is_shortage(cause):
+                        raise lost from cause  # the next read tries again
                 await asyncio.sleep(0)
-            if len(self._hopeless) < FAILURES_MAX:
-                self._hopeless.add((key, offset))
-            return False
+            count = failure.count + 1 if failure else 1
+            pause_s = _BACKOFF.delay_ms(count, self._random) / 1000
+            self._failures[key, offset] = _Failure(count, now_s() + pause_s, lost)
+            if len(self._failures) > FAILURES_MAX:
+                self._failures.popitem(last=False)
+            raise lost or error
 
     async def _rebuild(self, found: QueueRepair) -> bool:
         await self._in_thread(self._read, found)
@@ -82,3 +121,12 @@ class QueueRepairer:
 
     def _read(self, found: QueueRepair) -> None:
         read_log(self._node.disk, found)
+
+
+def _not_rebuilt(key: QueueKey, cause: OSError) -> DataLoss:
+    topic_id, queue_id = key
+    return DataLoss(
+        f"the consume queue {queue_id} of topic id {topic_id} is damaged and can't be rebuilt now: "
+        f"{cause.strerror}",
+        remedy="Look for disk errors on the node. A later read tries to rebuild it again.",
+    )

@@ -96,6 +96,11 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         followers = self._leadership.in_sync_set.current - {self._settings.node_id}
         return min(followers, default="") if lags_far else ""
 
+    def leader_age_ms(self) -> int:
+        """See NodeRole."""
+        self.check()
+        return self.election.confirmed_age_ms()
+
     def outdated(self) -> NotLeader | None:
         """See NodeRole.
 

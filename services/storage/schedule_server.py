@@ -39,7 +39,7 @@ from batonmq_server.storage.core.store import (
 from batonmq_server.storage.topic_cache import TopicCache
 
 SYSTEM_TOPICS: Mapping[str, LocalTopic | BatonError] = {
-    schedule.TOPIC: LocalTopic(schedule.TOPIC_ID, 2)
+    schedule.TOPIC: LocalTopic(schedule.TOPIC_ID, schedule.QUEUE_COUNT)
 }
 _POSITION_BITS = 64
 _ID = re.compile(r"([a-z0-9-]{1,63})-([0-9a-f]{1,32})")

@@ -14,7 +14,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.keyed_queues import TOPICS_REVISION
-from batonmq._core.names import METRICS_TOPIC
+from batonmq._core.names import METRICS_TOPIC, check_topic
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
 from batonmq_server.runtime.access.owner import owner_of
@@ -42,6 +42,7 @@ from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node_role import NodeRole
 from batonmq_server.storage.retention_losses import RetentionLosses
 from batonmq_server.storage.topic_cache import TopicCache
+from batonmq_server.storage.topic_purger import PurgeResult
 
 SECONDS_MAX = 10 * 365 * 24 * 3_600
 """An estimate of more than ten years until the disk is full is reported as 0: not in sight."""
@@ -49,7 +50,7 @@ SECONDS_MAX = 10 * 365 * 24 * 3_600
 FOLLOWER_HOLD_MS = 1_000
 """A long poll at a follower looks this often whether the set has a leader meanwhile."""
 
-Repair = Callable[[QueueKey, int], Awaitable[bool]]
+Repair = Callable[[QueueKey, int, DataLoss], Awaitable[None]]
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -61,7 +62,9 @@ class StorageServicerParts:
         broker: Broker name: the replica set, or a node without replicas.
         syncs_at_once: Whether a request without a durability waits for the sync. A node of a
             replica set always waits.
-        repair: Rebuilds the index that a read at an offset uses; returns whether it changed.
+        repair: Rebuilds the index that a failed read at an offset uses; raises an error if that is
+            not possible.
+        purge: Removes what deleted topics of a name have left in the log.
         scrubbed: Returns the position that the current round of the scrub has reached.
         identity_of: Returns the identity of a caller; empty without access control.
     """
@@ -80,6 +83,7 @@ class StorageServicerParts:
     losses: RetentionLosses
     damage: DamageTracker
     repair: Repair
+    purge: Callable[[str], Awaitable[PurgeResult]]
     scrubbed: Callable[[], int]
     metrics: StorageMetrics
     stream: StorageMetricStream
@@ -128,10 +132,12 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             try:
                 reading = self._read(key, pull)
             except DataLoss as error:
-                if await self._parts.repair(key, pull.spec.offset):
-                    continue
-                self._parts.damage.report_error(error)
-                raise
+                try:
+                    await self._parts.repair(key, pull.spec.offset, error)
+                except DataLoss as lost:
+                    self._parts.damage.report_error(lost)
+                    raise
+                continue
             if reading is not None:
                 break
             if (outdated := role.outdated()) is not None:
@@ -158,9 +164,10 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         """See the proto."""
         queues = validation.parse_queues(request)
         revision = min(self._parts.topics.revision(name) for name in {q.topic for q in queues})
+        leader_age_ms = self._parts.role.leader_age_ms()  # before the offsets are read
         outcomes = [await self._offsets(queue) for queue in queues]
         context.set_trailing_metadata(((TOPICS_REVISION, str(revision)),))
-        return pb.QueryOffsetsResponse(outcomes=outcomes)
+        return pb.QueryOffsetsResponse(outcomes=outcomes, leader_age_ms=leader_age_ms)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """See the proto."""
@@ -179,6 +186,20 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             scrubbed_position=self._parts.scrubbed(),
             damaged_batch_count=len(self._parts.damage),
             disk_seconds_until_full=_in_sight(retention.seconds_until_full),
+        )
+
+    async def PurgeTopic(
+        self, request: pb.PurgeTopicRequest, context: Context
+    ) -> pb.PurgeTopicResponse:
+        """See the proto."""
+        check_topic(request.topic)
+        result = await self._parts.purge(request.topic)
+        return pb.PurgeTopicResponse(
+            purged_segments=result.purged_segments,
+            purged_bytes=result.purged_bytes,
+            remaining_segments=result.remaining_segments,
+            remaining_bytes=result.remaining_bytes,
+            expiry_unix_ms=result.expiry_unix_ms,
         )
 
     async def _find(self, topic: str, queue_id: int) -> QueueKey:
@@ -219,6 +240,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             pull.subscription_generation,
             pull.progress,
             pull.offsets_set,
+            pull.received_offset,
         )
         try:
             return await self._parts.deliveries.record(delivery)
@@ -275,6 +297,12 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         verdict: RecordedDelivery | None,
     ) -> pb.PullResponse:
         visible = self._store.offsets(key)
+        if verdict is not None:
+            offsets_set, epoch = verdict.offsets_set, verdict.offsets_epoch
+        elif pull.owner.token:
+            offsets_set, epoch = self._parts.deliveries.seen_epoch(pull.owner.group)
+        else:
+            offsets_set, epoch = pull.offsets_set, 0
         return pb.PullResponse(
             pull_id=pull_id,
             batches=reading.batches if reading else (),
@@ -282,8 +310,8 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             queue_first_offset=visible.first_offset,
             queue_next_offset=visible.next_offset,
             redelivered=verdict.redelivered if verdict else (),
-            offsets_epoch=verdict.offsets_epoch if verdict else 0,
-            offsets_set=verdict.offsets_set if verdict else pull.offsets_set,
+            offsets_epoch=epoch,
+            offsets_set=offsets_set,
             filtered_count=reading.filtered_count if reading else 0,
             lost_count=reading.lost_count if reading else 0,
             progress_taken=verdict is not None and pull.progress is not None,

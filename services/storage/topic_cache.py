@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from batonmq._common.clock import Clock
-from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail
+from batonmq.errors import BatonError, NoQuorum, TopicExists, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.storage.core.store import LocalTopic
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 MISSING_MS = 1_000
 """Time for which a name that etcd does not have is not looked up again."""
 MISSING_MAX = 10_000
+WAIT_S = 10
 
 
 class TopicCache:
@@ -57,6 +58,27 @@ class TopicCache:
             return self._mirror.revision > 0 and name not in self._mirror.values
         return self._mirror.revision > 0 and topic.topic_id > topic_id
 
+    async def wait_until_gone(self, name: str, topic_ids: Collection[int]) -> None:
+        """Wait until this node knows that all topics with this name and these ids are deleted.
+
+        Raises:
+            TopicExists: one of them exists.
+            NoQuorum: etcd does not answer, or this node has not heard of the deletion in time.
+        """
+        stored = await self._session.get(self._session.key("topics", name))
+        topic = self._parsed(name, stored) if stored is not None else None
+        if topic is not None and topic.topic_id in topic_ids:
+            raise TopicExists(f"topic {name} exists", remedy="Delete the topic first.")
+        try:
+            async with asyncio.timeout(WAIT_S):
+                async for _ in self._mirror.watch():
+                    if all(self.is_gone(name, topic_id) for topic_id in topic_ids):
+                        return
+        except TimeoutError as error:
+            raise NoQuorum(
+                f"this node has not heard from etcd within {WAIT_S} s that topic {name} is deleted"
+            ) from error
+
     async def find(self, name: str) -> LocalTopic:
         """Return the topic. An unknown name is looked up in etcd, by one caller at a time.
 
@@ -71,9 +93,7 @@ class TopicCache:
             if topic is None and self._missing.get(name, 0) <= self._clock.monotonic_ms():
                 topic = await self._look_up(name)
         if topic is None:
-            raise TopicNotFound(
-                f"topic {name} does not exist", detail=TopicNotFoundDetail(topic=name)
-            )
+            raise _not_found(name)
         return topic
 
     async def find_all(self, names: Iterable[str]) -> dict[str, LocalTopic | BatonError]:
@@ -90,7 +110,13 @@ class TopicCache:
         self, found: Mapping[str, LocalTopic | BatonError]
     ) -> dict[str, LocalTopic | BatonError]:
         """Return the result of `find_all` with the changes since then."""
-        return {name: self.known(name) or old for name, old in found.items()}
+        return {name: self._changed(name, old) for name, old in found.items()}
+
+    def _changed(self, name: str, old: LocalTopic | BatonError) -> LocalTopic | BatonError:
+        if (topic := self.known(name)) is not None:
+            return topic
+        deleted = not isinstance(old, BatonError) and name not in self._mirror.values
+        return _not_found(name) if deleted else old
 
     async def _look_up(self, name: str) -> LocalTopic | None:
         stored = await self._session.get(self._session.key("topics", name))
@@ -124,3 +150,7 @@ class TopicCache:
         for name in names:
             self._known.pop(name, None)
             self._missing.pop(name, None)
+
+
+def _not_found(name: str) -> TopicNotFound:
+    return TopicNotFound(f"topic {name} does not exist", detail=TopicNotFoundDetail(topic=name))

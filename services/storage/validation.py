@@ -35,6 +35,7 @@ class ParsedPull:
     Attributes:
         progress: Acknowledgements for offsets, which checks them; None for none.
         client_id: Client id as the caller states it: for events only, not verified.
+        received_offset: Position of the caller, stated under `offsets_epoch`; None for none.
     """
 
     owner: QueueOwner
@@ -45,6 +46,7 @@ class ParsedPull:
     progress: offsets_pb.Acks | None
     offsets_set: str
     client_id: str = ""
+    received_offset: int | None = None
 
 
 def parse_batches(request: pb.AppendRequest, *, replicated: bool = False) -> list[bytes]:
@@ -107,7 +109,15 @@ def parse_pull(request: pb.PullRequest, broker: str) -> ParsedPull:
         request.progress if request.HasField("progress") else None,
         check_offsets_set(request.offsets_set) if request.offsets_set else "",
         request.client_id,
+        _received_offset(request),
     )
+
+
+def _received_offset(request: pb.PullRequest) -> int | None:
+    if not request.HasField("received_offset"):
+        return None
+    _check_least("received_offset", request.received_offset, 0)
+    return request.received_offset
 
 
 def parse_read(request: pb.PullRequest | query_pb.ReadRequest) -> ReadSpec:

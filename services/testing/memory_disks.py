@@ -150,6 +150,15 @@ class MemoryDisk(Disk):
         file.write(0, [content])
         file.sync()
 
+    def replace_sparse(self, path: str, head: bytes, size: int) -> None:
+        """See Disk. The room of the former file is free again."""
+        self._check()
+        if path in self.files:
+            self.room += self.files[path].size
+        file = self.files[path] = MemoryFile(size)
+        file.write(0, [head])
+        file.sync()
+
     def sync(self, paths: Sequence[str]) -> None:
         """See Disk."""
         for path in paths:

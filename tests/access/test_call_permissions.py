@@ -65,6 +65,7 @@ StorageService      Append             write
 StorageService      Pull               both
 StorageService      QueryOffsets       use nameserver
 StorageService      Describe
+StorageService      PurgeTopic         topic-admin
 QueryService        SearchOffset       read
 QueryService        Read               read nameserver
 QueryService        FindByKey          read

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import tarfile
@@ -57,6 +58,28 @@ def test_objects_become_messages_until_an_invalid_line(
     read = cluster("consume", "objects", "--group", "objects", "--from", "1h", *JSON).json_lines
     found = {m["queue_id"]: (m.get("body"), m["properties"], m["keys"]) for m in read}
     assert found == {1: ("a", {"all": "x", "n": "1"}, ["k"]), 0: (None, {"all": "x"}, [])}
+
+
+def test_purge_says_what_was_freed_and_what_remains(cluster: RunningCluster, lines: Path) -> None:
+    """The only segment also has messages of other topics: nothing can be removed at once."""
+    cluster("topic", "create", "kept", "--queues", "1")
+    cluster("topic", "create", "purged", "--queues", "1")
+    for topic in ("kept", "purged"):
+        cluster("produce", topic, "--file", str(lines))
+    refused = cluster("topic", "delete", "absent", "--yes")
+    assert (refused.code, "TOPIC_NOT_FOUND" in refused.err) == (1, True)
+    told = cluster("topic", "delete", "purged", "--purge", "--yes")
+    assert told.code == 0
+    assert told.out.endswith("\ntopic purged is deleted\n")
+    assert re.search(
+        r"broker-0: 0 bytes freed in 0 segments; \d+ bytes remain in 1 segment with messages of "
+        r"other topics, which expire at 20\S+Z at the latest",
+        told.out,
+    )
+    again = cluster("topic", "delete", "purged", "--purge", "--yes", *JSON)
+    assert (again.code, again.json["deleted"]) == (0, False)
+    assert again.json["purged"][0]["purged_bytes"] == 0
+    assert len(cluster("consume", "kept", "--group", "kept", *JSON).json_lines) == 3
 
 
 def test_progress_is_shown_on_a_terminal_only(cluster: RunningCluster, lines: Path) -> None:

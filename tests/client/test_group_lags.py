@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
+from batonmq.admin.effective_settings import choose_node
 from batonmq.admin.group_lag import summarize
 from batonmq.admin.group_reports import QueueDiagnosis
-from batonmq.admin.node_settings import choose_node
 from batonmq.admin.reports import Node
 from batonmq.errors import InvalidArgument
 

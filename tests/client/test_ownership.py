@@ -792,3 +792,23 @@ async def test_message_is_handled_only_when_a_returned_coroutine_has_ended() -> 
             at.nameserver.assign("b", [0])
             await until(lambda: at.committed(0) == 2)
             consumer.stop()
+
+
+# ---- the position (section 6.8)
+
+
+async def test_owner_states_its_position_with_each_pull() -> None:
+    async with twins(1) as at, running_consumer(at, pull_messages_max=2) as running:
+        at.nameserver.assign("a", [0])
+        at.storage.send(0, "1", "2", "3")
+        await until(lambda: running.ended == ["1", "2", "3"])
+        await wait_for_held_pulls(at, 0)
+        assert [pull.received_offset for pull in at.storage.pulls_of(0)] == [0, 2, 3]
+
+
+async def test_idle_owner_states_its_position_to_a_new_epoch_of_offsets() -> None:
+    async with twins(1) as at, running_consumer(at, commit_interval_ms=10) as running:
+        at.nameserver.assign("a", [0])
+        at.storage.send(0, "1", "2")
+        await until(lambda: running.ended == ["1", "2"])
+        await until(lambda: [item.received_offset for item in at.offsets.commits][-1:] == [2])

@@ -5,6 +5,8 @@ Method: hand-made messages of the contracts are converted to reports.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from baton.common.v1 import queue_pb2
@@ -27,6 +29,7 @@ from batonmq.admin.group_reports import (
     refused_from_pb,
 )
 from batonmq.admin.reports import lock_from_pb
+from batonmq.cli.group import unacked
 from batonmq.errors import Difference, SubscriptionConflict
 from batonmq_server.nameserver.core.diagnosis import StuckReason
 
@@ -60,6 +63,7 @@ def row(queue_id: int, **values: object) -> QueueProgress:
             "log_end_offset",
             "lag",
             "unacked_count",
+            "unacked_count_min",
             "client_id",
             "host",
             "token",
@@ -72,7 +76,9 @@ def row(queue_id: int, **values: object) -> QueueProgress:
 def test_progress_joins_the_values_of_three_services() -> None:
     queues = [QueueRef("t", "a", queue_id) for queue_id in (3, 2, 1, 0)]
     progress = [
-        offsets_pb.Progress(queue=pb_queue(0), token=7, committed_offset=10, unacked_count=2),
+        offsets_pb.Progress(
+            queue=pb_queue(0), token=7, committed_offset=10, unacked_count=2, unacked_count_min=2
+        ),
         offsets_pb.Progress(queue=pb_queue(1), token=3, committed_offset=5),
         offsets_pb.Progress(queue=pb_queue(2), token=4, committed_offset=6),
     ]
@@ -93,15 +99,51 @@ def test_progress_joins_the_values_of_three_services() -> None:
             log_end_offset=15,
             lag=5,
             unacked_count=2,
+            unacked_count_min=2,
             client_id="c1",
             host="host-1",
             token=7,
             assigned="c1",
         ),
-        row(1, committed_offset=5, log_end_offset=5, lag=0, unacked_count=0, token=3),
-        row(2, committed_offset=6, unacked_count=0, client_id="gone", token=4),
+        row(
+            1,
+            committed_offset=5,
+            log_end_offset=5,
+            lag=0,
+            unacked_count=0,
+            unacked_count_min=0,
+            token=3,
+        ),
+        row(
+            2,
+            committed_offset=6,
+            unacked_count=0,
+            unacked_count_min=0,
+            client_id="gone",
+            token=4,
+        ),
         row(3, log_end_offset=9),
     )
+
+
+@pytest.mark.parametrize(
+    ("log_end", "acked", "expected"),
+    [(None, 0, (36, 4)), (100, 0, (36, 4)), (30, 0, (20, 4)), (30, 5, (15, 4)), (12, 0, (4, 4))],
+)
+def test_messages_in_flight_end_with_the_log(
+    log_end: int | None, acked: int, expected: tuple[int, int]
+) -> None:
+    found = offsets_pb.Progress(
+        queue=pb_queue(0),
+        committed_offset=10,
+        acked_count=acked,
+        unacked_count=36,
+        unacked_count_min=4,
+    )
+    ends = {} if log_end is None else {QueueRef("t", "a", 0): log_end}
+    (found_row,) = join_progress(GROUP, [QueueRef("t", "a", 0)], [found], [], ends)
+    assert (found_row.unacked_count, found_row.unacked_count_min) == expected
+    assert unacked(asdict(found_row)) == (4 if expected == (4, 4) else f"4-{expected[0]}")
 
 
 def test_lock_has_the_name_of_its_state() -> None:

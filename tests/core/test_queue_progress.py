@@ -406,6 +406,12 @@ class OneQueue(RuleBasedStateMachine):
         assert self.real.running_count == len(self.naive.running)
 
     @invariant()
+    def position_is_above_all_that_was_received_or_is_kept(self) -> None:
+        held = members(self.real.running) | self.real._given_up | self.real._dropped
+        finished = handled_offsets(self.real.acks())
+        assert self.real.received_offset >= max({self.real.next_offset - 1, *held, *finished}) + 1
+
+    @invariant()
     def span_counts_from_the_committed_offset(self) -> None:
         committed = first_missing(self.naive.known_acked)
         assert self.real.committed == committed

@@ -18,7 +18,9 @@ import pytest
 from tests.docs.test_docs import page_of, wrong_commands
 from tools.dashboards.generate import DASHBOARDS, FOLDER, files
 from tools.dashboards.panels import Dashboard, Panel
-from tools.dashboards.promql import METRICS, filled_in, matchers, result_labels, selectors
+from tools.dashboards.promql import FOLDER as RULES
+from tools.dashboards.promql import METRICS, filled_in, matchers, result_labels, rules, selectors
+from tools.dashboards.readings import READINGS
 
 _each = pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.uid)
 
@@ -76,6 +78,81 @@ def test_dashboard_has_exactly_the_variables_it_uses(board: Dashboard) -> None:
     assert used_variables(board) == set(board.variables)
     sources = {panel["datasource"]["uid"] for panel in dashboard["panels"] if "datasource" in panel}
     assert sources == {"${datasource}"}
+
+
+def limits() -> dict[str, set[str]]:
+    """Return the numbers that each alert compares with, by its name."""
+    found = {rule["alert"]: rule["expr"] for rule in rules(RULES / "alerts.yaml")}
+    return {name: set(re.findall(r"[<>]=? ([\d.]+)", expr)) for name, expr in found.items()}
+
+
+NO_PANEL_LIMIT = {
+    "BatonDeadLettersBurst": "it counts five minutes, the panel an hour",
+    "BatonServiceGone": "it counts services",
+    "BatonGroupsNotInspected": "it counts inspections, which no panel shows",
+    "BatonOffsetsUnreachable": "it counts a minute, the panel is a rate",
+    "BatonPublishStalls": "it has the limit of BatonPublishSlow",
+    "BatonCertificateExpires": "the panel has the limit of BatonCertificateExpiresSoon",
+}
+"""The alerts with a limit other than 0 that no panel draws, and why."""
+
+
+@_each
+def test_each_panel_has_a_unit_and_says_what_to_conclude(board: Dashboard) -> None:
+    assert READINGS[board.uid].keys() == {panel.title for panel in board.panels}
+    told = json.loads(files()[f"{board.uid}.json"])
+    for panel in told["panels"]:
+        if panel["type"] == "row":
+            continue
+        about, _, _ = panel["description"].partition("\n\nAt a terminal: ")
+        assert len(about.split()) >= 3, panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"]
+
+
+@_each
+def test_limit_of_a_panel_is_that_of_its_alert(board: Dashboard) -> None:
+    told = json.loads(files()[f"{board.uid}.json"])
+    panels = {panel["title"]: panel for panel in told["panels"] if panel["type"] != "row"}
+    for title, reading in READINGS[board.uid].items():
+        assert (reading.limit is None) == (reading.alert == ""), title
+        if reading.limit is None:
+            continue
+        of_alert = {float(number) for number in limits()[reading.alert]}
+        # An alert on "more than 0" has its line at the smallest count that fires.
+        known = reading.limit in of_alert or (reading.limit == 1 and of_alert <= {0.0})
+        assert known, (title, reading.limit, of_alert)
+        steps = panels[title]["fieldConfig"]["defaults"]["thresholds"]["steps"]
+        assert steps[1]["value"] == reading.limit
+        assert [step["color"] for step in steps] == (
+            ["red", "green"] if reading.below else ["green", "red"]
+        )
+
+
+def test_each_limit_of_an_alert_is_on_a_panel() -> None:
+    drawn = {one.alert for readings in READINGS.values() for one in readings.values()}
+    wanted = {name for name, numbers in limits().items() if numbers - {"0"}}
+    assert wanted - drawn == NO_PANEL_LIMIT.keys()
+
+
+@_each
+def test_series_of_topics_and_groups_link_to_their_dashboards(board: Dashboard) -> None:
+    told = json.loads(files()[f"{board.uid}.json"])
+    uids = {each.uid for each in DASHBOARDS}
+    assert [link["tags"] for link in told["links"]] == [["batonmq"]]
+    for panel in told["panels"]:
+        for link in panel.get("fieldConfig", {}).get("defaults", {}).get("links", ()):
+            assert link["url"].removeprefix("/d/").partition("?")[0] in uids - {board.uid}
+    text = json.dumps(told)
+    assert ("/d/baton-group?" in text) == (board.uid in ("baton-cluster", "baton-topic"))
+
+
+@_each
+def test_failovers_and_hand_overs_are_marked(board: Dashboard) -> None:
+    told = json.loads(files()[f"{board.uid}.json"])
+    marks = {one["name"]: one for one in told["annotations"]["list"]}
+    assert marks.keys() == {"Failovers", "Hand-overs"}
+    for name, mark in marks.items():
+        assert problems(Panel(name, "baton top", {mark["textFormat"]: mark["expr"]})) == []
 
 
 def test_all_four_variables_exist() -> None:

@@ -109,6 +109,32 @@ async def test_kill_9_of_an_owner_redelivers_at_most_its_messages_in_flight_flag
         assert await successor.leave() == 0
 
 
+async def test_messages_after_a_kill_of_owner_and_offsets_are_not_flagged(tmp_path: Path) -> None:
+    async with ownership_cluster(tmp_path, 1, an_owner_dies=True) as (cluster, workers):
+        victim = await workers.join("victim")
+        await until_owned(victim, 1)
+        await send(cluster.nameserver, TOPIC, range(20))
+        await until(lambda: _committed(cluster, workers.group, 20), timeout_s=60)
+        victim.kill()
+        await cluster.kill("offsets")
+        await victim.process.ended()
+        await cluster.serving("offsets")
+        async with Admin(cluster.nameserver) as admin:
+            (queue,) = (await admin.group_progress(workers.group)).queues
+            assert (queue.lag, queue.unacked_count) == (0, 0)
+
+        async def drained() -> bool:
+            return (await _progress(cluster, workers.group)).unacked_count == 0
+
+        await until(drained, timeout_s=60)
+        successor = await workers.join("heir")
+        await send(cluster.nameserver, TOPIC, range(20, 25))
+        await until(lambda: workers.done() == set(range(25)), timeout_s=60)
+        assert started_again(workers.handlings()) == []
+        assert not any(handling.redelivered for handling in workers.handlings())
+        assert await successor.leave() == 0
+
+
 async def test_owner_frozen_beyond_its_lease_is_fenced(
     tmp_path: Path,
 ) -> None:

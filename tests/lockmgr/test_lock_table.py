@@ -12,6 +12,7 @@ import pytest
 from batonmq._core.queues import GroupQueue, Incarnation, QueueRef
 from batonmq.errors import HandoverPending, Held, Unacked
 from batonmq_server.lockmgr.core.decision import (
+    FREE,
     Decision,
     FenceCondition,
     GrantDecision,
@@ -423,9 +424,7 @@ def test_freed_queue_keeps_the_observation_of_its_token() -> None:
     table.begin_change(KEY, ChangeStep.RELEASE)
     table.end_freed(KEY, LockRecord(token=7, generation=5), 2)
     assert not table.needs_observation(KEY, OTHER_REQUESTER, 2)
-    assert decide(table, 2) == GrantDecision(
-        (FenceCondition.CLOSED_OR_DRAINED, FenceCondition.IDLE), 7
-    )
+    assert decide(table, 2) == GrantDecision(FREE, 7)
 
 
 def test_contradicted_observation_is_repeated() -> None:
@@ -463,3 +462,26 @@ def test_entry_of_a_queue_that_was_only_requested_is_dropped() -> None:
     table.drop_old_waiters(POLICY.waiter_memory_ms + 1)
     assert table.get(KEY) is None
     assert list(table.entries()) == []
+
+
+# Owners that are not known
+
+
+def test_lock_without_a_known_owner_is_kept_and_listed_for_its_incarnation() -> None:
+    """Access control was switched on since the grant."""
+    table, known = owned_by_a(), A._replace(owner=11)
+    call = KeepAliveCall(incarnation=known, acquire_seq=3, holds=[(KEY, 7)])
+    assert [report.state for report in table.keep_alive(call, 20_000)] == [HoldState.OK]
+    assert lease_age_ms(table, 20_000) == 0
+    assert table.owned_by(known) == [KEY]
+    orphan = table.keep_alive(replace(call, holds=()), 20_000)
+    assert [report.state for report in orphan] == [HoldState.ORPHAN]
+
+
+def test_lock_of_a_known_owner_is_not_kept_by_another_owner() -> None:
+    table = LockTable(POLICY)
+    table.load(KEY, lock_of(A._replace(owner=11)), 1, 0)
+    table.confirm(KEY, 7, 0)
+    thief = KeepAliveCall(incarnation=A._replace(owner=12), acquire_seq=3, holds=[(KEY, 7)])
+    assert [report.state for report in table.keep_alive(thief, 1)] == [HoldState.NOT_OWNER]
+    assert table.owned_by(thief.incarnation) == []

@@ -51,7 +51,7 @@ from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacem
 from batonmq_server.runtime.leader_channels import LeaderChannels
 from batonmq_server.runtime.log_limiter import LogLimiter
 from batonmq_server.runtime.service_runtime import Runtime
-from tests.offsets.service_calls import single_set_directory
+from tests.offsets.service_calls import no_storage, single_set_directory
 from tests.support.grpc_server import serving_at
 
 CALL_TIMEOUT_S = 20
@@ -230,6 +230,8 @@ async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offs
                 events=EventPublisher(hub),
                 gates=gates,
                 directory=single_set_directory(etcd),
+                storage=no_storage,
+                settle_ms=0,
             ),
         )
         async with asyncio.TaskGroup() as tasks, serving_at(offsets.add_to) as address:

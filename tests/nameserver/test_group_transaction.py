@@ -566,9 +566,8 @@ def test_incarnation_of_another_identity_can_neither_join_as_a_member_nor_leave_
     group.apply(lambda transaction: transaction.join(member))
     with pytest.raises(ClientIdInUse):
         group.apply(lambda transaction: transaction.join(replace(member, owner=12)))
-    for owner in (12, 0):
-        leave = partial(GroupTransaction.leave, client_id="c1", incarnation_id=1, owner=owner)
-        assert not group.apply(leave).left
+    leave = partial(GroupTransaction.leave, client_id="c1", incarnation_id=1, owner=12)
+    assert not group.apply(leave).left
     assert [(one.client_id, one.owner) for one in group.record.members] == [("c1", 11)]
     assert group.apply(lambda transaction: transaction.leave("c1", 1, 11)).left == {"c1"}
 
@@ -577,3 +576,19 @@ def test_member_from_before_access_control_gets_its_owner_by_its_next_heartbeat(
     group = scene(SubscriptionPolicy.REJECT, "c1")
     group.apply(lambda transaction: transaction.join(replace(beat("c1"), owner=11)))
     assert [one.owner for one in group.record.members] == [11]
+
+
+def test_nameserver_without_access_control_keeps_the_owner_of_a_member_that_it_can_not_know() -> (
+    None
+):
+    group = scene(SubscriptionPolicy.REJECT)
+    group.apply(lambda transaction: transaction.join(replace(beat("c1"), owner=11)))
+    changed = replace(beat("c1"), host="another")
+    group.apply(lambda transaction: transaction.join(changed))
+    assert [(one.host, one.owner) for one in group.record.members] == [("another", 11)]
+    assert group.apply(lambda transaction: transaction.leave("c1", 1)).left == {"c1"}
+
+
+def test_member_with_an_unknown_owner_can_leave_as_its_owner() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c1")
+    assert group.apply(lambda transaction: transaction.leave("c1", 1, 11)).left == {"c1"}

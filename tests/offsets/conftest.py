@@ -25,7 +25,7 @@ from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.group_gates import GATES_PREFIX
 from tests.offsets.replica_cluster import ReplicaSet, replica_set
-from tests.offsets.service_calls import Service, single_set_directory
+from tests.offsets.service_calls import Service, no_storage, single_set_directory
 from tests.support.grpc_server import serving
 
 
@@ -52,6 +52,8 @@ async def service(tmp_path: Path, etcd: EtcdSession) -> AsyncIterator[Service]:
                 events=EventPublisher(hub),
                 gates=gates,
                 directory=single_set_directory(etcd),
+                storage=no_storage,
+                settle_ms=0,
             ),
         )
         async with asyncio.TaskGroup() as tasks:

@@ -219,8 +219,6 @@ class Naive:
             raise Refused("ACK_CAP")
         self.delivered = max(self.delivered, next_)
         self.ever_delivered |= set(range(first, next_))
-        if self.delivered > self.reserved:
-            self.reserved = self.delivered + SPAN
         self.access_ms = now_ms
         return frozenset(self.maybe_seen & set(range(first, next_)))
 

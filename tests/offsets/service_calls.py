@@ -15,9 +15,10 @@ from baton.common.v1 import error_pb2, queue_pb2
 from baton.nameserver.v1.stored_gate_pb2 import StoredGate
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.rpc import from_rpc_error
 from batonmq._telemetry.event_hub import EventHub
-from batonmq.errors import BatonError
+from batonmq.errors import BatonError, Unreachable
 from batonmq_server.offsets.codec import META
 from batonmq_server.offsets.core.change_log import POSITION
 from batonmq_server.offsets.disk import StoredEntry
@@ -104,6 +105,11 @@ def single_set_directory(etcd: EtcdSession, *groups: str) -> PlacementDirectory:
         raise AssertionError(f"there is no set {replica_set}")
 
     return PlacementDirectory(OFFSETS_SERVICE, etcd, placements, stub)
+
+
+def no_storage(broker: str) -> storage_grpc.StorageServiceAsyncStub:
+    """Return no stub: there is no storage."""
+    raise Unreachable(f"broker {broker} is not registered")
 
 
 async def call(service: Service, name: str, request: Any) -> Any:

@@ -66,6 +66,17 @@ def test_s4_any_client_can_get_a_queue_after_a_fence_without_holder() -> None:
     assert scene.fence(B, 2).maybe_seen == offsets((0, 10))
 
 
+def test_s4_holder_without_a_known_owner_is_the_same_holder_and_gets_its_owner() -> None:
+    """Access control was switched on since the fence; one node may not have it yet."""
+    scene, known = held(), A._replace(owner=11)
+    scene.fence(known, 1, SAME_HOLDER)
+    assert scene.queue.holder == known
+    with pytest.raises(NotHolder):
+        scene.fence(A._replace(owner=12), 2, SAME_HOLDER)
+    scene.fence(A, 2, SAME_HOLDER)
+    assert scene.queue.holder == known
+
+
 def test_s4_calls_under_a_token_without_holder_are_fenced() -> None:
     scene = held()
     scene.now_ms += 30_000

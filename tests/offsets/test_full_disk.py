@@ -30,7 +30,14 @@ from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
-from tests.offsets.service_calls import TERM, Service, call, queue, single_set_directory
+from tests.offsets.service_calls import (
+    TERM,
+    Service,
+    call,
+    no_storage,
+    queue,
+    single_set_directory,
+)
 from tests.support.conditions import until
 from tests.support.grpc_server import serving
 
@@ -60,6 +67,8 @@ async def serving_in(folder: Path, room: Room) -> AsyncIterator[Service]:
                 events=EventPublisher(hub),
                 gates=gates,
                 directory=single_set_directory(etcd, "readers"),
+                storage=no_storage,
+                settle_ms=0,
             ),
         )
         async with asyncio.TaskGroup() as tasks:

@@ -134,9 +134,9 @@ def test_delivered_offset_of_a_hold_is_bounded_after_a_restart() -> None:
     log.scene.record(1, 0, 10)
     log.scene.commit(1, 3)
     log.scene.restart()
-    assert log.holds() == [(1, HoldEnd.NOTHING, DeliveryReach(3, 2_010))]
+    assert log.holds() == [(1, HoldEnd.NOTHING, DeliveryReach(3, 26))]
     log.scene.record(1, 8, 12)
-    assert log.holds() == [(1, HoldEnd.NOTHING, DeliveryReach(12, 2_010))]
+    assert log.holds() == [(1, HoldEnd.NOTHING, DeliveryReach(12, 26))]
 
 
 def test_hold_ends_when_the_next_one_begins() -> None:

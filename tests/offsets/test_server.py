@@ -210,6 +210,7 @@ async def test_query_returns_every_field_or_unknown_queue(service: Service) -> N
         delivered_offset=10,
         acked_count=2,
         unacked_count=6,
+        unacked_count_min=6,
         lowest_unacked_offset=2,
         acked_range_count=1,
         source=pb.PROGRESS_SOURCE_COMMIT,
@@ -344,7 +345,7 @@ async def test_every_answered_change_is_on_the_disk(service: Service) -> None:
 async def test_delivery_below_the_reservation_writes_nothing(service: Service) -> None:
     await service.start_owner(delivered=10)
     before = service.stored()
-    item = pb.DeliveryItem(queue=queue(), token=1, first_offset=10, next_offset=2_000)
+    item = pb.DeliveryItem(queue=queue(), token=1, first_offset=10, next_offset=26)
     await call(service, "RecordDelivered", pb.RecordDeliveredRequest(items=[item]))
     assert service.stored() == before
 

@@ -1,4 +1,4 @@
-"""`python -m tests.simulation SEED [graceful|storage|moves|outage]` plays one run and prints it."""
+"""`python -m tests.simulation SEED [KIND]` plays one run and prints it; for KIND see `seeds`."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from batonmq._core.queues import Incarnation
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.runtime.access import owner
 
@@ -16,6 +17,15 @@ def token_of_every_identity(patch: pytest.MonkeyPatch) -> None:
     def check_caller(self: Progress, token: int, caller: int) -> None: ...
 
     patch.setattr(Progress, "check_caller", check_caller)
+
+
+def unknown_owner_matches_no_owner(patch: pytest.MonkeyPatch) -> None:
+    """Records from before access control belong to another incarnation."""
+
+    def matches(self: Incarnation, other: Incarnation | None) -> bool:
+        return self == other
+
+    patch.setattr(Incarnation, "matches", matches)
 
 
 def incarnation_of_every_identity(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.queue_acquirer import AcquiredQueue
+from batonmq._core.queues import GroupQueue
 from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.ranges import EMPTY
 from batonmq_server.offsets.core.values import Acks as TableAcks
 from batonmq_server.offsets.core.values import (
@@ -17,6 +19,7 @@ from batonmq_server.offsets.core.values import (
     CommitResult,
     DeliveryResult,
     FenceAttempt,
+    HolderPosition,
     Instant,
     ProgressSource,
     QueueLimits,
@@ -218,3 +221,24 @@ def delivery_of_any_generation(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Progress, "record_delivered", recorded)
     patch.setattr(AssignedQueue, "begin", unbound)
+
+
+def position_of_any_epoch(patch: pytest.MonkeyPatch) -> None:
+    """[position_without_epoch] The position of a holder counts, whatever epoch it names."""
+
+    def noted(self: ProgressTable, key: GroupQueue, token: int, position: HolderPosition) -> None:
+        if key in self:
+            self.query(key).note_received(token, position.received_offset)
+
+    patch.setattr(ProgressTable, "note_received", noted)
+
+
+def position_below_recorded(patch: pytest.MonkeyPatch) -> None:
+    """A position counts although this epoch has recorded deliveries beyond it."""
+
+    def noted(self: Progress, token: int, received_offset: int) -> None:
+        if token == self.token and not self.closed and not self.drained:
+            self.delivered_offset = max(self.committed_offset, received_offset)
+            self.delivered_known = self.delivered_offset
+
+    patch.setattr(Progress, "note_received", noted)

@@ -61,10 +61,11 @@ class ClientChecks:
             self._check_wanted(text, asked, message.tag)
         if token in queue.revoked:
             expected.counts["starts after a revocation"] += 1
-            queue.starts[offset].append(HandlerStart(client, expected.now_ms(), excused=True))
+            late = HandlerStart(client, expected.now_ms(), token, excused=True)
+            queue.starts[offset].append(late)
             return
         self._check_repetition(text, queue, message)
-        queue.starts[offset].append(HandlerStart(client, expected.now_ms()))
+        queue.starts[offset].append(HandlerStart(client, expected.now_ms(), token))
         self._check_token(text, key, queue, message)
         served = expected.group.served
         if expected.group.bound and 0 < queue.generation_of.get(token, 0) < served:
@@ -108,6 +109,10 @@ class ClientChecks:
     def _check_repetition(self, text: str, queue: ExpectedQueue, message: ReceivedMessage) -> None:
         before = queue.starts[message.offset]
         if not before:
+            self._expected.counts["first starts"] += 1
+            # A message that was never delivered before is flagged only because of a bound.
+            new = len(queue.judged[message.offset]) <= 1
+            self._expected.counts["flagged by a bound"] += message.redelivered and new
             return
         self._expected.counts["repeated"] += 1
         if not message.redelivered:
@@ -129,3 +134,6 @@ class ClientChecks:
             expected.fail("V8", f"{text}; durable is only D={durable.delivered_reserved}")
         if done(durable).between(offset, offset + 1):
             expected.fail("V9", f"{text}; it is acked already")
+        current = expected.current(key)
+        if current is not None and current.token == message.token:
+            expected.check_covered(key, current, offset)

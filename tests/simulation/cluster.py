@@ -19,7 +19,7 @@ its disk and its messages in the network remain.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -79,12 +79,14 @@ class SimulatedCluster(processes.MemoryEnvironment):
 
     Attributes:
         sent: The last batch of the producer by queue.
+        knowing_identities: Services that tell their callers apart, from their next start on.
     """
 
     def __init__(self, seed: str, *, kept_max: int | None = 4_000) -> None:
         super().__init__(seed)
         self.trace = Trace(self.now_ms, kept_max=kept_max)
         self.sent: dict[int, Header] = {}
+        self.knowing_identities: set[str] = set()
         self.checker = Checker(GROUP, TOPIC, LEASE_MS, self.trace, self.now_ms, self.leader)
         for checks in (self.checker.replicas, self.checker.stores):
             checks.deposed = self.deposed
@@ -264,12 +266,17 @@ class ConsumerProcess(SimulatedProcess):
                 checks.deadline_passed(self.name, event.queue)
 
 
-def _with_identities(spec: ServiceSpec) -> ServiceSpec:
-    """Return a service that tells its callers apart, as with access control: by their names."""
+def _with_identities(spec: ServiceSpec, knowing: Container[str]) -> ServiceSpec:
+    """Return a service that tells its callers apart, as with access control: by their names.
+
+    Args:
+        knowing: The services that do, at their next start.
+    """
 
     @asynccontextmanager
     async def build(settings: Any, runtime: Runtime) -> AsyncIterator[App]:
-        named_callers.turn_on(runtime.guard)
+        if spec.name in knowing:
+            named_callers.turn_on(runtime.guard)
         async with spec.build(settings, runtime) as app:
             yield app
 
@@ -335,4 +342,6 @@ def services(cluster: SimulatedCluster, random: Random, options: RunOptions) -> 
         locks("lock-a"),
         locks("lock-b"),
     ]
-    return [_with_identities(spec) for spec in found] if options.identities else found
+    if options.identities:
+        cluster.knowing_identities |= {spec.name for spec in found}
+    return [_with_identities(spec, cluster.knowing_identities) for spec in found]

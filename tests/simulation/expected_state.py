@@ -27,6 +27,7 @@ class HandlerStart:
 
     client: str
     at_ms: int
+    token: int
     excused: bool = False
 
 
@@ -190,10 +191,24 @@ class ExpectedState:
 
     def in_force(self, key: GroupQueue, durable: Progress) -> int:
         """Return the token that is valid now."""
+        progress = self.current(key)
+        return durable.token if progress is None else progress.token
+
+    def current(self, key: GroupQueue) -> Progress | None:
+        """Return the progress at the newest leader of the set that keeps the group."""
         for table in self.tables.values():
             if key in table and table.placements.keeps(key.group):
-                return table.query(key).token
-        return durable.token
+                return table.query(key)
+        return None
+
+    def check_covered(self, key: GroupQueue, progress: Progress, offset: int) -> None:
+        """Check that D covers a message that was started under T (V8): a fence would flag it."""
+        if offset >= progress.delivered_offset and not done(progress).between(offset, offset + 1):
+            self.fail(
+                "V8",
+                f"{key}@{offset} is started under token {progress.token}, and offsets regards "
+                f"only what is below {progress.delivered_offset} as delivered",
+            )
 
     def watches(self, table: ProgressTable) -> bool:
         """Return whether this is the table of the newest leader of a replica set."""

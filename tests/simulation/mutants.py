@@ -120,6 +120,11 @@ TO_AND_FRO = RunOptions(
     steps=60, moves=60, consumers=2, queues=2,
     faults=Faults(slow=0.3, duplicate=0.8, slow_ms_max=5_000),
 )  # fmt: skip
+OLD_CALLS = RunOptions(
+    steps=80, queues=6, service_kills=16, joins=2, leaves=2,
+    faults=Faults(slow=0.15, slow_ms_max=3_000, duplicate=0.3, delay_ms_max=150),
+)  # fmt: skip
+SWITCHING = RunOptions(steps=10, switches_identities=True)
 STOLEN = RunOptions(steps=60, thefts=12, identities=True, slow_handlers=0.1)
 OUTAGE = RunOptions(steps=20, joins=4, leaves=2, outage_ms=14_000, slow_handlers=0.3)
 HANGING_OUTAGE = RunOptions(
@@ -181,6 +186,16 @@ MUTANTS = (
         "renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",), first=4
     ),
     Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",), first=3),
+    Mutant(
+        "position of any epoch",
+        broken_offsets.position_of_any_epoch,
+        OLD_CALLS,
+        ("V7", "V8"),
+        first=14,
+    ),
+    Mutant(
+        "position below recorded", broken_offsets.position_below_recorded, OLD_CALLS, ("V7", "V8")
+    ),
     Mutant("idle untested", broken_offsets.idle_untested, ZOMBIES, ("section 4", "V6")),
     Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",), first=3),
     Mutant(
@@ -381,6 +396,12 @@ MUTANTS = (
         broken_identities.token_of_every_identity,
         STOLEN,
         ("identity", "V4", "V9"),
+    ),
+    Mutant(
+        "unknown owner matches no owner",
+        broken_identities.unknown_owner_matches_no_owner,
+        SWITCHING,
+        ("L4", "unexpected"),
     ),
     Mutant(
         "incarnation of every identity",

@@ -17,6 +17,7 @@ from batonmq_server.offsets.core.values import (
     FenceAttempt,
     FenceCondition,
     FenceGrant,
+    HolderPosition,
     Instant,
     ProgressSource,
     ResetEffect,
@@ -38,9 +39,7 @@ class OffsetsChecks:
 
     def watch_table(self, table: ProgressTable, offsets_set: str) -> None:
         """Observe every operation that the table of a new leader accepts."""
-        self._expected.tables[offsets_set] = table
-        for queue in self._expected.queues.values():
-            queue.resets = 0
+        self._begin_epoch(table, offsets_set)
         real = {name: getattr(table, name) for name in _WATCHED}
 
         def fence(key: GroupQueue, term: int, wish: FenceAttempt, now: Instant) -> FenceGrant:
@@ -98,6 +97,28 @@ class OffsetsChecks:
             return moved
 
         for wrapped in (fence, record_delivered, touch, commit, close, reset):
+            self._watch(table, wrapped)
+        self._watch_bounds(table, real)
+
+    def _begin_epoch(self, table: ProgressTable, offsets_set: str) -> None:
+        self._expected.tables[offsets_set] = table
+        for queue in self._expected.queues.values():
+            queue.resets = 0
+
+    def _watch_bounds(self, table: ProgressTable, real: Mapping[str, Callable[..., Any]]) -> None:
+        """Observe what lowers an inexact D."""
+
+        def note_received(key: GroupQueue, token: int, position: HolderPosition) -> None:
+            before = copy_of(table, key)
+            real["note_received"](key, token, position)
+            self._bounded(key, before, table, "positions that replaced a bound")
+
+        def note_log_end(key: GroupQueue, token: int, log_end: int) -> None:
+            before = copy_of(table, key)
+            real["note_log_end"](key, token, log_end)
+            self._bounded(key, before, table, "ends of logs that lowered a bound")
+
+        for wrapped in (note_received, note_log_end):
             self._watch(table, wrapped)
 
     def _watch(self, table: ProgressTable, watched: Callable[..., Any]) -> None:
@@ -204,6 +225,21 @@ class OffsetsChecks:
         expected.counts["changes of the filter"] += 0 < group.served < generation
         group.served = max(group.served, generation)
 
+    def _bounded(
+        self, key: GroupQueue, before: Progress | None, table: ProgressTable, kind: str
+    ) -> None:
+        """V8: no message that was started under T is beyond an inexact D that was replaced."""
+        if before is None or key not in table:
+            return
+        now = table.query(key)
+        if now.delivered_offset == before.delivered_offset:
+            return
+        self._expected.counts[kind] += 1
+        self._moved(key, before, now)
+        for offset, starts in self._expected.queues[key].starts.items():
+            if any(start.token == now.token for start in starts):
+                self._expected.check_covered(key, now, offset)
+
     def _acked(self, key: GroupQueue, before: Progress | None, after: Progress) -> None:
         """V4: acked messages were handled or filtered. V5: C never goes back."""
         assert before is not None
@@ -276,4 +312,5 @@ class OffsetsChecks:
         self._expected.fail(rule, text)
 
 
-_WATCHED = ("fence", "record_delivered", "touch", "commit", "close", "reset")
+_BOUNDS = ("note_received", "note_log_end")
+_WATCHED = ("fence", "record_delivered", *_BOUNDS, "touch", "commit", "close", "reset")

@@ -103,6 +103,8 @@ class RunOptions:
         forgeries: Weight of a batch that a stranger sends under an id of the producer.
         thefts: Weight of a call that a stranger makes for a member; only with `identities`.
         identities: Whether services know the identities of their callers.
+        switches_identities: Whether access control is switched on, service by service, after the
+            actions. Soon after that every queue must have an owner, without an expired lease.
         outage_ms: How long all services are unreachable after the actions; 0 for not at all. Soon
             after the outage every queue must have an owner again.
     """
@@ -153,6 +155,7 @@ class RunOptions:
     forgeries: int = 0
     thefts: int = 0
     identities: bool = False
+    switches_identities: bool = False
     outage_ms: int = 0
 
     @staticmethod
@@ -288,6 +291,12 @@ class RunOptions:
             stores=random.choice([1, 1, 2, 3]),
         )
         return found if found.replicated else replace(found, moves=random.choice([0, 3]))
+
+    @staticmethod
+    def switching_identities(random: Random, steps: int) -> RunOptions:
+        """Draw options without faults, in which access control is switched on at the end."""
+        drawn = replace(RunOptions.graceful(random, steps), switches=0, group_pauses=0, stores=1)
+        return replace(drawn, moves=0, replicated=False, switches_identities=True)
 
     def __str__(self) -> str:
         """Return the options that differ from the defaults."""

@@ -176,12 +176,14 @@ class SimulationRun:
         """End all faults and check that the remaining work is finished (L1, L2, L4)."""
         if self.options.outage_ms:
             await self._service_faults.make_unreachable(self.options.outage_ms)
+        if self.options.switches_identities:
+            await self._service_faults.switch_on_identities()
         self.cluster.trace.note("director", "faults cease")
         self.cluster.network.faults = Faults()
         self._service_faults.settle()
         self._members.settle()
         self._later.append(tasks.create_task(self._operator.settle()))
-        if self.options.outage_ms:
+        if self.options.outage_ms or self.options.switches_identities:
             await self._check_retaken()
         for _ in range(0, SETTLE_S, ASK_S):
             await self.context.until(self._done, ASK_S)
@@ -204,7 +206,7 @@ class SimulationRun:
         await self.context.until(lambda: not missing(), RETAKE_S)
         if without := missing():
             names = ", ".join(map(str, without))
-            text = f"{RETAKE_S} s after the outage no member owns {names}"
+            text = f"{RETAKE_S} s after the services are back no member owns {names}"
             self.cluster.checker.expected.fail("L4", text)
 
     def _done(self) -> bool:

@@ -53,6 +53,11 @@ def outage_options_of(seed: int) -> RunOptions:
     return RunOptions.of_outages(Random(f"{seed}/outage"), SETTINGS.steps)
 
 
+def switching_options_of(seed: int) -> RunOptions:
+    """Return the options of a run in which access control is switched on."""
+    return RunOptions.switching_identities(Random(f"{seed}/identities"), SETTINGS.steps)
+
+
 def graceful_options_of(seed: int) -> RunOptions:
     """Return the options of a run without faults."""
     return RunOptions.graceful(Random(f"{seed}/options"), SETTINGS.steps)
@@ -64,5 +69,6 @@ KINDS = {
     "storage": storage_options_of,
     "moves": moves_options_of,
     "outage": outage_options_of,
+    "identities": switching_options_of,
 }
 """The options by KIND of `python -m tests.simulation SEED KIND`."""

@@ -64,6 +64,18 @@ class ServiceFaults:
         await asyncio.sleep(duration_ms / 1000)
         network.cut -= links
 
+    async def switch_on_identities(self) -> None:
+        """Restart the services one by one, in any order, each with access control."""
+        for service in self._context.random.sample(self._services, len(self._services)):
+            process = self._running[service.name]
+            await self._context.until(lambda alive=process: alive.alive, STOP_S)  # type: ignore[misc]
+            self._context.cluster.knowing_identities.add(service.name)
+            self._context.note(f"{service.name} gets access control", "identities on")
+            process = self._running[service.name]
+            process.stop()
+            await self._replace(process)
+            await asyncio.sleep(self._context.random.choice([0, 1, 5]))
+
     def kill(self) -> Later:
         """Kill a service and restart it."""
         if not self._up():

@@ -28,6 +28,7 @@ from tests.simulation.seeds import (
     options_of,
     outage_options_of,
     storage_options_of,
+    switching_options_of,
 )
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
@@ -101,6 +102,14 @@ def test_queues_have_owners_again_soon_after_an_outage_of_all_services() -> None
         counts.update(played(seed, outage_options_of(seed)))
     assert counts["outages"] == len(OUTAGE_SEEDS)
     assert counts["own deadline"] >= len(OUTAGE_SEEDS), "too quiet to prove anything"
+
+
+def test_access_control_switched_on_service_by_service_ends_no_lease() -> None:
+    counts: Counter[str] = Counter()
+    for seed in OUTAGE_SEEDS:
+        counts.update(played(seed, switching_options_of(seed)))
+    assert counts["identities on"] >= 6 * len(OUTAGE_SEEDS)
+    assert (counts["repeated"], counts["fence IDLE"]) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ class Replica(RunningNode):
         """Return the segment files that are not all zeros."""
         folder = self.folder / "log"
         paths = folder.iterdir() if folder.exists() else ()
-        found = {path.name: path.read_bytes() for path in paths}
+        found = {path.name: path.read_bytes() for path in paths if path.name.isdecimal()}
         return {name: content for name, content in found.items() if any(content)}
 
 

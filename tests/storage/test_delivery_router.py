@@ -124,6 +124,16 @@ async def test_moved_group_is_recorded_at_its_new_set_whose_epoch_is_lower() -> 
         assert isinstance(rejection, DeliveryUnrecorded), "of its own set the epoch counts"
 
 
+async def test_position_is_sent_only_with_an_epoch_of_the_set_that_records() -> None:
+    async with two_sets() as (scene, deliveries):
+        for offsets_set in ("a", "b"):
+            stated = PendingDelivery(NEAR, 0, 1, 1, offsets_set=offsets_set, received_offset=7)
+            await deliveries.record(stated)
+        own, other = scene.twins["a"].items
+        assert (own.received_offset, own.received_epoch) == (7, 1)
+        assert not other.HasField("received_offset")
+
+
 @pytest.mark.parametrize(
     "rejection", [GroupMoved("it is kept by c"), NotServing("it is on its way")]
 )

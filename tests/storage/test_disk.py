@@ -80,11 +80,22 @@ def test_replace_leaves_no_trace_of_the_old_content(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["epoch"]
 
 
+def test_sparse_file_takes_no_space_beyond_its_head(tmp_path: Path) -> None:
+    disk = RealDisk(tmp_path)
+    disk.create("log/0", 1 << 20).close()
+    disk.replace_sparse("log/0", b"head", 1 << 20)
+    found = (tmp_path / "log" / "0").stat()
+    assert (found.st_size, found.st_blocks * 512 < 65_536) == (1 << 20, True)
+    assert disk.load("log/0") == b"head".ljust(1 << 20, b"\0")
+    assert disk.names("log") == ["0"]
+
+
 def test_remove_accepts_folders_and_missing_names(tmp_path: Path) -> None:
     disk = RealDisk(tmp_path)
     disk.open("a/b/c", create=True).close()
     disk.remove("a")
     disk.remove("a")
+    disk.remove("never/there")
     assert disk.names("a") == []
 
 

@@ -16,11 +16,14 @@ import pytest
 
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import query_service_pb2 as query_pb
+from batonmq._common.backoff import Backoff
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import DataLoss
+from batonmq_server.storage import queue_repairer
 from batonmq_server.storage.core.consumequeue import ENTRY
 from tests.storage.batches import TOPIC, batch, tagged
 from tests.storage.running_node import BROKER, TIMEOUT_S, RunningNode, running_node
+from tests.support.conditions import until
 
 COUNT = 24
 POSITION_BYTES, SIZE_BYTES = 8, 4
@@ -186,6 +189,52 @@ async def test_repair_without_a_free_descriptor_is_tried_again_by_the_next_read(
             await node.pull(offset=0)
         assert (await pulled(node, 0))[1] == COUNT
         assert index(folder).read_bytes() == content
+
+
+async def test_repair_that_fails_is_tried_again_and_is_no_damage_of_the_log(
+    etcd_endpoint: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(queue_repairer, "_BACKOFF", Backoff(first_ms=1, delay_ms_max=1))
+    async with running_node(
+        etcd_endpoint, folder, segment_bytes=4_096, scrub_bytes_per_s=0
+    ) as node:
+        content = index(folder).read_bytes()
+        flip(index(folder), POSITION_BYTES - 1, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr("batonmq_server.storage.queue_repairer.read_log", unreadable)
+            for _ in range(3):
+                with pytest.raises(DataLoss, match="can't be rebuilt now") as lost:
+                    await node.pull(offset=0)
+                assert lost.value.detail.position is None
+        assert (await node.describe()).damaged_batch_count == 1, "the index, once"
+
+        async def served() -> bool:
+            try:
+                return (await pulled(node, 0))[1] == COUNT
+            except DataLoss:
+                return False
+
+        await until(served)
+        assert index(folder).read_bytes() == content
+
+
+async def test_read_by_offset_rebuilds_several_damaged_entries(
+    etcd_endpoint: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second damaged batch lies beyond the entries that the first repair tests."""
+    monkeypatch.setattr(queue_repairer, "ENTRIES_AT_ONCE", 6)
+    monkeypatch.setattr("batonmq_server.storage.core.queue_repair.ENTRIES_AT_ONCE", 6)
+    queue = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
+    async with running_node(etcd_endpoint, folder, segment_bytes=4_096) as node:
+        flip(index(folder), POSITION_BYTES - 1, 3)
+        flip(index(folder), (COUNT - 6) * ENTRY.itemsize + POSITION_BYTES - 1, 3)
+        request = query_pb.ReadRequest(queue=queue)
+        answer = await node.queries.Read(request, timeout=TIMEOUT_S)
+        assert answer.next_offset == COUNT
+        assert rebuilt(node) == 2
 
 
 async def test_damage_of_the_log_is_still_data_loss_and_changes_no_index(

@@ -17,7 +17,7 @@ import pytest
 
 from batonmq._core.records import Message
 from batonmq.errors import DataLoss
-from batonmq_server.storage.core.commitlog import CommitLog, segment_path
+from batonmq_server.storage.core.commitlog import CommitLog, PositionRange, segment_path
 from batonmq_server.storage.core.files import FileCache
 from batonmq_server.storage.core.fsck import Fsck
 from batonmq_server.storage.disk import RealDisk
@@ -27,6 +27,10 @@ from tests.storage.replicas import Replica, Scene
 
 SIZE = 64 * 1024
 CALLS = ("ftruncate", "posix_fallocate", "fsync")
+
+
+def copy(log: CommitLog, data: bytes, segment: PositionRange) -> None:
+    log.copy(data, segment, log.next_position + len(data))
 
 
 def opened(disk: MemoryDisk | RealDisk) -> CommitLog:
@@ -71,8 +75,8 @@ def test_log_continues_like_the_other_one_after_a_cut_interrupted_anywhere(
 ) -> None:
     segment = 0, SIZE
     log = opened(RealDisk(tmp_path))
-    log.copy(b"a" * 1_000, segment)
-    log.copy(b"b" * 1_000, segment)
+    copy(log, b"a" * 1_000, segment)
+    copy(log, b"b" * 1_000, segment)
     with monkeypatch.context() as patch:
         calls = fail_call(patch, number, errno.EIO)
         with pytest.raises(OSError, match="Input/output"):
@@ -81,7 +85,7 @@ def test_log_continues_like_the_other_one_after_a_cut_interrupted_anywhere(
     log.close()
     log = opened(RealDisk(tmp_path))  # recovery finds the first 1,000 bytes good
     log.truncate(1_000)
-    log.copy(b"c" * 2_000, segment)
+    copy(log, b"c" * 2_000, segment)
     assert log.read(0, 4_000) == (b"a" * 1_000 + b"c" * 2_000).ljust(4_000, b"\0")
     assert log.end_position == (tmp_path / segment_path(0)).stat().st_size == SIZE
     log.close()
@@ -92,7 +96,7 @@ def test_removed_segment_is_not_allocated_again(
 ) -> None:
     log = opened(RealDisk(tmp_path))
     for number in range(3):
-        log.copy(b"a" * SIZE, (number * SIZE, (number + 1) * SIZE))
+        copy(log, b"a" * SIZE, (number * SIZE, (number + 1) * SIZE))
     with monkeypatch.context() as patch:
         calls = fail_call(patch, 0, errno.EIO)
         assert log.truncate(SIZE - 10) == 2 * SIZE + 10
@@ -104,8 +108,8 @@ def test_removed_segment_is_not_allocated_again(
 def test_last_segment_gets_the_end_that_it_has_in_the_other_log(mine: int, theirs: int) -> None:
     disk = MemoryDisk()
     log = opened(disk)
-    log.copy(b"a" * 700, (0, mine))
-    log.copy(b"b" * 300, (0, theirs))
+    copy(log, b"a" * 700, (0, mine))
+    copy(log, b"b" * 300, (0, theirs))
     assert (log.next_position, log.end_position) == (1_000, theirs)
     again = opened(disk.killed())
     assert again.end_position == theirs
@@ -115,8 +119,8 @@ def test_last_segment_gets_the_end_that_it_has_in_the_other_log(mine: int, their
 def test_segment_ends_where_the_other_log_begins_the_next_one() -> None:
     disk = MemoryDisk()
     log = opened(disk)
-    log.copy(b"a" * 1_000, (0, SIZE))
-    log.copy(b"b" * 10, (1_000, 1_000 + SIZE))
+    copy(log, b"a" * 1_000, (0, SIZE))
+    copy(log, b"b" * 10, (1_000, 1_000 + SIZE))
     again = opened(disk.killed())
     assert again.end_position == 1_000 + SIZE
     assert (again.read(0, SIZE), again.read(1_000, 10)) == (b"a" * 1_000, b"b" * 10)
@@ -128,9 +132,9 @@ def test_segment_that_does_not_follow_changes_nothing(
 ) -> None:
     disk = MemoryDisk()
     log = opened(disk)
-    log.copy(b"a" * 1_000, (0, SIZE))
+    copy(log, b"a" * 1_000, (0, SIZE))
     with pytest.raises(DataLoss):
-        log.copy(b"b", segment)
+        copy(log, b"b", segment)
     assert (log.next_position, log.end_position) == (1_000, SIZE)
     assert bytes(disk.files[segment_path(0)].content) == (b"a" * 1_000).ljust(SIZE, b"\0")
 
@@ -141,7 +145,7 @@ def test_key_index_runs_end_at_the_final_end_of_the_segment(end: int) -> None:
     disk = MemoryDisk()
     first = open_store(disk, segment_bytes=2_048).store
     stored(first, keyed(0))
-    first.log.copy(b"", (0, end))
+    copy(first.log, b"", (0, end))
     assert first.log.end_position == end
     for number in range(1, 40):
         stored(first, keyed(number))

@@ -15,7 +15,7 @@ import pytest
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from batonmq._common.clock import Clock
-from batonmq.errors import NoQuorum, TopicNotFound
+from batonmq.errors import NoQuorum, TopicExists, TopicNotFound
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.storage.core.store import LocalTopic
@@ -123,6 +123,28 @@ async def test_deleted_or_recreated_topic_is_not_the_old_topic(etcd_endpoint: st
             await here.mirror.reached(await here.put("marker", 9, broker_a=1))
             assert here.topics.known("a") is None
             await missing(here)
+
+
+async def test_topic_that_was_deleted_since_its_lookup_takes_no_batch(etcd_endpoint: str) -> None:
+    async with scene(etcd_endpoint) as here, here.following():
+        await here.mirror.reached(await here.put("a", 7, broker_a=3))
+        found = await here.topics.find_all(["a", "b"])
+        assert here.topics.with_changes(found) == found
+        await here.session.delete(here.session.key("topics", "a"))
+        await here.mirror.reached(await here.put("marker", 9, broker_a=1))
+        assert isinstance(here.topics.with_changes(found)["a"], TopicNotFound)
+        assert here.topics.with_changes(found)["b"] is found["b"]
+
+
+async def test_wait_for_a_deletion_ends_with_it(etcd_endpoint: str) -> None:
+    async with scene(etcd_endpoint) as here, here.following():
+        await here.mirror.reached(await here.put("a", 7, broker_a=3))
+        with pytest.raises(TopicExists):
+            await here.topics.wait_until_gone("a", {7})
+        await here.session.delete(here.session.key("topics", "a"))
+        await here.topics.wait_until_gone("a", {7})
+        await here.put("a", 8, broker_a=3)
+        await here.topics.wait_until_gone("a", {7})
 
 
 async def test_undecodable_topic_is_neither_found_nor_deleted(etcd_endpoint: str) -> None:

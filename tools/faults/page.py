@@ -57,6 +57,14 @@ def _row(path: Path) -> tuple[str, ...]:
     )
 
 
+def _flags(report: Mapping[str, Any]) -> dict[str, str]:
+    """Return the row about flags; reports of earlier versions have none."""
+    if (flags := report.get("flags")) is None:
+        return {}
+    found = f"{flags['flagged_first_calls']:,} of {flags['first_calls']:,}"
+    return {"first handlings flagged `redelivered`": f"{found} ({flags['false_percent']} %)"}
+
+
 def _page(report: Mapping[str, Any]) -> str:
     name, sends = report["name"], report["sends"]
     parts = [f"# Fault run {name}: {_result(report)}\n\n", f"![unseen messages]({name}.png)\n\n"]
@@ -69,6 +77,7 @@ def _page(report: Mapping[str, Any]) -> str:
         ),
         "handled": f"{report['handled']:,}",
         "handled again after an outage of the owner": f"{report['handled_again']:,}",
+        **_flags(report),
         "read from the log at the end": f"{report['log_messages']:,}",
         "not handled yet: maximum, at the end": (
             f"{report['unseen_max']:,}, {report['unseen_at_end']:,}"

@@ -106,6 +106,7 @@ def describe(history: History, reasons: Sequence[HistoryProblem], name: str) -> 
         "failures": dict(Counter(send.reason for send in history.sends if send.reason)),
         "handled": len(done),
         "handled_again": len(firsts.repeats),
+        "flags": _flags(firsts),
         "member_outages": len(history.outages),
         "committed_samples": len(history.samples),
         "unseen_max": max((count for _, count in unseen(history)), default=0),
@@ -116,6 +117,20 @@ def describe(history: History, reasons: Sequence[HistoryProblem], name: str) -> 
         "notes": list(history.notes),
         "recovery": _recovery(history, faults := _faults(history)),
         "faults": faults,
+    }
+
+
+def _flags(firsts: FirstCalls) -> dict[str, object]:
+    """Return how many first handler calls were flagged `redelivered`, and how many came again.
+
+    A first call is flagged falsely: no member had started its message before.
+    """
+    flagged = sum(one.redelivered for one in firsts.by_place.values())
+    return {
+        "first_calls": len(firsts.by_place),
+        "flagged_first_calls": flagged,
+        "repeated_calls": len(firsts.repeats),
+        "false_percent": round(100 * flagged / max(1, len(firsts.by_place)), 2),
     }
 
 

@@ -309,7 +309,7 @@ class _Request(NamedTuple):
         )
 
     def _owner(self) -> OwnerKind:
-        if self.entry.lock.owner == self.requester.incarnation:
+        if self.requester.incarnation.matches(self.entry.lock.owner):
             return OwnerKind.REQUESTER
         return OwnerKind.NONE if is_ownerless(self.entry, self.observation) else OwnerKind.OTHER
 

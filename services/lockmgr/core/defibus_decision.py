@@ -53,7 +53,7 @@ def decide_defibus(
     granted = PollCount(observation.delivered)
     if entry is None or is_ownerless(entry, observation):
         return GrantDecision(FREE, observation.token), granted
-    if entry.lock.owner == requester.incarnation:
+    if requester.incarnation.matches(entry.lock.owner):
         decision = decide_own(entry, requester, observation, policy)
         return decision, PollCount(observation.delivered, entry.poll_count.unchanged)
     same = observation.delivered == entry.poll_count.delivered

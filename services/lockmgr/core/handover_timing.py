@@ -120,7 +120,7 @@ class HandOverTimings:
         """
         times = self._by_queue.pop(key, None) or _OwnershipTimes()
         end = replaced or times.end
-        if end is None or end.owner == next_owner.to:
+        if end is None or end.owner.matches(next_owner.to):
             return None
         begin_ms = next_owner.begin_ms
         if next_owner.since_ms is None:  # it was free when it was requested

@@ -120,7 +120,7 @@ class LockTable:
 
     def owned_by(self, incarnation: Incarnation) -> list[GroupQueue]:
         """Return the queues that the incarnation owns, ascending."""
-        return sorted(self._owned.get(incarnation, ()))
+        return sorted(self._keys_of(incarnation))
 
     def owned_in(self, group: str) -> list[GroupQueue]:
         """Return the queues of the group that have an owner, ascending."""
@@ -180,7 +180,7 @@ class LockTable:
             return True
         if entry.pending is not None:
             return False
-        if entry.observation is None or entry.lock.owner == requester.incarnation:
+        if entry.observation is None or requester.incarnation.matches(entry.lock.owner):
             return True
         if self._policy.profile is DecisionProfile.DEFIBUS:
             return True
@@ -353,7 +353,7 @@ class LockTable:
             One report per hold, in order, then one per entry that the owner did not list.
         """
         reports = [self._renew(call, key, token, now_ms) for key, token in call.holds]
-        unlisted = self._owned.get(call.incarnation, set()) - {key for key, _ in call.holds}
+        unlisted = self._keys_of(call.incarnation) - {key for key, _ in call.holds}
         for key in sorted(unlisted):
             entry = self._entries[key]
             # An outcome that the owner has not received yet is in flight to it: no orphan.
@@ -364,7 +364,9 @@ class LockTable:
     def owns(self, key: GroupQueue, incarnation: Incarnation, token: int) -> bool:
         """Return whether the incarnation owns the queue by this token."""
         entry = self._entries.get(key)
-        return entry is not None and (entry.lock.owner, entry.lock.token) == (incarnation, token)
+        if entry is None or entry.lock.token != token:
+            return False
+        return incarnation.matches(entry.lock.owner)
 
     def wanted_notice(
         self, key: GroupQueue, *, evicted: bool, draining: bool
@@ -378,7 +380,9 @@ class LockTable:
         entry = self._entries[key]
         if not (evicted or draining or entry.waiters):
             return None
-        waiter = next((waiter for waiter in entry.waiters if waiter != entry.lock.owner), None)
+        waiter = next(
+            (waiter for waiter in entry.waiters if not waiter.matches(entry.lock.owner)), None
+        )
         by = waiter.client_id if waiter else ""
         if evicted:
             notice = WantedNotice(WantedReason.NOT_MEMBER, by)
@@ -413,6 +417,15 @@ class LockTable:
         return HoldReport(key, HoldState.WANTED if wanted else HoldState.OK, token, wanted)
 
     # Entries
+
+    def _keys_of(self, incarnation: Incarnation) -> set[GroupQueue]:
+        """Return the queues that the incarnation owns, also by locks without a known owner number.
+
+        Locks with one are not searched for an incarnation without one.
+        """
+        return self._owned.get(incarnation, set()) | self._owned.get(
+            incarnation._replace(owner=0), set()
+        )
 
     def _get_or_add(self, key: GroupQueue) -> LockEntry:
         entry = self._entries.get(key)

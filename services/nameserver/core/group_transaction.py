@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from batonmq._core.queues import Incarnation
 from batonmq.errors import ClientIdInUse, Difference, GroupInUse, Overloaded
 from batonmq_server.nameserver.core.assignment import AssignmentStrategy
 from batonmq_server.nameserver.core.differences import conflict_error, differences, longest_member
@@ -144,7 +145,8 @@ class GroupTransaction:
     def leave(self, client_id: str, incarnation_id: int, owner: int = 0) -> bool:
         """Remove this process; return False if it is not a member."""
         member = self._members.get(client_id)
-        if member is None or (member.incarnation_id, member.owner) != (incarnation_id, owner):
+        sender = Incarnation(client_id, incarnation_id, owner)
+        if member is None or not sender.matches(member.incarnation):
             return False
         self._settled = None
         del self._members[client_id]
@@ -274,7 +276,7 @@ class GroupTransaction:
             heartbeat.room,
             hash_of(heartbeat.terms.subscriptions),
             differs=member.differs if member else False,
-            owner=heartbeat.owner,
+            owner=heartbeat.owner or (member.owner if member else 0),
         )
         self.left.discard(client_id)
         if self._live.get(client_id) != incarnation_id:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 
+from batonmq._core.queues import Incarnation
 from batonmq_server.nameserver.core.assignment import (
     AssignableMember,
     AssignableQueue,
@@ -95,6 +96,11 @@ class Member:
     subscription_hash: int = 0
     differs: bool = False
     owner: int = 0
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """The incarnation of the process."""
+        return Incarnation(self.client_id, self.incarnation_id, self.owner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +211,9 @@ class Heartbeat:
     owner: int = 0
 
     def is_from(self, member: Member) -> bool:
-        """Return whether this process is `member`: the same incarnation of the same owner.
-
-        A member from before access control has no owner yet.
-        """
-        same = (member.client_id, member.incarnation_id) == (self.client_id, self.incarnation_id)
-        return same and member.owner in (0, self.owner)
+        """Return whether this process is `member`: the same incarnation, of the same owner."""
+        sender = Incarnation(self.client_id, self.incarnation_id, self.owner)
+        return sender.matches(member.incarnation)
 
 
 def assign_topics(

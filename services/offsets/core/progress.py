@@ -24,6 +24,7 @@ from batonmq.errors import (
     TokenMismatchDetail,
     Unacked,
 )
+from batonmq_server.offsets.core.delivery_reserve import DeliveryReserve
 from batonmq_server.offsets.core.holds import (
     ACKED_RANGES_MAX,
     DeliveryReach,
@@ -68,7 +69,11 @@ class Progress:
         acked: A, all above C.
         delivered_offset: D, not below C.
         delivered_reserved: Durable upper bound of D, not below D.
-        delivered_known: Known lower bound of the true D; below D only after a restart.
+        delivered_known: Known lower bound of the true D; below D only after a restart: end of what
+            was recorded under T in this epoch, or received by the holder.
+        provable: Whether an inexact D may be replaced; not if deliveries may still arrive that
+            another replica set recorded.
+        reserve: Step by which `delivered_reserved` is ahead of an exact D; in memory only.
         closed_reach: End of the deliveries under T when T was closed, which sets D to C.
         token_change: Record of the change that issued T; None if T was issued before the restart.
         maybe_seen: M; disjoint from the acked and committed offsets.
@@ -93,6 +98,8 @@ class Progress:
     delivered_offset: int = 0
     delivered_reserved: int = 0
     delivered_known: int = 0
+    provable: bool = field(default=True, compare=False)
+    reserve: DeliveryReserve = field(default=DeliveryReserve(), compare=False)
     closed_reach: DeliveryReach | None = None
     token_change: TokenChange | None = None
     maybe_seen: RangeSet = EMPTY
@@ -115,9 +122,19 @@ class Progress:
         """Whether no message is in flight."""
         return self.delivered_offset == self.committed_offset
 
+    @property
+    def exact(self) -> bool:
+        """Whether D is the true end of the deliveries under T, not an upper bound of it."""
+        return max(self.delivered_known, self.committed_offset) >= self.delivered_offset
+
     def in_flight(self) -> RangeSet:
         """Return the offsets in flight: delivered under T and not acked, [C, D) minus A."""
         return RangeSet.of(self.committed_offset, self.delivered_offset).difference(self.acked)
+
+    def known_in_flight(self) -> RangeSet:
+        """Return the offsets that are in flight even if no more than the known ones are."""
+        known = min(self.delivered_offset, max(self.delivered_known, self.committed_offset))
+        return RangeSet.of(self.committed_offset, known).difference(self.acked)
 
     def lowest_unacked(self) -> int | None:
         """Return the lowest offset in flight: C, as C is never acked; None if drained."""
@@ -168,7 +185,7 @@ class Progress:
         resumed = EMPTY
         if attempt.reset_epoch == self.reset_epoch:
             resumed = attempt.resume.at_or_above(self.committed_offset).difference(self.acked)
-        same_holder = not self.closed and self.holder == attempt.holder
+        same_holder = not self.closed and self._held_by(attempt.holder)
         if not self.closed:
             dropped = self.in_flight()
             if same_holder:
@@ -178,7 +195,9 @@ class Progress:
         self.delivered_offset = self.delivered_reserved = max(lowest, resumed.next_offset)
         kept = ended.reach.delivered_offset if same_holder else 0
         self.delivered_known = max(kept, resumed.next_offset)
-        self.holder, self.closed = attempt.holder, attempt.holder is None
+        holder = attempt.holder
+        self.holder = holder.known_as(self.holder) if holder is not None else None
+        self.closed = holder is None
         self.forced_by, self.forced_reason = attempt.forced_by, attempt.forced_reason
         self.subscription_generation = attempt.subscription_generation
         self.token = max(self.token, attempt.token_min) + 1
@@ -207,6 +226,9 @@ class Progress:
             self.token, self.holder, now.unix_ms, self.committed_offset, acked, ended
         )
 
+    def _held_by(self, incarnation: Incarnation | None) -> bool:
+        return self.holder is not None and self.holder.matches(incarnation)
+
     def _check_condition(self, attempt: FenceAttempt, now: Instant) -> None:
         match attempt.condition:
             case FenceCondition.CLOSED_OR_DRAINED if not self.closed and not self.drained:
@@ -218,7 +240,7 @@ class Progress:
                         "lowest_offset": in_flight.runs[0][0],
                     },
                 )
-            case FenceCondition.SAME_HOLDER if self.closed or self.holder != attempt.holder:
+            case FenceCondition.SAME_HOLDER if self.closed or not self._held_by(attempt.holder):
                 raise NotHolder(
                     f"token {self.token} is closed"
                     if self.closed
@@ -286,11 +308,39 @@ class Progress:
             self.delivered_offset = next_offset
             changed = next_offset > self.delivered_reserved
             if changed:
-                self.delivered_reserved = next_offset + limits.span_max
+                self.reserve = self.reserve.used_up(next_offset, now.monotonic_ms, limits.span_max)
+                self.delivered_reserved = next_offset + self.reserve.step
                 self.update_unix_ms = now.unix_ms
         self.delivered_known = max(self.delivered_known, next_offset)
         self.last_call_monotonic_ms, self.waiting_at = now.monotonic_ms, ""
         return DeliveryResult(self.maybe_seen.between(first_offset, next_offset), changed)
+
+    def note_received(self, token: int, received_offset: int) -> None:
+        """Replace an inexact D by what the holder of T has received (protocol 6.8).
+
+        What this epoch has recorded may be on its way to the holder, and counts as delivered.
+        A statement under another token has no effect.
+
+        Args:
+            received_offset: As in `HolderPosition`, of this epoch.
+        """
+        if self._may_bound(token):
+            self.delivered_offset = self.delivered_known = self._bounded(received_offset)
+
+    def note_log_end(self, token: int, log_end: int) -> None:
+        """Lower an inexact D to the end of the log (protocol 6.8); no effect for another token.
+
+        Args:
+            log_end: End of the log, read after the last delivery that an older epoch recorded.
+        """
+        if self._may_bound(token):
+            self.delivered_offset = self._bounded(log_end)
+
+    def _may_bound(self, token: int) -> bool:
+        return token == self.token and not self.closed and self.provable and not self.exact
+
+    def _bounded(self, end: int) -> int:
+        return min(self.delivered_offset, max(end, self.delivered_known, self.committed_offset))
 
     def touch(self, token: int, now: Instant, waiting_at: str = "") -> None:
         """Record that a long poll of the holder is waiting (protocol 6.5).
@@ -423,4 +473,10 @@ class Progress:
         self.maybe_seen = self.maybe_seen.difference(new)
         self.delivered_offset = max(self.delivered_offset, self.committed_offset)
         self.delivered_reserved = max(self.delivered_reserved, self.delivered_offset)
+        if self.exact and self.reserve.step and not self.closed:
+            # The write of the acks also brings the bound close to D again.
+            self.reserve = self.reserve.shrunk(
+                self.delivered_offset, now.monotonic_ms, self.reserve.step
+            )
+            self.delivered_reserved = self.delivered_offset + self.reserve.step
         self.source, self.update_unix_ms = source, now.unix_ms

@@ -31,6 +31,7 @@ from batonmq_server.offsets.core.values import (
     DeliveryResult,
     FenceAttempt,
     FenceGrant,
+    HolderPosition,
     Instant,
     ProgressSource,
     QueueLimits,
@@ -76,13 +77,15 @@ class ProgressTable:
     ) -> None:
         """Add a stored queue, at the start of the epoch, or at `now` from another replica set.
 
-        The delivered offset becomes its reserved bound; the idle time starts at 0.
+        The delivered offset becomes its reserved bound; the idle time starts at 0. For progress
+        from another replica set the bound stays: what that set recorded may still be on its way.
         """
         if isinstance(stored, Tombstone):
             self._tombstones[key] = stored
             return
         stored.delivered_offset = stored.delivered_reserved
         stored.delivered_known, stored.token_change = 0, None
+        stored.provable = now is None
         stored.last_call_monotonic_ms = (now or self._start).monotonic_ms
         self._put(key, stored)
 
@@ -219,6 +222,24 @@ class ProgressTable:
             Fenced: see there, or the topic or group was deleted.
         """
         return self._progress_of(key, token).record_delivered(token, delivery, self.limits, now)
+
+    def note_received(self, key: GroupQueue, token: int, position: HolderPosition) -> None:
+        """Note the position of a holder that names this epoch, as `Progress.note_received` does."""
+        if position.offsets_epoch == self.epoch and (progress := self._queues.get(key)) is not None:
+            progress.note_received(token, position.received_offset)
+
+    def inexact(self) -> dict[GroupQueue, int]:
+        """Return the token of each queue with a delivered offset that the log's end may lower."""
+        return {
+            key: progress.token
+            for key, progress in self._queues.items()
+            if not progress.exact and progress.provable
+        }
+
+    def note_log_end(self, key: GroupQueue, token: int, log_end: int) -> None:
+        """Lower an inexact delivered offset as `Progress.note_log_end` does."""
+        if (progress := self._queues.get(key)) is not None:
+            progress.note_log_end(token, log_end)
 
     def touch(self, key: GroupQueue, token: int, now: Instant, waiting_at: str = "") -> None:
         """Record a waiting long poll as `Progress.touch` does.

@@ -22,7 +22,8 @@ class QueueLimits:
     """Bounds on the state of one queue.
 
     Attributes:
-        span_max: Number of messages by which the durable delivered offset is reserved ahead.
+        span_max: Largest number of messages by which the durable delivered offset is reserved
+            ahead.
         ack_ranges_max: Delivery stops at this number of acked ranges above the committed offset.
         ack_bytes_max: Delivery stops at this stored size of those ranges, in bytes.
     """
@@ -93,6 +94,27 @@ class DeliveryRange(NamedTuple):
     first_offset: int
     next_offset: int
     subscription_generation: int = 0
+
+
+class HolderPosition(NamedTuple):
+    """How far a holder has received messages, by its own statement (protocol 6.8).
+
+    Attributes:
+        received_offset: The holder has received nothing at or above it, and has nothing in flight
+            there from an earlier token.
+        offsets_epoch: The holder uses no delivery that an older epoch recorded.
+    """
+
+    received_offset: int
+    offsets_epoch: int
+
+
+class HolderCall(NamedTuple):
+    """What identifies a holder's call; `caller` is the number of its identity, 0 for none."""
+
+    token: int
+    caller: int = 0
+    position: HolderPosition | None = None
 
 
 class Acks(NamedTuple):

@@ -146,8 +146,9 @@ class Authenticator:
     def _named(self, found: Any) -> str:
         """Return the identity of the certificate of a connection."""
         for name in _NAMES:
-            if values := found.get(name):
-                identity: str = next(iter(values)).decode(errors="replace")
+            values = found.get(name)
+            identity = next(iter(values)).decode(errors="replace") if values else ""
+            if identity:
                 if name != _URI and identity.startswith(SERVICE_PREFIX):
                     raise Unauthenticated(
                         "the identity of a service must be a URI in its certificate"

@@ -5,6 +5,9 @@
 3. `write` writes the indexes, syncs them, and then writes the checkpoint. It blocks and may run in
    another thread. The log must be safe up to the checkpoint's position before.
 4. `done` records that the checkpoint is written.
+
+A checkpoint carries out the purge orders before it: the queues drop their messages in step 1, and
+the segments are purged in step 3.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ from dataclasses import dataclass, field
 
 from batonmq_server.runtime.descriptor_shortage import is_shortage
 from batonmq_server.storage.core.checkpoint import PATH, Checkpoint, QueueState, encode
+from batonmq_server.storage.core.commitlog import PositionRange, purged_head, segment_path
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, UnsavedEntries, topic_of
 from batonmq_server.storage.core.delay_queue import DelaySnapshot
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.keyindex import UnsavedRuns, encode_run, open_path
 from batonmq_server.storage.core.producers import ProducerColumns, QueueKey
+from batonmq_server.storage.core.purge import due_segments
 from batonmq_server.storage.core.store import MessageStore
 
 QUEUES_AT_ONCE = 64
@@ -32,6 +37,7 @@ class CheckpointCapture:
     Attributes:
         columns: Keys, first offsets, next offsets and first positions of `queues` at that moment.
         obsolete_paths: Files that the previous checkpoint needs and this one does not.
+        purged: Segments to purge.
         entries: Entries of consume queues that must be made durable.
     """
 
@@ -43,6 +49,7 @@ class CheckpointCapture:
     producers: ProducerColumns
     waiting: DelaySnapshot
     obsolete_paths: tuple[str, ...]
+    purged: list[PositionRange]
     entries: list[tuple[ConsumeQueue, UnsavedEntries]] = field(default_factory=list)
 
 
@@ -69,9 +76,19 @@ class CheckpointWriter:
         """Remove index files and folders after the next checkpoint, which does not need them."""
         self._obsolete_paths += paths
 
+    @property
+    def orders_end(self) -> int:
+        """Position after the last purge order that is not carried out; 0 without any.
+
+        The log must be safe up to here before `begin`.
+        """
+        return max((order.next_position for order in self._store.purge_orders), default=0)
+
     def begin(self) -> CheckpointCapture:
         """Capture the state at the present end of the log."""
         store, position = self._store, self._store.log.next_position
+        orders = store.purge_orders
+        self.remove_later(store.drop_messages({id_ for one in orders for id_ in one.topic_ids}))
         queues = list(store.queues.values())
         return CheckpointCapture(
             position,
@@ -87,6 +104,7 @@ class CheckpointWriter:
             store.producers.snapshot(),
             store.schedule.waiting.snapshot(),
             tuple(self._obsolete_paths),
+            due_segments(store.log, orders),
         )
 
     def collect(self, capture: CheckpointCapture) -> Iterator[None]:
@@ -122,6 +140,8 @@ class CheckpointWriter:
             if is_shortage(error):
                 raise  # no sync has failed: the next checkpoint writes and syncs everything again
             raise OSError(errno.EIO, f"indexes not synced: {error}") from error
+        for begin, end in capture.purged:
+            disk.replace_sparse(segment_path(begin), purged_head(end - begin), end - begin)
         disk.replace(PATH, encode(_checkpoint(capture)))
         for path in filter(None, (*capture.obsolete_paths, keys.obsolete)):
             disk.remove(path)
@@ -129,6 +149,10 @@ class CheckpointWriter:
     def done(self, capture: CheckpointCapture) -> Iterator[None]:
         """Record that `write` succeeded; yields now and then so that other tasks run."""
         self.position = capture.position
+        for segment in capture.purged:
+            self._store.log.purged(segment)
+        orders = self._store.purge_orders
+        orders[:] = [order for order in orders if order.next_position > capture.position]
         self._store.keys.saved(capture.keys)
         for path in capture.obsolete_paths:
             self._store.cache.forget(path)

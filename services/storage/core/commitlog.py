@@ -8,6 +8,10 @@ filler closes the segment. docs/reference/format.md describes the bytes.
 
     filler:  0  4 magic "BTNF"    4  4 bytes to the end of the segment, including these 8
              if fewer than 8 bytes are left at the end of a segment, they stay zero
+
+A purged segment has no batches: its file is sparse and contains only a filler, at its begin. It
+reads as a filler from every position. Only whole segments are purged, and the log is never cut
+within one.
 """
 
 from __future__ import annotations
@@ -62,6 +66,7 @@ class _Segment:
     size: int
     file: File | None = None
     """Open from the first write until everything in the segment is synced."""
+    purged: bool = False
 
     @property
     def path(self) -> str:
@@ -75,6 +80,28 @@ class _Segment:
 def segment_path(first_position: int) -> str:
     """Return the path of the segment that begins at `first_position`."""
     return f"{FOLDER}/{first_position:020d}"
+
+
+def purged_head(size: int) -> bytes:
+    """Return the bytes with which the file of a purged segment of `size` bytes begins."""
+    return FILLER.pack(FILLER_MAGIC, size)
+
+
+def purged_bytes(room: int, bytes_max: int) -> bytes:
+    """Return what a purged segment reads as, `room` bytes before its end: a filler."""
+    head = FILLER.pack(FILLER_MAGIC, room) if room >= FILLER.size else b""
+    wanted = min(max(bytes_max, 0), room)
+    return head[:wanted].ljust(wanted, b"\0")
+
+
+def has_purged_head(file: File, size: int) -> bool:
+    """Return whether a segment file of `size` bytes is that of a purged segment."""
+    try:
+        return file.read(0, FILLER.size) == purged_head(size)
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise
+        return False  # a read of the log reports it
 
 
 @contextmanager
@@ -121,6 +148,34 @@ class CommitLog:
     def end_position(self) -> int:
         """End of the last segment; the part after `next_position` is not written yet."""
         return self._end()
+
+    @property
+    def purged_bytes_count(self) -> int:
+        """Bytes of the log that belong to purged segments; they take no space on disk."""
+        return sum(segment.size for segment in self._segments if segment.purged)
+
+    def is_purged(self, position: int) -> bool:
+        """Return whether the segment that contains `position` is purged."""
+        if not self.first_position <= position < self._end():
+            return False
+        return self._segment_at(position).purged
+
+    def purged_between(self, position: int, next_position: int) -> bool:
+        """Return whether a purged segment contains a part of [position, next_position)."""
+        return any(segment.purged for segment in self._between(position, next_position))
+
+    def cut_position(self, position: int) -> int:
+        """Return where to cut the log so that it ends at `position` at the latest.
+
+        That is the begin of the segment if `position` is within a purged one.
+        """
+        return self._segment_at(position).first_position if self.is_purged(position) else position
+
+    def next_kept(self, position: int) -> int:
+        """Return the first position from `position` on that no purged segment contains."""
+        while self.is_purged(position):
+            position = self._segment_at(position).next_position
+        return position
 
     def check_length(self, length: int) -> None:
         """Check that a batch of `length` bytes fits into a new segment.
@@ -183,11 +238,13 @@ class CommitLog:
             self._write(segment, batches[begin:count])
             begin = count
 
-    def copy(self, data: bytes, segment: PositionRange) -> None:
-        """Write bytes that another log has at `next_position`: whole batches and fillers.
+    def copy(self, data: bytes, segment: PositionRange, next_position: int) -> None:
+        """Write bytes that another log has at `next_position`: whole batches, and then a filler.
 
         Args:
             segment: The segment of the other log that contains all of `data`.
+            next_position: Position after `data`. After a filler that is the end of the segment,
+                whatever part of the filler `data` contains.
 
         Raises:
             DiskFull: there is no space; nothing was written.
@@ -195,6 +252,10 @@ class CommitLog:
             Overloaded: a segment can't be opened for lack of a descriptor; nothing was written.
             OSError: the disk has failed; it is unknown what was written.
         """
+        begin, end = segment
+        if self.next_position == begin and data.startswith(purged_head(end - begin)):
+            self._copy_purged(segment)
+            return
         with _opening():
             found = self._matching_segment(*segment)
             self._writable(found)
@@ -206,7 +267,31 @@ class CommitLog:
                 raise
             self._undo(position)
             raise DiskFull("no space on disk for the log of the leader") from error
-        self.next_position += len(data)
+        self.next_position = next_position
+
+    def _copy_purged(self, segment: PositionRange) -> None:
+        """Add a segment that is purged in the other log. Durable on return.
+
+        Raises:
+            DiskFull: there is no space; nothing was written.
+            DataLoss: the segment does not follow the segments of this log; nothing was written.
+            OSError: the disk has failed; it is unknown what was written.
+        """
+        begin, end = segment
+        if self._segments and self._segments[-1].first_position == begin:
+            self.drop_empty()
+        elif self._segments:
+            self._resize(self._segments[-1], begin)
+        self._check_follows(begin, end)
+        purged = _Segment(begin, end - begin, purged=True)
+        try:
+            self._disk.replace_sparse(purged.path, purged_head(purged.size), purged.size)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            raise DiskFull("no space on disk for the log of the leader") from error
+        self._add(purged)
+        self.next_position = end
 
     def read(self, position: int, bytes_max: int) -> bytes:
         """Read up to `bytes_max` bytes at `position`; fewer only at the end of its segment.
@@ -217,6 +302,8 @@ class CommitLog:
         if not self.first_position <= position < self._end():
             return b""  # only a damaged index points outside the log
         segment = self._segment_at(position)
+        if segment.purged:
+            return purged_bytes(segment.next_position - position, bytes_max)
         at = position - segment.first_position
         try:
             file = segment.file or self._cache.get(segment.path)
@@ -261,6 +348,31 @@ class CommitLog:
             and segment.next_position <= self.synced_position
         ]
 
+    def segments_between(self, position: int, next_position: int) -> list[PositionRange]:
+        """Return the segments, not purged, with a part of [position, next_position)."""
+        return [
+            (segment.first_position, segment.next_position)
+            for segment in self._between(position, next_position)
+            if not segment.purged
+        ]
+
+    def roll(self) -> None:
+        """Close the current segment unless it is empty: the next batch begins a new one.
+
+        Raises:
+            OSError: the disk has failed; it is unknown what was written.
+        """
+        position = self.next_position
+        if position < self._end() and self._segment_at(position).first_position < position:
+            self._fill()
+
+    def purged(self, segment: PositionRange) -> None:
+        """Record that the file of a synced segment now is that of a purged one."""
+        found = self._segment_at(segment[0])
+        self._close(found)
+        self._cache.forget(found.path)
+        found.purged = True
+
     def drop_before(self, position: int) -> list[str]:
         """Forget the segments before `position`, which is the begin of a segment.
 
@@ -279,7 +391,7 @@ class CommitLog:
         return [segment.path for segment in dropped]
 
     def truncate(self, position: int) -> int:
-        """Cut the log at `position`. Durable on return.
+        """Cut the log at `position`, which `cut_position` has returned. Durable on return.
 
         Returns:
             The number of bytes dropped, up to the last one that was not zero.
@@ -306,8 +418,11 @@ class CommitLog:
     def _add_segment(self, first_position: int) -> None:
         segment = _Segment(first_position, 0)
         file = self._disk.open(segment.path)
-        segment.size = file.size
-        file.close()
+        try:
+            segment.size = file.size
+            segment.purged = has_purged_head(file, segment.size)
+        finally:
+            file.close()
         if segment.size == 0:
             self._disk.remove(segment.path)  # a crash interrupted the creation of the segment
             return
@@ -346,19 +461,25 @@ class CommitLog:
                 self.drop_empty()
             elif self.next_position == first_position:
                 self._resize(last, first_position)
+        self._check_follows(first_position, end)
+        segment = _Segment(first_position, end - first_position)
+        segment.file = self._disk.create(segment.path, segment.size)
+        self._add(segment)
+        return segment
+
+    def _check_follows(self, first_position: int, end: int) -> None:
         if not self.next_position == self._end() == first_position:
             raise DataLoss(
                 f"segment [{first_position}, {end}) of the leader does not follow this log, which "
                 f"ends at {self.next_position}",
                 detail=DataLossDetail(position=self.next_position),
             )
-        segment = _Segment(first_position, end - first_position)
-        segment.file = self._disk.create(segment.path, segment.size)
+
+    def _add(self, segment: _Segment) -> None:
         if not self._segments:
-            self.first_position = first_position
+            self.first_position = segment.first_position
         self._segments.append(segment)
-        self._firsts.append(first_position)
-        return segment
+        self._firsts.append(segment.first_position)
 
     def _resize(self, segment: _Segment, end: int) -> None:
         """Change the end of a segment; nothing is written after either end."""

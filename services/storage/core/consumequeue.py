@@ -289,6 +289,13 @@ class ConsumeQueue:
             self._path(number) for number in range(first_number, self._number(self.first_offset))
         ]
 
+    def skip_to(self, offset: int) -> None:
+        """Drop all messages; the next one gets `offset`, which is not before the next offset."""
+        assert offset >= self.next_offset
+        self.first_offset = self.next_offset = self._flushed_offset = offset
+        self._saved_offset = max(self._saved_offset, offset)
+        self.first_position = self.last_position
+
     def _forget_unflushed(self, first_offset: int) -> None:
         """Drop entries below `first_offset` from memory, so that they are not written to a file."""
         unneeded = first_offset - self._flushed_offset

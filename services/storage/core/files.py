@@ -108,6 +108,10 @@ class Disk(Protocol):
         """
         ...
 
+    def replace_sparse(self, path: str, head: bytes, size: int) -> None:
+        """As `replace`, by a file of `size` bytes: `head`, and zeros that take no space."""
+        ...
+
     def sync(self, paths: Sequence[str]) -> None:
         """Make files and their folder entries durable. Other threads may call it.
 

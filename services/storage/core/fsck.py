@@ -6,8 +6,9 @@ with the existing file. The log is never changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from batonmq._core.records import Header
 from batonmq.errors import DataLoss
@@ -17,6 +18,7 @@ from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.commitlog import FOLDER as LOG_FOLDER
 from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.files import Disk, File, FileCache
+from batonmq_server.storage.core.keyindex import FOLDER as KEYINDEX_FOLDER
 from batonmq_server.storage.core.keyindex import KeyIndex, open_path
 from batonmq_server.storage.core.producers import ProducerTable
 from batonmq_server.storage.core.recovery import Recovery
@@ -115,6 +117,10 @@ class ProtectedLogDisk(Disk):
         assert not _in_log(path), path
         self.disk.replace(path, content)
 
+    def replace_sparse(self, path: str, head: bytes, size: int) -> None:
+        """See Disk. Only a purge order of the log itself calls it."""
+        self.disk.replace_sparse(path, head, size)
+
     def sync(self, paths: Sequence[str]) -> None:
         """See Disk."""
         self.disk.sync(paths)
@@ -125,12 +131,15 @@ class ComparingDisk(ProtectedLogDisk):
 
     Attributes:
         ends: Once True, writes are no longer compared.
+        is_purged: Returns whether a run of the key index is about a purged segment: it keeps
+            entries of deleted topics that the log no longer has.
     """
 
     def __init__(self, disk: Disk, report: FsckReport) -> None:
         super().__init__(disk)
         self._report, self._different = report, set[str]()
         self.ends = False
+        self.is_purged: Callable[[str], bool] = lambda _: False
 
     def open(self, path: str, *, create: bool = False) -> File:
         """See Disk."""
@@ -141,9 +150,13 @@ class ComparingDisk(ProtectedLogDisk):
     def remove(self, path: str) -> None:
         """Do nothing: the disk is read-only."""
 
+    def replace_sparse(self, path: str, head: bytes, size: int) -> None:
+        """Fail: an examination carries out no purge order."""
+        raise AssertionError(path)
+
     def replace(self, path: str, content: bytes) -> None:
         """Compare `content` with the whole file."""
-        if self.ends or not self._report.log_is_good:
+        if self.ends or not self._report.log_is_good or self.is_purged(path):
             return  # without the damaged batches a run can't be rebuilt
         if self.disk.load(path) != content:
             self.differs(path, "differs from the log")
@@ -175,6 +188,7 @@ class Fsck:
         except DataLoss as error:
             self.report.add("log", -1, error.message)
             return self.report
+        self._disk.is_purged = partial(_is_purged_run, store.log)
         self._load_checkpoint(store.log)
         try:
             recovery.reset_indexes(self._checkpoint)
@@ -343,6 +357,11 @@ def _fresh(disk: Disk) -> tuple[MessageStore, Recovery]:
     keys = KeyIndex(disk, cache, log.segment_end, log.first_position)
     store = MessageStore(log, cache, ProducerTable(), 0, keys)
     return store, Recovery(disk, store, synced_position=0, accept_loss=False)
+
+
+def _is_purged_run(log: CommitLog, path: str) -> bool:
+    folder, _, name = path.partition("/")
+    return folder == KEYINDEX_FOLDER and name.isdecimal() and log.is_purged(int(name))
 
 
 def _in_log(path: str) -> bool:

@@ -1,4 +1,7 @@
-"""Copies the log between nodes: the sender cuts at batch ends, the receiver checks each batch."""
+"""Copies the log between nodes: the sender cuts at batch ends, the receiver checks each batch.
+
+Of a filler, only its first 8 bytes are sent: the rest of the segment is zeros.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,8 @@ def read_whole_batches(
     if position >= log.synced_position:
         return b""
     segment_end = log.segment_end(position)
+    if log.is_purged(position):
+        return log.read(position, FILLER.size)
     end = min(log.synced_position, segment_end, history.next_start(position) or segment_end)
     whole, wanted = 0, bytes_max
     while not whole:  # at most three times: the first batch may be longer than the bytes read
@@ -53,6 +58,8 @@ def count_whole_bytes(raw: bytes, position: int, segment_end: int) -> tuple[int,
             return (at + room, 0) if len(raw) - at >= room else (at, room)
         if len(raw) - at < _HEAD_BYTES and raw[at : at + 4] != _FILLER_MAGIC:
             return at, _HEAD_BYTES
+        if raw[at : at + FILLER.size] == FILLER.pack(FILLER_MAGIC, room):
+            return at + FILLER.size, 0
         length_from = _LENGTH_FROM.get(raw[at : at + 4])
         length = 0
         if length_from is not None:
@@ -71,8 +78,11 @@ def count_whole_bytes(raw: bytes, position: int, segment_end: int) -> tuple[int,
 
 def check_received(
     recovery: Recovery, position: int, data: bytes, segment: PositionRange
-) -> list[tuple[Header, memoryview]]:
-    """Return the batches in `data`, checked like a recovery at the end of the log.
+) -> tuple[list[tuple[Header, memoryview]], int]:
+    """Check `data` like a recovery at the end of the log.
+
+    Returns:
+        The batches, and the position after `data`: after a filler, the end of the segment.
 
     Raises:
         DataLoss: a batch is damaged, or does not follow the last batch of its queue.
@@ -86,8 +96,7 @@ def check_received(
     scan = LogScan(_ReceivedLog(position, data, end), position, len(data))
     batches = list(scan)
     after = position + len(data)
-    ends = {after, end} if end - after < FILLER.size else {after}  # the rest may fit no filler
-    if scan.position not in ends or scan.reason != END_OF_LOG:
+    if scan.position not in (after, end) or scan.reason != END_OF_LOG:
         raise DataLoss(
             f"the bytes that the leader sent are damaged at {scan.position}: {scan.reason}",
             detail=DataLossDetail(position=scan.position),
@@ -105,7 +114,9 @@ def check_received(
                 detail=DataLossDetail(position=header.position),
             )
         next_offsets[key] = header.next_offset
-    return batches
+    last = batches[-1][0] if batches else None
+    batches_end = last.position + last.length if last else position
+    return batches, after if batches_end == after else end
 
 
 class _ReceivedLog:

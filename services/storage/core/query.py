@@ -169,7 +169,7 @@ class MessageQueries:
         """Return those of the ascending `positions` that are readable and in the time window."""
         begin = int(np.searchsorted(positions, self._log.first_position))
         end = int(np.searchsorted(positions, self._store.readable_position))
-        kept: list[int] = positions[begin:end].tolist()
+        kept = [at for at in positions[begin:end].tolist() if not self._log.is_purged(at)]
         if found.extent.last_unix_ms >= window.to_unix_ms:
             kept = kept[: bisect_left(kept, window.to_unix_ms, key=self._store_unix_ms)]
         if found.extent.first_unix_ms < window.from_unix_ms:

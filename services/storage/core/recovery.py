@@ -103,6 +103,7 @@ class Recovery:
         self._disk, self.store, self._accept_loss = disk, store, accept_loss
         self._synced_position = synced_position
         self._floors: dict[QueueKey, QueueFloor] = {}
+        self._dropped: dict[QueueKey, int] = {}
         self._indexes_reset = False
         self._batches = self._messages = 0
         self.obsolete_paths: list[str] = []
@@ -163,7 +164,8 @@ class Recovery:
 
     def scan(self, position: int) -> tuple[int, str]:
         """Index the batches from `position` on; return where and why the scan ended."""
-        scan = LogScan(self.store.log, position)
+        log = self.store.log
+        scan = LogScan(log, position)
         for header, batch in scan:
             try:
                 self.take(header, batch)
@@ -172,6 +174,8 @@ class Recovery:
         for key, floor in self._floors.items():
             if key not in self.store.queues:
                 self.store.add_queue(key, floor.topic, floor.next_offset)
+        if scan.position == log.first_position:  # an empty copy, with the floors of its leader
+            self._dropped = {key: floor.next_offset for key, floor in self._floors.items()}
         return scan.position, scan.reason
 
     def reset_indexes(self, found: Checkpoint | None) -> None:
@@ -189,6 +193,9 @@ class Recovery:
             known = []
         if found is not None:
             known += [QueueFloor(*queue[:4]) for queue in found.queues]
+            self._dropped = {
+                (queue.topic_id, queue.queue_id): queue.first_offset for queue in found.queues
+            }
         for floor in known:
             key = floor.topic_id, floor.queue_id
             if key not in self._floors or self._floors[key].next_offset < floor.next_offset:
@@ -201,17 +208,35 @@ class Recovery:
             DataLoss: it does not follow the last batch of its queue.
         """
         key = header.topic_id, header.queue_id
-        if key not in self.store.queues:
-            self.store.add_queue(key, header.topic, self._first_offset(key, header.first_offset))
-        self.store.restore(header, batch)
+        if self._is_dropped(header):
+            self.store.restore_dropped(header, batch)
+        else:
+            if key not in self.store.queues:
+                first_offset = self._first_offset(key, header.first_offset)
+                self.store.add_queue(key, header.topic, first_offset)
+            self.store.restore(header, batch)
         self._batches += 1
         self._messages += header.count
 
     def expected_offset(self, header: Header) -> int:
         """Return the offset that `take` expects as the first one of a batch."""
-        key = header.topic_id, header.queue_id
+        key, found = (header.topic_id, header.queue_id), header.first_offset
         queue = self.store.queues.get(key)
-        return queue.next_offset if queue else self._first_offset(key, header.first_offset)
+        expected = queue.next_offset if queue else self._first_offset(key, found)
+        last_position = queue.last_position if queue else -1
+        if self._is_dropped(header) or (
+            found > expected and self.store.log.purged_between(last_position, header.position)
+        ):
+            return found
+        return expected
+
+    def _is_dropped(self, header: Header) -> bool:
+        """Return whether the queue of a batch has dropped it.
+
+        The checkpoint says so, or the floors of the leader from which this copy begins. The file
+        `floors` may be ahead: retention writes it before it removes segments.
+        """
+        return header.next_offset <= self._dropped.get((header.topic_id, header.queue_id), 0)
 
     def _resume(self, found: Checkpoint) -> None:
         """Load the state of a checkpoint, all or nothing.
@@ -248,8 +273,8 @@ class Recovery:
             BadIndex, BatonError: there is no such batch.
         """
         log = self.store.log
-        if last.position < log.first_position:
-            return  # retention has removed the batch since
+        if last.position < log.first_position or log.is_purged(last.position):
+            return  # the batch was removed since
         if last.position + last.size > position:
             raise BadIndex(
                 f"queue {state.queue_id} of {state.topic} points to a batch after the checkpoint"

@@ -83,6 +83,12 @@ class SealedSegment:
 
     first_position: int
     next_position: int
+    purged: bool = False
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes on disk; a purged segment has none."""
+        return 0 if self.purged else self.next_position - self.first_position
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +176,7 @@ class Retention:
 
         Args:
             sealed: Segments that may be removed, oldest first, at least one.
-            log_bytes: Size of the whole log, including the segment that is written to.
+            log_bytes: Size of the log on disk, including the segment that is written to.
             newest_unix_ms: Returns a time by which all messages of a segment were stored. Called
                 only for segments for which it matters.
         """
@@ -186,8 +192,8 @@ class Retention:
             if not must_go and not (age_due and newest_unix_ms(segment) <= old_unix_ms):
                 break
             keep_from = segment.next_position
-            log_bytes -= segment.next_position - segment.first_position
-            surplus_bytes -= segment.next_position - segment.first_position
+            log_bytes -= segment.stored_bytes
+            surplus_bytes -= segment.stored_bytes
         return keep_from
 
     def _state(self) -> DiskState:

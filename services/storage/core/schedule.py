@@ -39,7 +39,8 @@ from batonmq_server.storage.core.scan import HEAD_BYTES_MAX, examine
 TOPIC = "BATON_SYS_SCHEDULE"
 TOPIC_ID = 0
 SCHEDULED, WITHDRAWN = 0, 1
-"""Queues of the system topic."""
+"""Queues of the system topic; `purge.PURGED` is another one."""
+QUEUE_COUNT = 3
 
 FIRST = -1
 ENVELOPE = struct.Struct(">qqq")
@@ -96,7 +97,7 @@ def encode_scheduled(scheduled: ScheduledBatch) -> bytes:
     envelope = ENVELOPE.pack(scheduled.deliver_unix_ms, scheduled.topic_id, scheduled.schedule_id)
     content = envelope + scheduled.batch
     bodies = [content[at : at + BODY_BYTES_MAX] for at in range(0, len(content), BODY_BYTES_MAX)]
-    return _encode(bodies, SCHEDULED)
+    return encode_system(bodies, SCHEDULED)
 
 
 def decode_scheduled(header: Header, batch: bytes) -> ScheduledBatch:
@@ -113,7 +114,7 @@ def decode_scheduled(header: Header, batch: bytes) -> ScheduledBatch:
 
 def encode_withdrawn(keys: Sequence[DelayKey]) -> bytes:
     """Return the unstamped batch of the system topic that withdraws scheduled batches."""
-    return _encode([WITHDRAWAL.pack(*key) for key in keys], WITHDRAWN)
+    return encode_system([WITHDRAWAL.pack(*key) for key in keys], WITHDRAWN)
 
 
 def delivery(key: DelayKey, batch: bytes, queue_id: int) -> bytes:
@@ -242,7 +243,8 @@ def read_scheduled(log: CommitLog, positions: Sequence[int]) -> Iterator[Schedul
             )
 
 
-def _encode(bodies: Sequence[bytes], queue_id: int) -> bytes:
+def encode_system(bodies: Sequence[bytes], queue_id: int) -> bytes:
+    """Return the unstamped batch of a queue of the system topic with these bodies."""
     builder = BatchBuilder()
     for body in bodies:
         message = Message(body)

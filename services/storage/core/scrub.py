@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from batonmq_server.storage.core.commitlog import CommitLog
+from batonmq_server.storage.core.commitlog import CommitLog, has_purged_head, purged_bytes
 from batonmq_server.storage.core.files import UNREADABLE, Disk, File
 from batonmq_server.storage.core.scan import END_OF_LOG, LogScan
 
@@ -103,6 +103,7 @@ class SegmentPart:
     ) -> None:
         self._file, self._begin, self._end = file, segment_position, segment_end_position
         self.next_position = next_position
+        self._purged = has_purged_head(file, segment_end_position - segment_position)
 
     def segment_end(self, position: int) -> int:
         """See ReadableLog."""
@@ -110,6 +111,8 @@ class SegmentPart:
 
     def read(self, position: int, bytes_max: int) -> bytes:
         """See ReadableLog. Bytes missing from a short file, or unreadable, are zeros."""
+        if self._purged:
+            return purged_bytes(self._end - position, bytes_max)
         at = position - self._begin
         wanted = min(bytes_max, self._end - position)
         try:

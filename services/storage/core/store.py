@@ -8,7 +8,7 @@ wakes readers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -51,6 +51,7 @@ from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.keyindex import KeyIndex
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
 from batonmq_server.storage.core.property_filter import find_passing
+from batonmq_server.storage.core.purge import ORDER_QUEUE, PurgeOrder, decode_order
 from batonmq_server.storage.core.schedule import Schedule
 from batonmq_server.storage.core.tag_filter import HashFilter, batch_starts, select
 
@@ -219,6 +220,7 @@ class MessageStore:
     ) -> None:
         self.log, self.producers, self.epoch, self.keys = log, producers, epoch, keys
         self.schedule = Schedule(producers)
+        self.purge_orders: list[PurgeOrder] = []
         self.cache = cache
         self._queues: dict[QueueKey, ConsumeQueue] = {}
         self._unseen: deque[tuple[int, QueueKey, int]] = deque()
@@ -369,20 +371,31 @@ class MessageStore:
         """
         key = (header.topic_id, header.queue_id)
         queue = self._queues.get(key) or self.add_queue(key, header.topic)
+        if header.first_offset > queue.next_offset and self.log.purged_between(
+            queue.last_position, header.position
+        ):
+            queue.skip_to(header.first_offset)
         if header.first_offset != queue.next_offset:
             raise DataLoss(
                 f"the batch at {header.position} starts at offset {header.first_offset}; queue "
                 f"{header.queue_id} of {header.topic} continues at {queue.next_offset}",
                 detail=DataLossDetail(position=header.position),
             )
+        self._take(key, queue, self._restored(header), header, batch)
+
+    def restore_dropped(self, header: Header, batch: bytes | memoryview) -> None:
+        """As `restore`, for a batch that its queue has dropped: it is not readable."""
+        key = header.topic_id, header.queue_id
+        self._take_unqueued(key, self._restored(header), header, batch)
+
+    def _restored(self, header: Header) -> StoreReceipt:
         self.store_unix_ms = max(self.store_unix_ms, header.store_unix_ms)
-        receipt = StoreReceipt(
+        return StoreReceipt(
             header.first_offset,
             header.position,
             header.position + header.length,
             header.store_unix_ms,
         )
-        self._take(key, queue, receipt, header, batch)
 
     def add_queue(self, key: QueueKey, topic: str, first_offset: int = 0) -> ConsumeQueue:
         """Add a queue without messages; its next message gets `first_offset`."""
@@ -410,6 +423,18 @@ class MessageStore:
         """Remove a queue without messages, of a deleted topic."""
         queue = self._queues.pop(key)
         assert queue.first_offset == queue.next_offset, (key, queue.first_offset)
+
+    def drop_messages(self, topic_ids: Collection[int]) -> list[str]:
+        """Drop the messages of deleted topics; return the folders to remove.
+
+        The queues keep their next offset until the log no longer has a batch of them.
+        """
+        folders = []
+        for key, queue in self._queues.items():
+            if key[0] in topic_ids:
+                queue.skip_to(queue.next_offset)
+                folders.append(queue.folder)
+        return folders
 
     def flush(self) -> None:
         """Move the entries that consume queues have only in memory to their files."""
@@ -467,11 +492,18 @@ class MessageStore:
     ) -> None:
         """Update everything that is derived from the log with one batch."""
         queue.append(receipt.position, header.length, tag_hashes(batch, header))
+        self._unseen.append((receipt.next_position, key, queue.next_offset))
+        self._take_unqueued(key, receipt, header, batch)
+
+    def _take_unqueued(
+        self, key: QueueKey, receipt: StoreReceipt, header: Header, batch: bytes | memoryview
+    ) -> None:
         span = receipt.position, receipt.next_position
         self.keys.append(span, key[0], key_hashes(batch, header), receipt.store_unix_ms)
-        self._unseen.append((receipt.next_position, key, queue.next_offset))
         self.producers.record(header, key, receipt)
-        if self.schedule.concerns(header, key):
+        if key == ORDER_QUEUE:
+            self.purge_orders.append(decode_order(header, bytes(batch), receipt.next_position))
+        elif self.schedule.concerns(header, key):
             self.schedule.take(header, receipt, batch)
 
     def _find(

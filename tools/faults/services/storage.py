@@ -105,6 +105,11 @@ class FaultyStorageDisk(Disk):
         self._faults.sync()
         self._disk.replace(path, content)
 
+    def replace_sparse(self, path: str, head: bytes, size: int) -> None:
+        self._faults.grow()
+        self._faults.sync()
+        self._disk.replace_sparse(path, head, size)
+
     def sync(self, paths: Sequence[str]) -> None:
         self._faults.sync()
         self._disk.sync(paths)

@@ -654,6 +654,8 @@ class DeliveryItem(_message.Message):
     SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
+    RECEIVED_OFFSET_FIELD_NUMBER: _builtins.int
+    RECEIVED_EPOCH_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Token of the puller. Required."""
     first_offset: _builtins.int
@@ -664,6 +666,14 @@ class DeliveryItem(_message.Message):
     """Generation of the subscription that filtered the range."""
     caller: _builtins.int
     """Owner number of the puller's identity, see Incarnation; 0 without access control."""
+    received_offset: _builtins.int
+    """One past the highest offset that the holder has received under the token, or has in flight from an
+    earlier one; unset if it states nothing.
+    """
+    received_epoch: _builtins.int
+    """Epoch of this replica set that the holder names with `received_offset`: it uses no delivery that an
+    older epoch recorded.
+    """
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -682,12 +692,16 @@ class DeliveryItem(_message.Message):
         subscription_generation: _builtins.int = ...,
         progress: Global___Acks | None = ...,
         caller: _builtins.int = ...,
+        received_offset: _builtins.int | None = ...,
+        received_epoch: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "queue", b"queue"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset", "progress", b"progress", "queue", b"queue", "received_offset", b"received_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "first_offset", b"first_offset", "next_offset", b"next_offset", "progress", b"progress", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset", "caller", b"caller", "first_offset", b"first_offset", "next_offset", b"next_offset", "progress", b"progress", "queue", b"queue", "received_epoch", b"received_epoch", "received_offset", b"received_offset", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__received_offset: _TypeAlias = _typing.Literal["received_offset"]  # noqa: Y015
+    _WhichOneofArgType__received_offset: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__received_offset) -> _WhichOneofReturnType__received_offset | None: ...
 
 Global___DeliveryItem: _TypeAlias = DeliveryItem  # noqa: Y015
 
@@ -972,12 +986,15 @@ class CommitItem(_message.Message):
     RESET_EPOCH_FIELD_NUMBER: _builtins.int
     COMMITTED_OFFSET_FIELD_NUMBER: _builtins.int
     ACKED_FIELD_NUMBER: _builtins.int
+    RECEIVED_OFFSET_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Token of the holder; 0 for a group without ownership."""
     reset_epoch: _builtins.int
     """Reset epoch of the grant, or of the progress that was read."""
     committed_offset: _builtins.int
     """Every offset below this is acknowledged; 0 if none is."""
+    received_offset: _builtins.int
+    """As in DeliveryItem; the epoch is that of the request."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -994,12 +1011,15 @@ class CommitItem(_message.Message):
         reset_epoch: _builtins.int = ...,
         committed_offset: _builtins.int = ...,
         acked: _abc.Iterable[_queue_pb2.OffsetRange] | None = ...,
+        received_offset: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset", "queue", b"queue", "received_offset", b"received_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "committed_offset", b"committed_offset", "queue", b"queue", "reset_epoch", b"reset_epoch", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset", "acked", b"acked", "committed_offset", b"committed_offset", "queue", b"queue", "received_offset", b"received_offset", "reset_epoch", b"reset_epoch", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__received_offset: _TypeAlias = _typing.Literal["received_offset"]  # noqa: Y015
+    _WhichOneofArgType__received_offset: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__received_offset) -> _WhichOneofReturnType__received_offset | None: ...
 
 Global___CommitItem: _TypeAlias = CommitItem  # noqa: Y015
 
@@ -1344,6 +1364,7 @@ class Progress(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     ACKED_FIELD_NUMBER: _builtins.int
     WAITING_AT_FIELD_NUMBER: _builtins.int
+    UNACKED_COUNT_MIN_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Current token."""
     closed: _builtins.bool
@@ -1351,11 +1372,13 @@ class Progress(_message.Message):
     committed_offset: _builtins.int
     """Every offset below is acknowledged."""
     delivered_offset: _builtins.int
-    """One past the last offset delivered under the token; not below `committed_offset`."""
+    """One past the last offset delivered under the token, or an upper bound of it; not below
+    `committed_offset`.
+    """
     acked_count: _builtins.int
     """Number of acked offsets at or above `committed_offset`."""
     unacked_count: _builtins.int
-    """Number of delivered offsets that are not acked."""
+    """Number of delivered offsets that are not acked, or an upper bound of it."""
     maybe_seen_count: _builtins.int
     """Number of offsets that an earlier holder may have started."""
     reset_epoch: _builtins.int
@@ -1381,6 +1404,10 @@ class Progress(_message.Message):
     waiting_at: _builtins.str
     """Node id of the storage node at which the holder's long poll waits; empty if none waits, or if
     unknown.
+    """
+    unacked_count_min: _builtins.int
+    """Lower bound of `unacked_count`. Smaller only after a restart of offsets, until the holder or the log
+    shows what was delivered.
     """
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
@@ -1418,10 +1445,11 @@ class Progress(_message.Message):
         source: Global___ProgressSource.ValueType = ...,
         acked: _abc.Iterable[_queue_pb2.OffsetRange] | None = ...,
         waiting_at: _builtins.str = ...,
+        unacked_count_min: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_capped", b"ack_capped", "acked", b"acked", "acked_count", b"acked_count", "acked_range_count", b"acked_range_count", "closed", b"closed", "committed_offset", b"committed_offset", "delivered_offset", b"delivered_offset", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "idle_ms", b"idle_ms", "lowest_unacked_offset", b"lowest_unacked_offset", "maybe_seen_count", b"maybe_seen_count", "queue", b"queue", "reset_epoch", b"reset_epoch", "source", b"source", "subscription_generation", b"subscription_generation", "token", b"token", "unacked_count", b"unacked_count", "update_unix_ms", b"update_unix_ms", "waiting_at", b"waiting_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_capped", b"ack_capped", "acked", b"acked", "acked_count", b"acked_count", "acked_range_count", b"acked_range_count", "closed", b"closed", "committed_offset", b"committed_offset", "delivered_offset", b"delivered_offset", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "idle_ms", b"idle_ms", "lowest_unacked_offset", b"lowest_unacked_offset", "maybe_seen_count", b"maybe_seen_count", "queue", b"queue", "reset_epoch", b"reset_epoch", "source", b"source", "subscription_generation", b"subscription_generation", "token", b"token", "unacked_count", b"unacked_count", "unacked_count_min", b"unacked_count_min", "update_unix_ms", b"update_unix_ms", "waiting_at", b"waiting_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

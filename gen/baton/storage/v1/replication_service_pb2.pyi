@@ -118,8 +118,9 @@ class FetchResponse(_message.Message):
     must discard its copy and start an empty one at this position.
     """
     data: _builtins.bytes
-    """Whole batches and fillers of one segment and one epoch, as they are in the log; empty if there
-    are no new bytes.
+    """Whole batches of one segment and one epoch, as they are in the log, and the first 8 bytes of the
+    filler if they are followed by one: the rest of the segment is zeros. A purged segment is a filler
+    that begins where the segment does, whatever epochs begin in it. Empty if there are no new bytes.
     """
     confirmed_position: _builtins.int
     """The whole in-sync set has everything below this position: consumers may read it."""

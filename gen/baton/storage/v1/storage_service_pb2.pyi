@@ -242,6 +242,7 @@ class PullRequest(_message.Message):
     OFFSETS_SET_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
+    RECEIVED_OFFSET_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """First offset to read, in messages, 0-based."""
     token: _builtins.int
@@ -276,6 +277,11 @@ class PullRequest(_message.Message):
     """Client id of the caller, for metric events only; it is not verified. May be empty."""
     caller: _builtins.int
     """Owner number of the caller's identity: the service sets it, and ignores what a client sends. 0 without access control."""
+    received_offset: _builtins.int
+    """One past the highest offset that the caller has received under its token, or has in flight from an
+    earlier one. By naming it the caller also states that it uses no delivery that an epoch of
+    `offsets_set` older than `offsets_epoch` recorded. Unset if it states nothing.
+    """
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -303,12 +309,15 @@ class PullRequest(_message.Message):
         offsets_set: _builtins.str = ...,
         client_id: _builtins.str = ...,
         caller: _builtins.int = ...,
+        received_offset: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "queue", b"queue"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset", "progress", b"progress", "queue", b"queue", "received_offset", b"received_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_max", b"bytes_max", "caller", b"caller", "client_id", b"client_id", "expression", b"expression", "hold_ms", b"hold_ms", "messages_max", b"messages_max", "offset", b"offset", "offsets_epoch", b"offsets_epoch", "offsets_set", b"offsets_set", "progress", b"progress", "pull_id", b"pull_id", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset", "bytes_max", b"bytes_max", "caller", b"caller", "client_id", b"client_id", "expression", b"expression", "hold_ms", b"hold_ms", "messages_max", b"messages_max", "offset", b"offset", "offsets_epoch", b"offsets_epoch", "offsets_set", b"offsets_set", "progress", b"progress", "pull_id", b"pull_id", "queue", b"queue", "received_offset", b"received_offset", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__received_offset: _TypeAlias = _typing.Literal["received_offset"]  # noqa: Y015
+    _WhichOneofArgType__received_offset: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__received_offset) -> _WhichOneofReturnType__received_offset | None: ...
 
 Global___PullRequest: _TypeAlias = PullRequest  # noqa: Y015
 
@@ -339,7 +348,9 @@ class PullResponse(_message.Message):
     queue_next_offset: _builtins.int
     """Next offset that the queue will assign."""
     offsets_epoch: _builtins.int
-    """Epoch of offsets that recorded the delivery; 0 if nothing was recorded."""
+    """Epoch of offsets that recorded the delivery. If nothing was recorded, the newest epoch that storage
+    has seen; 0 for none.
+    """
     filtered_count: _builtins.int
     """Messages in [offset, next_offset) that did not pass the filter."""
     lost_count: _builtins.int
@@ -420,6 +431,11 @@ class QueryOffsetsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOMES_FIELD_NUMBER: _builtins.int
+    LEADER_AGE_MS_FIELD_NUMBER: _builtins.int
+    leader_age_ms: _builtins.int
+    """Upper bound of the time, in milliseconds, since etcd confirmed that this node leads; 0 for a node
+    without replicas.
+    """
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueryOffsetsOutcome]:
         """One outcome per queue, in request order."""
@@ -428,10 +444,11 @@ class QueryOffsetsResponse(_message.Message):
         self,
         *,
         outcomes: _abc.Iterable[Global___QueryOffsetsOutcome] | None = ...,
+        leader_age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_age_ms", b"leader_age_ms", "outcomes", b"outcomes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -498,6 +515,68 @@ class QueueOffsets(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___QueueOffsets: _TypeAlias = QueueOffsets  # noqa: Y015
+
+@_typing.final
+class PurgeTopicRequest(_message.Message):
+    """Request for PurgeTopic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Name of deleted topics."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgeTopicRequest: _TypeAlias = PurgeTopicRequest  # noqa: Y015
+
+@_typing.final
+class PurgeTopicResponse(_message.Message):
+    """Response for PurgeTopic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PURGED_SEGMENTS_FIELD_NUMBER: _builtins.int
+    PURGED_BYTES_FIELD_NUMBER: _builtins.int
+    REMAINING_SEGMENTS_FIELD_NUMBER: _builtins.int
+    REMAINING_BYTES_FIELD_NUMBER: _builtins.int
+    EXPIRY_UNIX_MS_FIELD_NUMBER: _builtins.int
+    purged_segments: _builtins.int
+    """Segments that were purged."""
+    purged_bytes: _builtins.int
+    """Length of these segments."""
+    remaining_segments: _builtins.int
+    """Segments that also contain messages of other topics: retention removes them."""
+    remaining_bytes: _builtins.int
+    """Bytes of the deleted topics in these segments."""
+    expiry_unix_ms: _builtins.int
+    """Time at which the last of these segments expires, Unix milliseconds; 0 if none remains, or
+    retention has no age limit.
+    """
+    def __init__(
+        self,
+        *,
+        purged_segments: _builtins.int = ...,
+        purged_bytes: _builtins.int = ...,
+        remaining_segments: _builtins.int = ...,
+        remaining_bytes: _builtins.int = ...,
+        expiry_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expiry_unix_ms", b"expiry_unix_ms", "purged_bytes", b"purged_bytes", "purged_segments", b"purged_segments", "remaining_bytes", b"remaining_bytes", "remaining_segments", b"remaining_segments"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgeTopicResponse: _TypeAlias = PurgeTopicResponse  # noqa: Y015
 
 @_typing.final
 class DescribeRequest(_message.Message):

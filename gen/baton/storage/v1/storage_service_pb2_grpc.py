@@ -55,6 +55,11 @@ class StorageServiceStub:
                 request_serializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.DescribeResponse.FromString,
                 _registered_method=True)
+        self.PurgeTopic = channel.unary_unary(
+                '/baton.storage.v1.StorageService/PurgeTopic',
+                request_serializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.PurgeTopicRequest.SerializeToString,
+                response_deserializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.PurgeTopicResponse.FromString,
+                _registered_method=True)
 
 
 class StorageServiceServicer:
@@ -128,6 +133,22 @@ class StorageServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PurgeTopic(self, request, context):
+        """Removes the bytes of deleted topics of one name from the disks of this broker, as far as that is
+        possible at once: log segments in which every message is of a deleted topic are purged, after
+        the current segment is closed if it has messages of the topic. The order is stored in the log, so
+        every node of the replica set carries it out. The call reads these segments, and returns once the
+        leader has carried the order out. A repeated call has nothing left to do.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), ALREADY_EXISTS (TOPIC_EXISTS: the topic is not
+        deleted), RESOURCE_EXHAUSTED (DISK_FULL: the order can't be stored), UNAVAILABLE (NOT_LEADER,
+        NO_QUORUM: this node has not heard of the deletion yet; NOT_SERVING: it is unknown whether the
+        order is stored; NOT_ENOUGH_REPLICAS).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StorageServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -150,6 +171,11 @@ def add_StorageServiceServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.DescribeRequest.FromString,
                     response_serializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.DescribeResponse.SerializeToString,
+            ),
+            'PurgeTopic': grpc.unary_unary_rpc_method_handler(
+                    servicer.PurgeTopic,
+                    request_deserializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.PurgeTopicRequest.FromString,
+                    response_serializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.PurgeTopicResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -261,6 +287,33 @@ class StorageService:
             '/baton.storage.v1.StorageService/Describe',
             baton_dot_storage_dot_v1_dot_storage__service__pb2.DescribeRequest.SerializeToString,
             baton_dot_storage_dot_v1_dot_storage__service__pb2.DescribeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PurgeTopic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.storage.v1.StorageService/PurgeTopic',
+            baton_dot_storage_dot_v1_dot_storage__service__pb2.PurgeTopicRequest.SerializeToString,
+            baton_dot_storage_dot_v1_dot_storage__service__pb2.PurgeTopicResponse.FromString,
             options,
             channel_credentials,
             insecure,

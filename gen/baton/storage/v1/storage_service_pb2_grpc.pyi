@@ -84,6 +84,18 @@ class StorageServiceStub:
 
     Statuses: UNAVAILABLE while starting.
     """
+    PurgeTopic: _grpc.UnaryUnaryMultiCallable[_storage_service_pb2.PurgeTopicRequest, _storage_service_pb2.PurgeTopicResponse]
+    """Removes the bytes of deleted topics of one name from the disks of this broker, as far as that is
+    possible at once: log segments in which every message is of a deleted topic are purged, after
+    the current segment is closed if it has messages of the topic. The order is stored in the log, so
+    every node of the replica set carries it out. The call reads these segments, and returns once the
+    leader has carried the order out. A repeated call has nothing left to do.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), ALREADY_EXISTS (TOPIC_EXISTS: the topic is not
+    deleted), RESOURCE_EXHAUSTED (DISK_FULL: the order can't be stored), UNAVAILABLE (NOT_LEADER,
+    NO_QUORUM: this node has not heard of the deletion yet; NOT_SERVING: it is unknown whether the
+    order is stored; NOT_ENOUGH_REPLICAS).
+    """
 
 @_typing.type_check_only
 class StorageServiceAsyncStub(StorageServiceStub):
@@ -140,6 +152,18 @@ class StorageServiceAsyncStub(StorageServiceStub):
     """Returns the state of this node; for `baton cluster status`.
 
     Statuses: UNAVAILABLE while starting.
+    """
+    PurgeTopic: _aio.UnaryUnaryMultiCallable[_storage_service_pb2.PurgeTopicRequest, _storage_service_pb2.PurgeTopicResponse]  # type: ignore[assignment]
+    """Removes the bytes of deleted topics of one name from the disks of this broker, as far as that is
+    possible at once: log segments in which every message is of a deleted topic are purged, after
+    the current segment is closed if it has messages of the topic. The order is stored in the log, so
+    every node of the replica set carries it out. The call reads these segments, and returns once the
+    leader has carried the order out. A repeated call has nothing left to do.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), ALREADY_EXISTS (TOPIC_EXISTS: the topic is not
+    deleted), RESOURCE_EXHAUSTED (DISK_FULL: the order can't be stored), UNAVAILABLE (NOT_LEADER,
+    NO_QUORUM: this node has not heard of the deletion yet; NOT_SERVING: it is unknown whether the
+    order is stored; NOT_ENOUGH_REPLICAS).
     """
 
 class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -218,6 +242,24 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
         """Returns the state of this node; for `baton cluster status`.
 
         Statuses: UNAVAILABLE while starting.
+        """
+
+    @_abc_1.abstractmethod
+    def PurgeTopic(
+        self,
+        request: _storage_service_pb2.PurgeTopicRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_storage_service_pb2.PurgeTopicResponse, _abc.Awaitable[_storage_service_pb2.PurgeTopicResponse]]:
+        """Removes the bytes of deleted topics of one name from the disks of this broker, as far as that is
+        possible at once: log segments in which every message is of a deleted topic are purged, after
+        the current segment is closed if it has messages of the topic. The order is stored in the log, so
+        every node of the replica set carries it out. The call reads these segments, and returns once the
+        leader has carried the order out. A repeated call has nothing left to do.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), ALREADY_EXISTS (TOPIC_EXISTS: the topic is not
+        deleted), RESOURCE_EXHAUSTED (DISK_FULL: the order can't be stored), UNAVAILABLE (NOT_LEADER,
+        NO_QUORUM: this node has not heard of the deletion yet; NOT_SERVING: it is unknown whether the
+        order is stored; NOT_ENOUGH_REPLICAS).
         """
 
 def add_StorageServiceServicer_to_server(servicer: StorageServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

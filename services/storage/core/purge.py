@@ -1,0 +1,116 @@
+"""Purge orders in the log: which segments contain only messages of deleted topics.
+
+The leader stores an order as a batch of the system topic, so every copy of the log has it. Each
+node carries an order out with the first checkpoint after it, so no checkpoint is later than an
+order that is not carried out. docs/reference/format.md describes the bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from batonmq._core.records import Header, decode_records
+from batonmq_server.storage.core.commitlog import CommitLog, PositionRange
+from batonmq_server.storage.core.consumequeue import Entries, Int64Array
+from batonmq_server.storage.core.files import Disk
+from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.core.scan import LogScan
+from batonmq_server.storage.core.schedule import TOPIC_ID, encode_system
+from batonmq_server.storage.core.scrub import SegmentPart
+from batonmq_server.storage.core.tag_filter import batch_starts
+
+PURGED = 2
+"""Queue of the system topic."""
+ORDER_QUEUE: QueueKey = (TOPIC_ID, PURGED)
+SEGMENTS_MAX = 10_000
+"""Maximum number of segments of one order."""
+_ID, _SEGMENT = struct.Struct(">q"), struct.Struct(">qq")
+
+
+@dataclass(frozen=True, slots=True)
+class PurgeOrder:
+    """An order to purge segments.
+
+    Attributes:
+        topic_ids: Deleted topics; their consume queues are removed.
+        segments: Segments that contain only messages of deleted topics.
+        next_position: Position after the order in the log; -1 before it is stored.
+    """
+
+    topic_ids: tuple[int, ...]
+    segments: tuple[PositionRange, ...]
+    next_position: int = -1
+
+
+def encode_order(order: PurgeOrder) -> bytes:
+    """Return the unstamped batch of the system topic that contains an order."""
+    ids = b"".join(map(_ID.pack, order.topic_ids))
+    segments = b"".join(_SEGMENT.pack(*segment) for segment in order.segments)
+    return encode_system([ids, segments], PURGED)
+
+
+def decode_order(header: Header, batch: bytes, next_position: int) -> PurgeOrder:
+    """Inverse of `encode_order`.
+
+    Raises:
+        BadBatch: it is not such a batch.
+    """
+    ids, segments = (record.body for record in decode_records(batch, header, range(header.count)))
+    return PurgeOrder(
+        tuple(topic_id for (topic_id,) in _ID.iter_unpack(ids)),
+        tuple((begin, end) for begin, end in _SEGMENT.iter_unpack(segments)),
+        next_position,
+    )
+
+
+def due_segments(log: CommitLog, orders: Collection[PurgeOrder]) -> list[PositionRange]:
+    """Return the segments of `orders` that this log has and that are not purged yet."""
+    wanted = {segment for order in orders for segment in order.segments}
+    sealed = (segment for segment in log.sealed() if segment in wanted)
+    return [segment for segment in sealed if not log.is_purged(segment[0])]
+
+
+def batch_bytes(entries: Entries, ends: Int64Array) -> Int64Array:
+    """Return the bytes of the batches of `entries`, by the segments that end at `ends`.
+
+    A batch before the first or after the last of these segments is left out.
+    """
+    starts = batch_starts(entries.positions)
+    segments = np.searchsorted(ends, entries.positions[starts], "right")
+    sizes = entries.sizes[starts]
+    inside = segments < len(ends)
+    sums = np.bincount(segments[inside], weights=sizes[inside], minlength=len(ends))
+    return sums.astype(np.int64)
+
+
+def contains_only(
+    disk: Disk, path: str, segment: PositionRange, is_gone: Callable[[str, int], bool]
+) -> bool:
+    """Return whether all batches of a segment are good, and of deleted topics.
+
+    Blocks, and may run in another thread. The log is read, not an index: an index may be damaged.
+
+    Args:
+        is_gone: Whether the topic with this name and id no longer exists.
+
+    Raises:
+        OSError: the segment can't be read.
+    """
+    begin, end = segment
+    file = disk.open(path)
+    try:
+        scan = LogScan(SegmentPart(file, begin, end, end), begin)
+        known: dict[tuple[str, int], bool] = {}
+        for header, _ in scan:
+            topic = header.topic, header.topic_id
+            if topic not in known:
+                known[topic] = header.topic_id != TOPIC_ID and is_gone(*topic)
+            if not known[topic]:
+                return False
+        return scan.position == end
+    finally:
+        file.close()

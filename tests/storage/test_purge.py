@@ -1,0 +1,151 @@
+"""Purges of deleted topics in a replica set: every node carries out the order in the log.
+
+Goal: all copies are the same again, whichever node was down, behind or elected meanwhile, and
+messages of other topics stay readable.
+Method: real nodes in one process (tests/storage/replicas.py). Tests wait for states.
+"""
+
+from __future__ import annotations
+
+import grpc.aio
+import pytest
+
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import BatonError, TopicExists
+from batonmq_server.storage import checkpointer
+from batonmq_server.storage.core.commitlog import purged_head
+from tests.storage.batches import batch
+from tests.storage.replicas import BROKER, SEGMENT_BYTES, Replica, Scene
+from tests.support.conditions import until
+
+pytestmark = pytest.mark.timeout(180)
+
+TIMEOUT_S = 60
+GONE, GONE_ID = "old", 99
+PURGED = purged_head(SEGMENT_BYTES).ljust(SEGMENT_BYTES, b"\0")
+
+
+@pytest.fixture(autouse=True)
+def _checkpoints_are_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointer, "INTERVAL_S", 0)
+
+
+async def put(scene: Scene) -> None:
+    spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
+    topic = StoredTopic(name=GONE, topic_id=GONE_ID, spread=spread)
+    etcd = next(iter(scene.nodes.values())).session
+    await etcd.put(etcd.key("topics", GONE), topic.SerializeToString())
+
+
+async def delete(scene: Scene) -> None:
+    etcd = next(node.session for node in scene.nodes.values() if not node.ended.is_set())
+    await etcd.delete(etcd.key("topics", GONE))
+
+
+async def purge(leader: Replica, topic: str = GONE) -> pb.PurgeTopicResponse:
+    try:
+        request = pb.PurgeTopicRequest(topic=topic)
+        return await leader.stub.PurgeTopic(request, timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+async def write(leader: Replica, segments: int = 3) -> None:
+    """Write messages of both topics, then segments of the topic to delete, then both again."""
+    await leader.append(batch(b"first"), batch(bytes(30_000), topic=GONE))
+    for _ in range(2 * segments):
+        await leader.append(batch(bytes(30_000), topic=GONE))
+    await leader.append(batch(b"last"))
+
+
+def purged_count(node: Replica) -> int:
+    return sum(content == PURGED for content in node.log().values())
+
+
+async def test_purge_frees_segments_on_every_node(scene: Scene) -> None:
+    await scene.start("a", "b", "c")
+    leader = await scene.leader()
+    await scene.wait_in_sync("a", "b", "c")
+    await put(scene)
+    await write(leader)
+    with pytest.raises(TopicExists):
+        await purge(leader)
+    await delete(scene)
+    answer = await purge(leader)
+    assert (answer.purged_segments, answer.purged_bytes) == (2, 2 * SEGMENT_BYTES)
+    assert answer.remaining_segments == 2, "the first and the last one have other messages too"
+    assert 3 * 30_000 <= answer.remaining_bytes < 4 * 30_000
+    assert answer.expiry_unix_ms > 0
+    assert purged_count(leader) == 2
+    assert all(
+        (leader.folder / "log" / name).stat().st_blocks * 512 < SEGMENT_BYTES
+        for name, content in leader.log().items()
+        if content == PURGED
+    )
+    await scene.wait_equal()
+    assert await leader.bodies() == [b"first", b"last"]
+    assert await purge(leader) == pb.PurgeTopicResponse(), "nothing is left to do"
+    await leader.stop()
+    after = await scene.leader()
+    await after.append(batch(b"next"))
+    assert await after.bodies() == [b"first", b"last", b"next"]
+    await scene.start(leader.name)
+    await scene.wait_equal()
+
+
+async def test_node_that_was_down_or_is_new_gets_the_purged_log(scene: Scene) -> None:
+    """The node was down: its log ends within a segment that is purged meanwhile."""
+    await scene.start("a", "b", "c")
+    leader = await scene.leader()
+    await scene.wait_in_sync("a", "b", "c")
+    await put(scene)
+    await write(leader)
+    behind, new = sorted(scene.nodes.keys() - {leader.name})
+    await scene.nodes[behind].stop()
+    await scene.nodes[new].stop()
+    await scene.wait_in_sync(leader.name)
+    await write(leader)
+    await delete(scene)
+    answer = await purge(leader)
+    assert answer.purged_segments > 2
+    for path in sorted((scene.folder / new).rglob("*"), reverse=True):
+        if path.is_file():
+            path.unlink()
+    await scene.start(behind, new)
+    await scene.wait_in_sync(leader.name, behind, new)
+    await leader.append(batch(b"next"))
+    await scene.wait_equal()
+    assert purged_count(scene.nodes[new]) == answer.purged_segments
+    await leader.crash()
+    successor = await scene.leader()
+    assert await successor.bodies() == [b"first", b"last", b"first", b"last", b"next"]
+
+
+async def test_purge_is_carried_out_after_the_leader_has_crashed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader crashes after the order is safe, and before its checkpoint."""
+    await scene.start("a", "b", "c")
+    leader = await scene.leader()
+    await scene.wait_in_sync("a", "b", "c")
+    await put(scene)
+    await write(leader)
+    await delete(scene)
+
+    async def no_checkpoint(_: object) -> bool:
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpointer.Checkpointer, "take", no_checkpoint)
+        with pytest.raises(BatonError, match="will be purged with the next checkpoint"):
+            await purge(leader)
+        assert not any(map(purged_count, scene.nodes.values()))
+        await leader.crash()
+    successor = await scene.leader()
+    await until(lambda: purged_count(successor) == 2)
+    await scene.start(leader.name)
+    await scene.wait_equal()
+    assert await successor.bodies() == [b"first", b"last"]
