@@ -42,7 +42,7 @@ class ConsumerSettings:
         queue_concurrency: Handler calls of one queue that run at once; for `run` and `run_batches`.
             With more than 1, messages are started in order and may end in any order.
         buffer_messages_max: Messages of one queue that wait in the client, at most.
-        buffer_bytes_max: Bytes of bodies that wait in the client, of all queues together. At the
+        buffer_bytes_max: Bytes of messages that wait in the client, of all queues together. At the
             limit, a queue without waiting messages may still fetch an equal share of it.
         pull_messages_max: Offsets of one pull, at most.
         pull_bytes_max: Bytes of one pull, about.

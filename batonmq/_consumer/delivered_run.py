@@ -54,11 +54,12 @@ class DeliveredRun:
 
     @property
     def bytes_count(self) -> int:
-        """Size of the records, in bytes."""
+        """Size of the messages (body, keys, tag, properties), in bytes."""
         begins, indexes = self.columns.begins, self.indexes
+        heads_bytes = RECORD.size * len(indexes)
         if isinstance(indexes, range):
-            return begins[indexes.stop] - begins[indexes.start]
-        return sum(begins[index + 1] - begins[index] for index in indexes)
+            return begins[indexes.stop] - begins[indexes.start] - heads_bytes
+        return sum(begins[index + 1] - begins[index] for index in indexes) - heads_bytes
 
     @property
     def failed_before(self) -> bool:
@@ -85,9 +86,9 @@ class DeliveredRun:
         return self.columns.header.first_offset + self.indexes[number]
 
     def size(self, number: int) -> int:
-        """Return the size of the record at a place in the run, in bytes."""
+        """Return the size of the message at a place in the run, in bytes."""
         index = self.indexes[number]
-        return self.columns.begins[index + 1] - self.columns.begins[index]
+        return self.columns.begins[index + 1] - self.columns.begins[index] - RECORD.size
 
     def message(self, number: int) -> ReceivedMessage:
         """Return the object of the message at a place in the run."""

@@ -19,7 +19,7 @@ class MessageBuffer:
     """Messages that wait, and their bytes in the client's budget.
 
     Attributes:
-        waiting_bytes: Bytes of the records that wait.
+        waiting_bytes: Bytes of the messages that wait.
         arrived: Set when a message may wait.
     """
 

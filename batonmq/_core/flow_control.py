@@ -17,7 +17,7 @@ class FlowLimits:
 
 
 class ByteBudget:
-    """Bytes of bodies that wait for a handler, of all queues of one client.
+    """Bytes of messages that wait for a handler, of all queues of one client.
 
     At the limit, a queue without waiting messages may still fetch its share: a queue whose handler
     hangs must not stop the others. So at most the limit and one share per queue wait, and as much

@@ -114,7 +114,7 @@ class ClientMetrics:
         )
         self.buffered_bytes = Gauge(
             "baton_consumer_buffered_bytes",
-            "Bytes of the bodies of messages that wait for a handler in the client.",
+            "Bytes of the messages that wait for a handler in the client.",
             by_client,
             registry=registry,
         )

@@ -59,7 +59,7 @@ class EventPublisher:
         return asyncio.get_running_loop().time()
 
     def record_commit_time(self, begin_s: float, topics: Iterable[str]) -> None:
-        """Record the duration of a call that began at `begin_s` and committed on these topics."""
+        """Record the duration of a call that changed the progress on these topics."""
         if self.hub.watched and any(topic != METRICS_TOPIC for topic in topics):
             self._latencies.add(_COMMIT, int((self.now_s() - begin_s) * 1e6))
 

@@ -85,7 +85,12 @@ class OwnerCalls(OffsetsCalls):
         await self._commits.wait_durable(item[0] for item in items)
         tokens = [(key, holder.token) for key, holder, _ in items]
         self._telemetry.report_commits("commit", tokens, results)
-        self._telemetry.events.record_commit_time(begin_s, (item[0].topic for item in items))
+        changed = (
+            item[0].topic
+            for item, result in zip(items, results, strict=True)
+            if isinstance(result, CommitResult) and result.changed
+        )
+        self._telemetry.events.record_commit_time(begin_s, changed)
         return pb.CommitResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
 
     async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseResponse:

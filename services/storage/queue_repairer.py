@@ -91,9 +91,10 @@ class QueueRepairer:
                         return
                 except OSError as cause:  # for example: retention has removed a segment meanwhile
                     log.warning("consume queue not rebuilt queue=%s error=%s", key, cause)
-                    lost = _not_rebuilt(key, cause)
+                    segment_lost = isinstance(cause, FileNotFoundError)  # the log is damaged
+                    lost = None if segment_lost else _not_rebuilt(key, cause)
                     if is_shortage(cause):
-                        raise lost from cause  # the next read tries again
+                        raise _not_rebuilt(key, cause) from cause  # the next read tries again
                 await asyncio.sleep(0)
             count = failure.count + 1 if failure else 1
             pause_s = _BACKOFF.delay_ms(count, self._random) / 1000

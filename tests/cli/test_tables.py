@@ -129,7 +129,7 @@ def _pair(other: str, name: str) -> bool:
 def test_table_of_a_pipe_is_as_wide_as_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
     Output(OutputFormat.TABLE).items([LongItem()], TABLES["group._QUEUE_COLUMNS"])
     heading, row = capsys.readouterr().out.splitlines()
-    assert row.count(NAME) == 7
+    assert row.count(NAME) == 8
     assert len(heading.split()) == len(TABLES["group._QUEUE_COLUMNS"])
 
 

@@ -29,7 +29,7 @@ QUEUES_PER_TOPIC = 100
 class TableLeader:
     """A candidate and its leader in one, which have a lock table and nothing else."""
 
-    term = 7
+    term, silence_ms = 7, 30_000
 
     def __init__(self) -> None:
         table = LockTable(LockPolicy())
