@@ -371,7 +371,7 @@ MUTANTS = (
         broken_moves.seal_by_a_lower_move,
         TO_AND_FRO,
         ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
-        first=29,
+        first=27,
     ),
     Mutant(
         "adopt a lower move",

@@ -193,6 +193,8 @@ class SimulationRun:
         for replicas in (self.cluster.checker.replicas, self.cluster.checker.stores):
             await self.context.until(replicas.alike, ALIKE_S)
             replicas.check_alike()
+        # The stranger may have stored a message under an id of the producer meanwhile.
+        await self.context.until(self._done, ASK_S)
         self.cluster.checker.check_complete(self._producer.acked)
 
     async def _check_retaken(self) -> None:

@@ -343,6 +343,8 @@ class ServiceFaults:
 
     async def _apart(self, one: str, pairs: set[tuple[str, str]]) -> None:
         network = self._context.cluster.network
+        if self._settled:  # the last fault was drawn, and its task began after the end of faults
+            return
         network.cut |= pairs
         self._context.note(f"{one} is cut off {sorted(pairs)}", "cuts")
         await asyncio.sleep(self._context.time_s())
