@@ -223,9 +223,9 @@ def test_fsck_checks_the_files_of_a_stopped_node(tmp_path: Path) -> None:
         assert running.interrupt() == 0
     command = [*BATON, "fsck", folder, "--format", "json"]
     clean = subprocess.run(command, capture_output=True, check=True)
-    found = json.loads(clean.stdout)
-    assert (found["clean"], found["indexes_compared"]) == (True, True)
-    assert found["messages"] >= 3  # with what the services tell of themselves
+    report = json.loads(clean.stdout)
+    assert (report["clean"], report["indexes_compared"]) == (True, True)
+    assert report["messages"] >= 3  # with what the services tell of themselves
     assert in_use.code == 1
 
 

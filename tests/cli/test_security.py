@@ -34,23 +34,23 @@ def test_tls_is_off_by_default() -> None:
 
 
 def test_certificate_options_win_over_the_context_as_a_pair() -> None:
-    said = Context(ca_file="ca.pem", cert_file="old.pem", key_file="old.key")
-    assert choose_security(NOTHING, "", said) == Security(
+    context = Context(ca_file="ca.pem", cert_file="old.pem", key_file="old.key")
+    assert choose_security(NOTHING, "", context) == Security(
         ca_file="ca.pem", cert_file="old.pem", key_file="old.key"
     )
-    assert choose_security({**NOTHING, **PAIR}, "", said) == Security(
+    assert choose_security({**NOTHING, **PAIR}, "", context) == Security(
         ca_file="ca.pem", cert_file="c.pem", key_file="c.key"
     )
-    assert choose_security({**NOTHING, "tls": False}, "", said) is None
+    assert choose_security({**NOTHING, "tls": False}, "", context) is None
 
 
 def test_token_in_the_environment_wins_over_the_token_file_of_the_context() -> None:
-    said = Context(ca_file="ca.pem", token_file="token")
-    found = choose_security(NOTHING, SECRET, said)
-    assert found is not None
-    assert found.token is not None
-    assert (found.token.reveal(), found.token_file) == (SECRET, "")
-    assert SECRET not in repr(found)
+    context = Context(ca_file="ca.pem", token_file="token")
+    security = choose_security(NOTHING, SECRET, context)
+    assert security is not None
+    assert security.token is not None
+    assert (security.token.reveal(), security.token_file) == (SECRET, "")
+    assert SECRET not in repr(security)
 
 
 def test_context_stores_absolute_paths(contexts: Path, tmp_path: Path) -> None:
@@ -104,12 +104,12 @@ def test_variables_reach_a_cluster_without_tls_despite_a_context_with_tls(
 
 def test_failed_token_creation_leaves_no_file(tmp_path: Path) -> None:
     file = tmp_path / "billing.token"
-    asked = ("--nameserver", "127.0.0.1:1", "access", "token", "create", "b", "--file", str(file))
-    refused = baton(*asked)
+    arguments = ("--nameserver", "127.0.0.1:1", "access", "token", "create", "b", "--file", str(file))
+    refused = baton(*arguments)
     assert (refused.code, file.exists()) == (1, False)
     assert "UNREACHABLE" in refused.err
     file.write_text("mine")
-    refused = baton(*asked)
+    refused = baton(*arguments)
     assert (refused.code, file.read_text()) == (1, "mine")
     assert f"FILE_EXISTS: {file} exists already" in refused.err
 
@@ -212,11 +212,11 @@ def test_other_clients_of_a_secure_cluster_need_grants(
     assert "access control is on" in running.told()
     token = tmp_path / "billing.token"
     assert baton("access", "token", "create", "billing", "--file", str(token)).code == 0
-    asked = ("--token-file", str(token), "--format", "json", "topic", "create", "bills")
+    arguments = ("--token-file", str(token), "--format", "json", "topic", "create", "bills")
 
     def reason() -> str:
-        told = json.loads(baton(*asked).err.splitlines()[-1])
-        return str(told["error"]["reason"])
+        error = json.loads(baton(*arguments).err.splitlines()[-1])
+        return str(error["error"]["reason"])
 
     # The nameserver hears of a token, and of a grant, a moment after it was made.
     until_now(lambda: reason() == "PERMISSION_DENIED")
@@ -226,7 +226,7 @@ def test_other_clients_of_a_secure_cluster_need_grants(
     )
     assert json.loads(shown.out) == json.loads(baton("--format", "json", "quota", "list").out)[0]
     assert baton("quota", "set", "billing").code == 2, "a limit is required"
-    until_now(lambda: baton(*asked).code == 0)
+    until_now(lambda: baton(*arguments).code == 0)
     blocked = baton("access", "block", "identity:billing", "--reason", "left")
     assert blocked.out == "identity:billing is blocked\n"
     listed = json.loads(baton("--format", "json", "access", "blocks").out)
@@ -235,7 +235,7 @@ def test_other_clients_of_a_secure_cluster_need_grants(
     ]
     until_now(lambda: reason() == "UNAUTHENTICATED")
     assert baton("access", "unblock", "identity:billing").code == 0
-    until_now(lambda: baton(*asked).code == 0)
+    until_now(lambda: baton(*arguments).code == 0)
 
 
 @pytest.mark.e2e
@@ -254,8 +254,8 @@ def test_bound_token_works_with_its_certificate_and_blocked_certificates_do_not(
 
     def reason(files: Security) -> str:
         certificate = ("--cert-file", files.cert_file, "--key-file", files.key_file)
-        asked = ("--token-file", str(token), *certificate, "--format", "json", "topic", "list")
-        done = baton(*asked)
+        arguments = ("--token-file", str(token), *certificate, "--format", "json", "topic", "list")
+        done = baton(*arguments)
         if done.code == 0:
             return "OK"
         return str(json.loads(done.err.splitlines()[-1])["error"]["reason"])
@@ -278,14 +278,14 @@ def test_rejected_client_is_told_what_is_missing(
     authority = CertificateAuthority(running.stderr.parent / "data" / "tls")
     old = authority.issue(CertificateSubject(name="old"), days=-1)
     trusting = ("--ca-file", str(authority.ca_file))
-    asked = ("--nameserver", running.nameserver, "--format", "json")
+    arguments = ("--nameserver", running.nameserver, "--format", "json")
     cases = {
         (): "it uses TLS",
         (*trusting, "--cert-file", old.cert_file, "--key-file", old.key_file): "has expired",
     }  # fmt: skip
     for options, reason in cases.items():
-        refused = baton(*asked, *options, "topic", "list")
+        refused = baton(*arguments, *options, "topic", "list")
         assert refused.code == 1
-        told = json.loads(refused.err.splitlines()[-1])["error"]
-        assert (told["reason"], reason in told["message"]) == ("UNREACHABLE", True), told
-        assert told["remedy"]
+        error = json.loads(refused.err.splitlines()[-1])["error"]
+        assert (error["reason"], reason in error["message"]) == ("UNREACHABLE", True), error
+        assert error["remedy"]

@@ -153,15 +153,15 @@ async def test_list_has_all_names(tmp_path: Path) -> None:
 async def test_long_request_is_not_read_at_the_health_port(tmp_path: Path, method: str) -> None:
     async with probed(tmp_path) as (_, channel):
         call: Any = getattr(health_pb2_grpc.HealthStub(channel), method)
-        asked = call(health_pb2.HealthCheckRequest(service="x" * 2048), timeout=TIMEOUT_S)
-        assert await asked.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "message larger than max" in await asked.details()
+        rejected_call = call(health_pb2.HealthCheckRequest(service="x" * 2048), timeout=TIMEOUT_S)
+        assert await rejected_call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "message larger than max" in await rejected_call.details()
 
 
 async def test_watch_of_a_too_long_name_is_rejected(tmp_path: Path) -> None:
     async with probed(tmp_path) as (_, channel):
-        asked = watch(channel, "x" * (health.NAME_CHARACTERS_MAX + 1))
-        assert await asked.code() is grpc.StatusCode.INVALID_ARGUMENT
+        call = watch(channel, "x" * (health.NAME_CHARACTERS_MAX + 1))
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_watch_beyond_the_limit_is_rejected(
