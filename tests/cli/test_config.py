@@ -28,7 +28,10 @@ def test_values_are_printed_with_their_source(
     assert (settings["port"]["value"], settings["port"]["source"]) == ("5000", str(file))
     settings = {s["name"]: s for s in baton(*arguments, "--env-file", str(env_file)).json}
     assert (settings["port"]["value"], settings["port"]["source"]) == ("7000", "environment")
-    assert (settings["segment_bytes"]["value"], settings["segment_bytes"]["unit"]) == ("65536", "bytes")
+    assert (settings["segment_bytes"]["value"], settings["segment_bytes"]["unit"]) == (
+        "65536",
+        "bytes",
+    )
     (own,) = baton("config", "explain", "storage.port", "--format", "json").json
     assert (own["value"], own["source"], own["default"]) == ("6000", "environment", "0")
 

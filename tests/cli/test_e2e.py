@@ -195,8 +195,8 @@ def test_messages_are_found_by_id_key_offset_and_time(cluster: RunningCluster, l
     assert cluster(*place, "--offset", "2").json["body"] == "3"
     for time in ("0", "2001-01-01T00:00:00Z", str(by_id["store_unix_ms"] - 60_000)):
         assert cluster(*place, "--time", time).json["body"] == "1"
-    told = cluster("message", "get", sent[0]["message_id"])
-    assert told.out.split()[1:] == [
+    plain = cluster("message", "get", sent[0]["message_id"])
+    assert plain.out.split()[1:] == [
         sent[0]["message_id"], "look-up/broker-0/0@0", "tag=t", "keys=k,other", "1",
     ]  # fmt: skip
     for arguments, reason in (

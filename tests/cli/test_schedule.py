@@ -52,7 +52,9 @@ def test_scheduled_messages_are_sent_cancelled_and_delivered(tmp_path: Path) -> 
         far = cluster("produce", "orders", "--file", str(lines), "--delay", "41d")
         assert far.code == 1
         assert "LIMIT_EXCEEDED" in far.err
-        rejected = cluster("produce", "orders", "--file", str(lines), "--deliver-at", f"{now + 9**12}")
+        rejected = cluster(
+            "produce", "orders", "--file", str(lines), "--deliver-at", f"{now + 9**12}"
+        )
         assert rejected.code == 1
         (message,) = cluster(
             "consume", "orders", "--group", "g", "--follow", "--count", "1",

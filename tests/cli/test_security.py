@@ -104,7 +104,16 @@ def test_variables_reach_a_cluster_without_tls_despite_a_context_with_tls(
 
 def test_failed_token_creation_leaves_no_file(tmp_path: Path) -> None:
     file = tmp_path / "billing.token"
-    arguments = ("--nameserver", "127.0.0.1:1", "access", "token", "create", "b", "--file", str(file))
+    arguments = (
+        "--nameserver",
+        "127.0.0.1:1",
+        "access",
+        "token",
+        "create",
+        "b",
+        "--file",
+        str(file),
+    )
     refused = baton(*arguments)
     assert (refused.code, file.exists()) == (1, False)
     assert "UNREACHABLE" in refused.err
