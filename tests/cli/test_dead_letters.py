@@ -1,4 +1,4 @@
-"""Goal: an operator sees why messages died, traces them, and redrives each once.
+"""Goal: an operator sees the cause of each dead letter, traces it, and redrives it once.
 
 Method: `baton up` is a process; a consumer of the library fails on purpose until messages are dead
 letters, and then handles them; the command shows what happened.

@@ -1,7 +1,7 @@
 """Goal: on a terminal of 80 or 100 columns every table of `baton` fits, and no name is folded.
 
 Method: find the tables in the modules of the commands, and render each with long names and large
-numbers. A value that no table knows yet fails the test with its key.
+numbers. A value without a sample fails the test with its key.
 """
 
 from __future__ import annotations

@@ -60,8 +60,10 @@ def test_objects_become_messages_until_an_invalid_line(
     assert messages == {1: ("a", {"all": "x", "n": "1"}, ["k"]), 0: (None, {"all": "x"}, [])}
 
 
-def test_purge_says_what_was_freed_and_what_remains(cluster: RunningCluster, lines: Path) -> None:
-    """The only segment also has messages of other topics: nothing can be removed at once."""
+def test_purge_prints_the_freed_and_the_remaining_bytes(
+    cluster: RunningCluster, lines: Path
+) -> None:
+    """The only segment also has messages of other topics, so no bytes are freed at once."""
     cluster("topic", "create", "kept", "--queues", "1")
     cluster("topic", "create", "purged", "--queues", "1")
     for topic in ("kept", "purged"):

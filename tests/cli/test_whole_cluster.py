@@ -111,7 +111,7 @@ def test_peek_shows_messages_and_changes_no_progress(groups: RunningCluster) -> 
     assert groups("topic", "peek", TOPIC).out.splitlines()[0].endswith(f"{TOPIC}/broker-0/0@0 1")
 
 
-def test_peek_at_what_does_not_exist_is_rejected(groups: RunningCluster) -> None:
+def test_peek_at_a_missing_queue_or_invalid_start_is_rejected(groups: RunningCluster) -> None:
     for arguments, code, reason in (
         (("nothing",), 1, "TOPIC_NOT_FOUND"),
         ((TOPIC, "--queue", "broker-0/7"), 1, "QUEUE_NOT_FOUND"),
@@ -138,7 +138,7 @@ def test_settings_of_a_node_are_those_of_its_process(
     assert {item["variable"].split("_")[1] for item in named.json} == {"OFFSETS"}
 
 
-def test_settings_of_a_node_that_is_not_registered_are_refused(cluster: RunningCluster) -> None:
+def test_settings_of_a_node_that_is_not_registered_are_rejected(cluster: RunningCluster) -> None:
     refused = cluster("config", "print", "--remote", "storage/nothing")
     assert refused.code == 1
     assert "no node storage/nothing is registered" in refused.err

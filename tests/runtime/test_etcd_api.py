@@ -1,7 +1,7 @@
 """Goal: the contract of etcd's v3 API has the names, numbers and types of etcd itself.
 
-Method: a table of etcd 3.5's interface, written down once, against the generated descriptors; that
-etcd understands the calls is shown by the other tests, which talk to a real one.
+Method: a table of etcd 3.5's interface, written down once, against the generated descriptors; the
+other tests call a real etcd.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Goal: a member that does not respond delays repeatable calls for a moment, and no call for long;
 other calls go to a live member; a mirror loses no event.
 Method: a real etcd behind two proxies, each a member to the session, one of which gets stuck: it
-takes everything and answers nothing. Timeouts of a minute, so that no call ends by its timeout.
+reads all bytes and sends none. Timeouts of a minute, so that no call ends by its timeout.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The client of etcd.
 
-Goal: transactions are all or nothing and compare what they say; keys are deleted with their lease;
+Goal: a transaction applies all of its writes or none; keys are deleted with their lease;
 a failed condition and an unknown outcome are different results.
 Method: a real etcd, and a cluster name for each test.
 """
@@ -44,7 +44,7 @@ async def test_delete_returns_whether_the_key_existed(etcd: EtcdSession) -> None
     assert not await etcd.delete("topics/a")
 
 
-async def test_clusters_in_one_etcd_do_not_see_each_other(
+async def test_clusters_in_one_etcd_have_separate_keys(
     etcd: EtcdSession, etcd_endpoint: str, cluster: str
 ) -> None:
     await etcd.put("topics/a", b"")

@@ -38,12 +38,12 @@ class Node:
 
     listed: bool = True
     level: bool = True
-    known: bool = True
-    asked: int = 0
+    is_known: bool = True
+    call_count: int = 0
 
     async def caught_up(self) -> bool:
-        self.asked += 1
-        if not self.known:
+        self.call_count += 1
+        if not self.is_known:
             raise NoQuorum("etcd does not answer")
         return self.level
 
@@ -90,15 +90,15 @@ async def test_node_is_ready_while_it_is_listed_and_caught_up(
         await status.set_started()
         await status.set_serving([NAME])
         following = tasks.create_task(status.follow_readiness(lambda: node.listed, node.caught_up))
-        await until(lambda: node.asked > 2)
+        await until(lambda: node.call_count > 2)
         assert await serving_names(channel) == {"", NAME, LIVE, STARTED}, "accepts calls, but lags"
         node.level = True
         await until(ready)
-        node.known = False
-        before = node.asked
-        await until(lambda: node.asked > before + 2)
+        node.is_known = False
+        before = node.call_count
+        await until(lambda: node.call_count > before + 2)
         assert await ready(), "unknown: the last status stays"
-        node.known, node.listed = True, False
+        node.is_known, node.listed = True, False
         await until(unready)
         node.listed = True
         await until(ready)
@@ -176,7 +176,7 @@ async def test_watch_beyond_the_limit_is_rejected(
         open_watches.pop().cancel()
 
         async def another() -> bool:
-            """The server may notice the end of the other watch after the start of this one."""
+            """The server may end the other watch only after this one starts."""
             try:
                 return bool(await watch(channel).read())
             except grpc.aio.AioRpcError as error:

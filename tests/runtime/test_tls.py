@@ -1,4 +1,4 @@
-"""Goal: servers accept authenticated clients, tell others the reason, and use renewed files.
+"""Goal: servers accept authenticated clients, explain each rejection, and use renewed files.
 
 Method: real gRPC over TLS in this process, with certificates of an authority of the test.
 """
@@ -60,7 +60,7 @@ def carol(authority: CertificateAuthority) -> Security:
 
 
 class CallerServicer:
-    """A server that returns the caller, and holds calls that ask for it."""
+    """A server that returns the caller's name; a `hold` request waits."""
 
     def __init__(self) -> None:
         self.held, self.release = asyncio.Event(), asyncio.Event()
@@ -175,7 +175,7 @@ async def test_rejected_client_gets_the_reason_and_a_remedy(
         assert await asyncio.to_thread(find_tls_failure, address, carol) is None
 
 
-async def test_errors_tell_untrusted_servers_apart(
+async def test_errors_name_the_problem_of_an_untrusted_server(
     authority: CertificateAuthority, carol: Security
 ) -> None:
     old = authority.issue(replace(NODE, name="old"), days=-1)
