@@ -96,15 +96,15 @@ def error_from_pb(error: error_pb2.Error) -> BatonError:
     except ValueError:
         name = "UNKNOWN"
     kind = ERROR_OF.get(name, Internal)
-    found = kind(
+    exception = kind(
         error.message,
         remedy=error.remedy,
         retry_after_ms=error.retry_after_ms,
         detail=_unpack_detail(error, kind.detail_type),
         differences=differences_from_pb(error.differences),
     )
-    found.facts = dict(error.facts)  # as sent: the sender has added those of the detail
-    return found
+    exception.facts = dict(error.facts)  # as sent: the sender has added those of the detail
+    return exception
 
 
 def _pack_detail(detail: Detail, packed: Message) -> None:

@@ -56,7 +56,7 @@ _CLOSED = TlsFailure(
 
 def explain_tls_failure(text: str) -> TlsFailure | None:
     """Return the TLS failure that an error text describes; None if it describes none."""
-    for words, found in _KNOWN:
+    for words, failure in _KNOWN:
         if words in text:
-            return found
+            return failure
     return _CLOSED if "failed to connect" in text and "Socket closed" in text else None

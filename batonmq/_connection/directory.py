@@ -434,18 +434,18 @@ class Directory:
         return channel
 
     async def _address(self, service: pb.ServiceKind.ValueType, replica_set: str = "") -> str:
-        found = None if self._outdated else self._find(service, replica_set)
-        if found is None:
+        address = None if self._outdated else self._find(service, replica_set)
+        if address is None:
             await self.refresh()
-            found = self._find(service, replica_set)
-        if found is None:
+            address = self._find(service, replica_set)
+        if address is None:
             name = pb.ServiceKind.Name(service).removeprefix("SERVICE_KIND_").lower()
             raise Unreachable(
                 f"no {name} node {replica_set} is registered".replace("  ", " "),
                 retry_after_ms=200,
                 facts={"service": name},
             )
-        return found
+        return address
 
     def _of_broker(self, broker: str) -> list[pb.Node]:
         """Return the nodes of a replicated broker; none for a node that is not replicated."""

@@ -73,10 +73,10 @@ class SecureChannel(grpc.aio.Channel):
     def method(self, path: str, make: Callable[[grpc.aio.Channel], Any]) -> Any:
         """Return the callable of an RPC, made once for each gRPC channel."""
         self.current()
-        found = self._methods.get(path)
-        if found is None:
-            found = self._methods[path] = make(self._channel)
-        return found
+        multicallable = self._methods.get(path)
+        if multicallable is None:
+            multicallable = self._methods[path] = make(self._channel)
+        return multicallable
 
     def _make(self, pems: Pems) -> None:
         credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)

@@ -75,9 +75,9 @@ def to_json(security: Security) -> str:
 
 def from_json(text: str) -> Security:
     """Inverse of `to_json`."""
-    found = json.loads(text)
-    token = found.pop("token")
-    return Security(**found, token=None if token is None else Secret(token))
+    values = json.loads(text)
+    token = values.pop("token")
+    return Security(**values, token=None if token is None else Secret(token))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +137,22 @@ class CredentialFiles:
 
 def _stamps(security: Security) -> tuple[tuple[int, int, int], ...]:
     """Return values that differ when a file changes; follows links, which Kubernetes swaps."""
-    found = []
+    stamps = []
     for path in security.files:
         try:
             stat = Path(path).stat()
         except OSError as error:
             raise _unusable(path, error) from error
-        found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
-    return tuple(found)
+        stamps.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(stamps)
 
 
 def _read(security: Security) -> tuple[Pems, str]:
     for _ in range(_TRIES):
         before = _stamps(security)
-        found = _read_once(security)
+        material = _read_once(security)
         if before == _stamps(security):
-            return found
+            return material
     raise InvalidArgument(
         f"{', '.join(security.files)}: the files changed during each of {_TRIES} reads",
         remedy="Replace the files once, each in one step.",

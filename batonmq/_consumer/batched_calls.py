@@ -305,7 +305,7 @@ class BatchedCalls:
         self, queues: Sequence[QueueRef]
     ) -> list[storage_pb.QueryOffsetsOutcome | BatonError]:
         """Make one call per broker; a broker that fails concerns only its own queues."""
-        found: dict[QueueRef, storage_pb.QueryOffsetsOutcome | BatonError] = {}
+        outcomes: dict[QueueRef, storage_pb.QueryOffsetsOutcome | BatonError] = {}
 
         async def ask(broker: str) -> None:
             own_queues = [queue for queue in queues if queue.broker == broker]
@@ -313,14 +313,14 @@ class BatchedCalls:
             try:
                 stub = await self._session.directory.storage(broker)
                 answer = await answered(stub.QueryOffsets(request, timeout=CALL_TIMEOUT_S))
-                found.update(zip(own_queues, answer.outcomes, strict=True))
+                outcomes.update(zip(own_queues, answer.outcomes, strict=True))
             except BatonError as error:
-                found.update(dict.fromkeys(own_queues, error))
+                outcomes.update(dict.fromkeys(own_queues, error))
 
         async with asyncio.TaskGroup() as tasks:
             for broker in sorted({queue.broker for queue in queues}):
                 tasks.create_task(ask(broker))
-        return [found[queue] for queue in queues]
+        return [outcomes[queue] for queue in queues]
 
     async def _close(
         self, items: Sequence[offsets_pb.CloseItem]

@@ -17,14 +17,14 @@ class ConsumerGauges:
 
     def in_flight(self) -> int:
         """Return the number of messages in handlers."""
-        found = [queue.progress for queue in list(self._queues.values())]
-        return sum(progress.running_count for progress in found if progress is not None)
+        progresses = [queue.progress for queue in list(self._queues.values())]
+        return sum(progress.running_count for progress in progresses if progress is not None)
 
     def buffered(self) -> tuple[int, int]:
         """Return the number of messages that wait for a handler, and the bytes of their bodies."""
-        found = list(self._queues.values())
-        messages = sum(len(queue.buffer) for queue in found)
-        return messages, sum(queue.buffer.waiting_bytes.waiting for queue in found)
+        queues = list(self._queues.values())
+        messages = sum(len(queue.buffer) for queue in queues)
+        return messages, sum(queue.buffer.waiting_bytes.waiting for queue in queues)
 
     def delayed(self, reason: FlowReason) -> int:
         """Return the number of queues that delay their next pull for `reason`."""

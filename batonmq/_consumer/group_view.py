@@ -79,5 +79,5 @@ def assigned_queues(group: pb.Group, me: queue_pb2.Incarnation) -> Iterator[Queu
 
 def _is(member: pb.Member, me: queue_pb2.Incarnation) -> bool:
     """Return whether a member is this incarnation; only services know its owner number."""
-    found = member.incarnation
-    return (found.client_id, found.incarnation_id) == (me.client_id, me.incarnation_id)
+    incarnation = member.incarnation
+    return (incarnation.client_id, incarnation.incarnation_id) == (me.client_id, me.incarnation_id)

@@ -176,34 +176,34 @@ class PrefetchedQueue:
             return
         offset = self._next_offset
         try:
-            found = await source.fetch(self.queue, offset, self._wanted, self._budget.share())
+            fetched = await source.fetch(self.queue, offset, self._wanted, self._budget.share())
         except (OffsetAheadOfLog, OffsetOutOfRange) as error:
             await self._correct_offset(source, error)
             return
-        self.end_offset = max(self.end_offset, found.kept.next_offset)
+        self.end_offset = max(self.end_offset, fetched.kept.next_offset)
         if self._moved.is_set():
             return
-        if found.lost_count and self._policy != "earliest":
-            target = self._inside(offset, found.kept)
+        if fetched.lost_count and self._policy != "earliest":
+            target = self._inside(offset, fetched.kept)
             self._note_lost(target - offset)
             self._jump(target)
             return
-        self._note_lost(found.lost_count)
-        messages = self._decode(found, offset)
-        self._next_offset = found.next_offset
+        self._note_lost(fetched.lost_count)
+        messages = self._decode(fetched, offset)
+        self._next_offset = fetched.next_offset
         self._buffer.extend(messages)
         self._bytes.add(sum(len(message.body) for message in messages))
         self._pass_filtered()
         if messages:
             self._arrived()
-        if found.next_offset == offset and source.idle_ms:
+        if fetched.next_offset == offset and source.idle_ms:
             await asyncio.sleep(source.idle_ms / 1000)
 
-    def _decode(self, found: FetchedBatches, first: int) -> list[ReceivedMessage]:
+    def _decode(self, fetched: FetchedBatches, first: int) -> list[ReceivedMessage]:
         return [
             ReceivedMessage(self.queue, 0, header, record, redelivered=False)
-            for raw in found.batches
-            for header, record in decode_batch(raw, first, found.next_offset, self._wanted)
+            for raw in fetched.batches
+            for header, record in decode_batch(raw, first, fetched.next_offset, self._wanted)
         ]
 
     async def _correct_offset(self, source: FetchSource, error: BatonError) -> None:

@@ -286,23 +286,23 @@ class Puller:
         """
         try:
             async with asyncio.timeout(timeout_ms / 1000):
-                while not (found := self._take(count_max)):
+                while not (messages := self._take(count_max)):
                     self._available.clear()
                     await self._available.wait()
         except TimeoutError:
             return {}
-        return found
+        return messages
 
     def _take(self, count_max: int) -> dict[QueueRef, list[ReceivedMessage]]:
-        found: dict[QueueRef, list[ReceivedMessage]] = {}
+        messages: dict[QueueRef, list[ReceivedMessage]] = {}
         for queue, assigned in list(self._queues.items()):
             if count_max and not assigned.paused and (taken := assigned.take(count_max)):
-                found[queue] = taken
+                messages[queue] = taken
                 count_max -= len(taken)
                 self._queues[queue] = self._queues.pop(queue)  # behind the others in the next poll
-        if found:
+        if messages:
             self._notify_queues()
-            return found
+            return messages
         for assigned in self._queues.values():
             if assigned.error is not None and not assigned.paused:
                 raise assigned.error.with_traceback(None)
@@ -450,11 +450,11 @@ class Puller:
         committed = await self.committed(queue) if self._group else None
         if committed is not None:
             return committed
-        start, found = self._settings.consume_from, 0
+        start, searched_offset = self._settings.consume_from, 0
         if start == "timestamp":
-            found = await self._search(queue, self._start_at_unix_ms)
+            searched_offset = await self._search(queue, self._start_at_unix_ms)
         kept = await self._kept(queue)
-        return start_offset(start, kept.first_offset, kept.next_offset, found)
+        return start_offset(start, kept.first_offset, kept.next_offset, searched_offset)
 
     async def _search(self, queue: QueueRef, unix_ms: int) -> int:
         request = query_pb.SearchOffsetRequest(queue=queue_to_pb(queue), unix_ms=unix_ms)

@@ -170,12 +170,12 @@ class QueueAcquirer:
             return AcquiredQueue(await self._query())
 
     async def _local_progress(self, local: LocalOffsets) -> GrantedProgress:
-        found = local.get(self._queue)
-        if found is None:
+        progress = local.get(self._queue)
+        if progress is None:
             extent = await self._calls.extent(self._queue)
-            found = LocalProgress(await self._initial_offset(extent))
-            local.put(self._queue, found)
-        return GrantedProgress(0, 0, found.committed, found.acked)
+            progress = LocalProgress(await self._initial_offset(extent))
+            local.put(self._queue, progress)
+        return GrantedProgress(0, 0, progress.committed, progress.acked)
 
     async def _query(self) -> GrantedProgress:
         session = self._session
@@ -215,7 +215,7 @@ class QueueAcquirer:
 
     async def _initial_offset(self, extent: storage_pb.QueueOffsets) -> int:
         """Return where to start if the group has no progress on the queue."""
-        session, queue, found = self._session, self._queue, 0
+        session, queue, searched_offset = self._session, self._queue, 0
         start = effective_start(
             session.settings.consume_from,
             retry=queue.topic == retry_topic(session.group),
@@ -227,5 +227,5 @@ class QueueAcquirer:
             )
             stub = await session.directory.query(queue.broker)
             answer = await answered(stub.SearchOffset(request, timeout=CALL_TIMEOUT_S))
-            found = answer.offset
-        return start_offset(start, extent.first_offset, extent.next_offset, found)
+            searched_offset = answer.offset
+        return start_offset(start, extent.first_offset, extent.next_offset, searched_offset)

@@ -54,11 +54,11 @@ def restore_original(message: ReceivedMessage, group: str) -> None:
     """Restore the fields that a message of the retry topic had when it was first sent."""
     if message.queue.topic != retry_topic(group):
         return
-    found = origin_of(message.properties)
-    if found is None:
+    origin_attempts = origin_of(message.properties)
+    if origin_attempts is None:
         log.warning("message in the retry topic names no origin %r", message)
         return
-    message.origin, attempts = found
+    message.origin, attempts = origin_attempts
     message.keys = without_origin_key(message.keys, message.origin)
     message.attempts += attempts
     message.properties = {

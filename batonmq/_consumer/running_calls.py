@@ -57,10 +57,10 @@ class RunningCalls:
 
     def abandon(self, queue: QueueRef) -> int:
         """Note that the results of a queue's calls are discarded; return how many there were."""
-        found = [call for call in self._by_queue.get(queue, ()) if not call.abandoned]
-        for call in found:
+        calls = [call for call in self._by_queue.get(queue, ()) if not call.abandoned]
+        for call in calls:
             call.abandoned = True
-        return len(found)
+        return len(calls)
 
     def of_queue(self, queue: QueueRef) -> RunningCall | None:
         """Return the oldest call of a queue with a result that counts."""

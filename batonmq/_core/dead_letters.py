@@ -123,8 +123,8 @@ def dead_letter(
     """
     message_id, queue, offset = location
     properties = message.properties
-    found = origin_of(properties)
-    origin, attempts = found if found else (None, 0)
+    origin_attempts = origin_of(properties)
+    origin, attempts = origin_attempts if origin_attempts else (None, 0)
     return DeadLetter(
         group=queue.topic.removeprefix(DEAD_LETTER_PREFIX),
         message_id=message_id,

@@ -193,15 +193,15 @@ class _Builder:
         return parts[0][1:-1].replace("''", "'")
 
     def number(self, parts: list[Token]) -> int | float:
-        found = number("".join(parts).rstrip("lL"))
-        if found is None:
+        value = number("".join(parts).rstrip("lL"))
+        if value is None:
             raise _InvalidCondition(
                 "the number is too long or too large",
                 "Numbers have at most 64 characters, and are at most 1.7e308.",
                 parts[-1],
             )
-        whole = abs(found) < _WHOLE_LIMIT and found == int(found)
-        return int(found) if whole else found
+        whole = abs(value) < _WHOLE_LIMIT and value == int(value)
+        return int(value) if whole else value
 
 
 def parse_condition(expression: str, begin: int) -> Condition:

@@ -76,21 +76,21 @@ def load(kind: type[S], prefix: str, env: Mapping[str, str] | None = None) -> S:
     Raises:
         ConfigError: A name is unknown, a value is invalid or missing, or the file can't be read.
     """
-    found = read_raw_settings(prefix, env)
+    raw = read_raw_settings(prefix, env)
     known = set(kind.model_fields)
     problems = [
-        ConfigProblem(f"{found.path}: {name}", f"{found.path}: unknown setting {name}")
-        for name in sorted(found.by_file.keys() - known)
+        ConfigProblem(f"{raw.path}: {name}", f"{raw.path}: unknown setting {name}")
+        for name in sorted(raw.by_file.keys() - known)
     ]
-    variables = [f"{prefix}_{name.upper()}" for name in sorted(found.by_env.keys() - known)]
+    variables = [f"{prefix}_{name.upper()}" for name in sorted(raw.by_env.keys() - known)]
     problems += [
         ConfigProblem(variable, f"{variable} is not valid UTF-8")
-        for name, value in sorted(found.by_env.items())
+        for name, value in sorted(raw.by_env.items())
         for variable in [f"{prefix}_{name.upper()}"]
         if not _is_text(value)
     ]
     problems += [ConfigProblem(variable, f"unknown variable {variable}") for variable in variables]
-    values = {k: v for k, v in {**found.by_file, **found.by_env}.items() if k in known}
+    values = {k: v for k, v in {**raw.by_file, **raw.by_env}.items() if k in known}
     try:
         settings = kind(**values)  # type: ignore[arg-type]
     except ValidationError as error:

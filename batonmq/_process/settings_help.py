@@ -51,8 +51,8 @@ def settings_help(
     by_file: Mapping[str, object] = {}
     path = ""
     try:
-        found = read_raw_settings(prefix, env)
-        by_env, by_file, path = found.by_env, found.by_file, found.path
+        raw = read_raw_settings(prefix, env)
+        by_env, by_file, path = raw.by_env, raw.by_file, raw.path
         load(kind, prefix, env)
     except ConfigError as error:
         problems = error.problems
@@ -82,7 +82,7 @@ def settings_help(
 
 def meanings(kind: type[Settings]) -> dict[str, str]:
     """Return the meaning of each setting: the docstring below its field, on one line."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for cls in reversed(kind.__mro__):
         if not issubclass(cls, Settings):
             continue
@@ -95,8 +95,8 @@ def meanings(kind: type[Settings]) -> dict[str, str]:
                 and isinstance(below, ast.Expr)
                 and isinstance(below.value, ast.Constant)
             ):
-                found[field.target.id] = " ".join(str(below.value.value).split())
-    return found
+                texts[field.target.id] = " ".join(str(below.value.value).split())
+    return texts
 
 
 def unit_of(name: str, field: FieldInfo) -> str:

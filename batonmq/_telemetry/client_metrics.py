@@ -198,11 +198,11 @@ class ConsumerMetrics:
 
     def received(self, topic: str, count: int, redelivered_count: int) -> None:
         """Count `count` messages of a pull, `redelivered_count` of them flagged."""
-        found = self._metrics.received
+        counter = self._metrics.received
         if count > redelivered_count:
-            found.labels(self._group, topic, "no").inc(count - redelivered_count)
+            counter.labels(self._group, topic, "no").inc(count - redelivered_count)
         if redelivered_count:
-            found.labels(self._group, topic, "yes").inc(redelivered_count)
+            counter.labels(self._group, topic, "yes").inc(redelivered_count)
 
     def handled(
         self, topic: str, count: int, failures: Iterable[HandlingFailure | None], seconds: float
@@ -228,14 +228,14 @@ class ConsumerMetrics:
         self._metrics.queue_changes.labels(self._group, kind).inc()
 
     def _of_topic(self, topic: str) -> tuple[Counter, Histogram]:
-        found = self._handled.get(topic)
-        if found is None:
+        counters = self._handled.get(topic)
+        if counters is None:
             labels = self._group, topic
-            found = self._handled[topic] = (
+            counters = self._handled[topic] = (
                 self._metrics.handled.labels(*labels),
                 self._metrics.handler_seconds.labels(*labels),
             )
-        return found
+        return counters
 
 
 class ProducerMetrics:

@@ -153,12 +153,12 @@ class AccessControl:
         return tuple(
             [
                 IdentityGrants(
-                    found.identity,
-                    tuple(map(_from_pb, found.grants)),
-                    tuple(map(_token_from_pb, found.tokens)),
+                    entry.identity,
+                    tuple(map(_from_pb, entry.grants)),
+                    tuple(map(_token_from_pb, entry.tokens)),
                 )
                 async for answer in iter_pages(page)
-                for found in answer.identities
+                for entry in answer.identities
             ]
         )
 
@@ -242,9 +242,9 @@ class AccessControl:
 
         return tuple(
             [
-                AccessBlock(found.subject, found.create_unix_ms, found.by, found.reason)
+                AccessBlock(block.subject, block.create_unix_ms, block.by, block.reason)
                 async for answer in iter_pages(page)
-                for found in answer.blocks
+                for block in answer.blocks
             ]
         )
 

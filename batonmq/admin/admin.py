@@ -279,7 +279,7 @@ class Admin:
         progress = reading.result()
         wanted = {subscription.topic for subscription in group.subscriptions}
         queues = {queue for topic in topics if topic.name in wanted for queue in topic.queues}
-        queues.update(queue_from_pb(found.queue.queue) for found in progress)
+        queues.update(queue_from_pb(entry.queue.queue) for entry in progress)
         # Read after the committed offsets, so that no committed offset is above an end.
         extents, away = await self.extents(sorted(queues))
         ends = {queue: next_offset for queue, (_, next_offset) in extents.items()}
@@ -469,7 +469,7 @@ class Admin:
     async def _extents_at(
         self, broker: str, queues: Sequence[QueueRef]
     ) -> dict[QueueRef, tuple[int, int]]:
-        found: dict[QueueRef, tuple[int, int]] = {}
+        extents: dict[QueueRef, tuple[int, int]] = {}
         for start in range(0, len(queues), QUEUES_PER_CALL):
             part = queues[start : start + QUEUES_PER_CALL]
             request = storage_pb.QueryOffsetsRequest(queues=map(queue_to_pb, part))
@@ -483,8 +483,8 @@ class Admin:
             outcomes = (await self.ask(ask)).outcomes
             for queue, outcome in zip(part, outcomes, strict=True):
                 if outcome.HasField("offsets"):
-                    found[queue] = (outcome.offsets.first_offset, outcome.offsets.next_offset)
-        return found
+                    extents[queue] = (outcome.offsets.first_offset, outcome.offsets.next_offset)
+        return extents
 
     async def ask(
         self, ask: Callable[[float], Awaitable[Value]], *, timeout_s: float | None = None

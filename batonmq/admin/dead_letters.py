@@ -78,13 +78,13 @@ class DeadLetters:
             if one.name.startswith(DEAD_LETTER_PREFIX)
         ]
         extents, problems = await self._admin.extents(q for one in topics for q in one.queues)
-        found = []
+        summaries = []
         for topic in topics:
             kept = [(queue, extents.get(queue, (0, 0))) for queue in topic.queues]
             kept = [(queue, extent) for queue, extent in kept if extent[0] < extent[1]]
             if kept:
-                found.append(await self._group(topic.name, kept))
-        return DeadLetterSummaries(tuple(found), problems)
+                summaries.append(await self._group(topic.name, kept))
+        return DeadLetterSummaries(tuple(summaries), problems)
 
     async def extent(self, group: str) -> dict[QueueRef, Range]:
         """Return the first and next offset of each queue of a group's dead letters.

@@ -46,10 +46,10 @@ async def node_settings(admin: Admin, node: str, service: str = "") -> tuple[Nod
         InvalidArgument: No node has this name, or several services have such a node.
         Unreachable: The node does not answer.
     """
-    found = choose_node((await admin.cluster()).nodes, node, service)
+    chosen = choose_node((await admin.cluster()).nodes, node, service)
 
     async def ask(limit_s: float) -> pb.DescribeResponse:
-        channel = admin.directory.connect(found.address)
+        channel = admin.directory.connect(chosen.address)
         try:
             stub: pb_grpc.SettingsServiceAsyncStub = pb_grpc.SettingsServiceStub(channel)
             return await stub.Describe(pb.DescribeRequest(), timeout=limit_s)
@@ -57,10 +57,10 @@ async def node_settings(admin: Admin, node: str, service: str = "") -> tuple[Nod
             await channel.close()
 
     answer = await admin.ask(ask)
-    if (answer.service, answer.node_id) != (found.service, found.node_id):
+    if (answer.service, answer.node_id) != (chosen.service, chosen.node_id):
         raise Unreachable(
-            f"{found.address} is {answer.service}/{answer.node_id}, not "
-            f"{found.service}/{found.node_id}: the address has changed",
+            f"{chosen.address} is {answer.service}/{answer.node_id}, not "
+            f"{chosen.service}/{chosen.node_id}: the address has changed",
             remedy="Repeat the command.",
         )
     return tuple(
@@ -88,16 +88,16 @@ def choose_node(nodes: Sequence[Node], node: str, service: str) -> Node:
     if slash and service and kind != service:
         raise InvalidArgument(f"node {node} is not a node of the service {service}")
     kind = kind or service
-    found = [one for one in nodes if one.node_id == node_id and kind in ("", one.service)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    matches = [one for one in nodes if one.node_id == node_id and kind in ("", one.service)]
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
         raise InvalidArgument(
             f"no node {node} is registered",
             remedy="See: baton cluster status.",
             facts={"node": node},
         )
-    names = ", ".join(f"{one.service}/{one.node_id}" for one in found)
+    names = ", ".join(f"{one.service}/{one.node_id}" for one in matches)
     raise InvalidArgument(
         f"node id {node} is not unique: {names}", remedy="Give one of these names."
     )

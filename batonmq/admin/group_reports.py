@@ -242,24 +242,24 @@ def refused_from_pb(refused: pb.RefusedClient) -> RefusedClient:
     )
 
 
-def diagnosis_from_pb(found: pb.Diagnosis) -> QueueDiagnosis:
+def diagnosis_from_pb(diagnosis: pb.Diagnosis) -> QueueDiagnosis:
     """Convert the value that the nameserver returned."""
-    queue = found.queue.queue
+    queue = diagnosis.queue.queue
     return QueueDiagnosis(
-        group=found.queue.group,
+        group=diagnosis.queue.group,
         topic=queue.topic,
         broker=queue.broker,
         queue_id=queue.queue_id,
-        reason=enum_name(pb.StuckReason.Name, found.reason, "STUCK_REASON_"),
-        message=found.message,
-        remedy=found.remedy,
-        evidence=dict(found.evidence),
-        lag=_known(found.lag_count),
-        lag_ms=_known(found.lag_ms),
-        committed_offset=_known(found.committed_offset),
-        log_end_offset=_known(found.next_offset),
-        client_id=found.owner or None,
-        unmoved_ms=_known(found.unmoved_ms),
+        reason=enum_name(pb.StuckReason.Name, diagnosis.reason, "STUCK_REASON_"),
+        message=diagnosis.message,
+        remedy=diagnosis.remedy,
+        evidence=dict(diagnosis.evidence),
+        lag=_known(diagnosis.lag_count),
+        lag_ms=_known(diagnosis.lag_ms),
+        committed_offset=_known(diagnosis.committed_offset),
+        log_end_offset=_known(diagnosis.next_offset),
+        client_id=diagnosis.owner or None,
+        unmoved_ms=_known(diagnosis.unmoved_ms),
     )
 
 
@@ -271,15 +271,15 @@ def join_progress(
     log_ends: Mapping[QueueRef, int],
 ) -> tuple[QueueProgress, ...]:
     """Return one row for each of `queues`, ascending, from the values that are known."""
-    known = {queue_from_pb(found.queue.queue): found for found in progress}
+    known = {queue_from_pb(entry.queue.queue): entry for entry in progress}
     owners = {QueueRef(lock.topic, lock.broker, lock.queue_id): lock for lock in locks}
     hosts = {member.client_id: member.host for member in group.members}
     assigned = {QueueRef(a.topic, a.broker, a.queue_id): a.client_id for a in group.assignments}
     rows = []
     for queue in sorted(queues):
-        found, lock, end = known.get(queue), owners.get(queue), log_ends.get(queue)
-        committed = found.committed_offset if found else None
-        unacked = _unacked(found, end) if found else (None, None)
+        entry, lock, end = known.get(queue), owners.get(queue), log_ends.get(queue)
+        committed = entry.committed_offset if entry else None
+        unacked = _unacked(entry, end) if entry else (None, None)
         client_id = lock.client_id if lock else None
         rows.append(
             QueueProgress(
@@ -294,19 +294,19 @@ def join_progress(
                 unacked_count_min=unacked[1],
                 client_id=client_id,
                 host=hosts.get(client_id) if client_id else None,
-                token=lock.token if lock else found.token if found else None,
+                token=lock.token if lock else entry.token if entry else None,
                 assigned=assigned.get(queue),
             )
         )
     return tuple(rows)
 
 
-def _unacked(found: offsets_pb.Progress, log_end: int | None) -> tuple[int, int]:
+def _unacked(progress: offsets_pb.Progress, log_end: int | None) -> tuple[int, int]:
     """Return the bounds of the messages in flight: no message beyond the log was delivered."""
-    most, least = found.unacked_count, found.unacked_count_min
+    most, least = progress.unacked_count, progress.unacked_count_min
     if log_end is None or most == least:
         return most, least
-    return max(least, min(most, log_end - found.committed_offset - found.acked_count)), least
+    return max(least, min(most, log_end - progress.committed_offset - progress.acked_count)), least
 
 
 def _subscriptions(subscriptions: Iterable[pb.Subscription]) -> tuple[Subscription, ...]:

@@ -175,14 +175,16 @@ def _group_queue(group: str, queue: QueueRef) -> queue_pb2.GroupQueue:
     return queue_pb2.GroupQueue(group=group, queue=queue_to_pb(queue))
 
 
-def _detail_from_pb(found: pb.DescribeResponse) -> LockDetail:
+def _detail_from_pb(detail: pb.DescribeResponse) -> LockDetail:
     return LockDetail(
-        lock=lock_from_pb(found.entry),
-        term=found.term,
-        lease_left_ms=found.lease_left_ms,
-        pending_step=found.pending_step,
-        pending_attempt=found.pending_attempt,
-        offsets_token=found.offsets_token or None,
-        owner_evicted=found.owner_evicted,
-        denials=tuple(Denial(d.client_id, error_from_pb(d.error), d.age_ms) for d in found.denials),
+        lock=lock_from_pb(detail.entry),
+        term=detail.term,
+        lease_left_ms=detail.lease_left_ms,
+        pending_step=detail.pending_step,
+        pending_attempt=detail.pending_attempt,
+        offsets_token=detail.offsets_token or None,
+        owner_evicted=detail.owner_evicted,
+        denials=tuple(
+            Denial(d.client_id, error_from_pb(d.error), d.age_ms) for d in detail.denials
+        ),
     )

@@ -161,10 +161,10 @@ class MessageTracer:
         return TraceReport(message, origin, kept, traces, tuple(self._problems))
 
     async def _original(self, message: StoredMessage) -> tuple[StoredMessage, Origin, bool]:
-        found = origin_of(message.properties)
-        if found is None:
+        origin_attempts = origin_of(message.properties)
+        if origin_attempts is None:
             return message, Origin(message.queue, message.offset, message.message_id), True
-        origin, _ = found
+        origin, _ = origin_attempts
         try:
             return await self._queries.message(origin.message_id), origin, True
         except MessageNotFound:
@@ -223,11 +223,11 @@ class MessageTracer:
         copies = []
         for topic, kind in kinds.items():
             if topic in topics:
-                for found in await self._found(topic, message, origin):
-                    redriven = REDRIVE_ID in found.properties and kind != "dead"
-                    again = redriven and found.properties.get(ATTEMPTS, "0") == "0"
+                for stored in await self._found(topic, message, origin):
+                    redriven = REDRIVE_ID in stored.properties and kind != "dead"
+                    again = redriven and stored.properties.get(ATTEMPTS, "0") == "0"
                     if again or kind != "redriven":
-                        copies.append(_copy("redriven" if again else kind, found))
+                        copies.append(_copy("redriven" if again else kind, stored))
         return copies
 
     async def _found(
@@ -238,17 +238,17 @@ class MessageTracer:
         has_room = with_origin_key(message.keys, origin)[-1:] == (wanted,)
         key = wanted if has_room else message.keys[0]
         try:
-            found = await self._queries.with_key(topic, key, count_max=COPIES_MAX)
+            matches = await self._queries.with_key(topic, key, count_max=COPIES_MAX)
         except TopicNotFound:
             return []
         except BatonError as error:
             self._problems.append(f"{topic}: {error.reason}: {error.message}")
             return []
-        if found.more:
+        if matches.more:
             self._problems.append(f"{topic}: there may be more copies than the newest {COPIES_MAX}")
         return [
             each
-            for each in found.messages
+            for each in matches.messages
             if each.message_id != wanted and _copied_from(each) == wanted
         ]
 
@@ -330,9 +330,9 @@ def _state(trace: GroupTrace, *, reads_retries: bool) -> str:
 
 def _copied_from(message: StoredMessage) -> str | None:
     """Return the id of the original of a copy; None if the message is not a copy."""
-    found = origin_of(message.properties)
-    if found is not None:
-        return found[0].message_id
+    origin_attempts = origin_of(message.properties)
+    if origin_attempts is not None:
+        return origin_attempts[0].message_id
     return message.keys[-1] if REDRIVEN_FROM in message.properties and message.keys else None
 
 

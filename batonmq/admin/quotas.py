@@ -89,9 +89,9 @@ class Quotas:
 
         return tuple(
             [
-                IdentityQuota(found.identity, _from_pb(found.quota))
+                IdentityQuota(entry.identity, _from_pb(entry.quota))
                 async for answer in iter_pages(page)
-                for found in answer.quotas
+                for entry in answer.quotas
             ]
         )
 

@@ -65,7 +65,7 @@ async def replicas(
         nodes: All live nodes.
     """
     sets = sorted({(n.service, n.replica_set) for n in nodes if n.service in _WITH_COPIES})
-    found: dict[tuple[str, str], Replica] = {}
+    copies_by_node: dict[tuple[str, str], Replica] = {}
     problems: list[str] = []
 
     async def ask(service: str, name: str) -> None:
@@ -74,12 +74,12 @@ async def replicas(
         except BatonError as error:
             problems.append(f"{service} {name}: {error.reason}: {error.message}")
         else:
-            found.update({(service, copy.node_id): copy for copy in copies})
+            copies_by_node.update({(service, copy.node_id): copy for copy in copies})
 
     async with asyncio.TaskGroup() as tasks:
         for service, name in sets:
             tasks.create_task(ask(service, name))
-    return found, sorted(problems)
+    return copies_by_node, sorted(problems)
 
 
 async def replicas_of(

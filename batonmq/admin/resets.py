@@ -148,10 +148,10 @@ class Resets:
             InvalidArgument: There is nothing to move.
             Unreachable: A broker or service does not answer.
         """
-        found = await self._movable(group)
+        description = await self._movable(group)
         progress = await self._admin.progress(group)
         committed = {queue_from_pb(p.queue.queue): p.committed_offset for p in progress}
-        queues = queues_in(scope, found, committed, await self._admin.list_topics())
+        queues = queues_in(scope, description, committed, await self._admin.list_topics())
         bounds = await self._bounds(queues, committed, target)
         targets = {queue: resolve_target(target, bound) for queue, bound in bounds.items()}
         return _plan(group, targets | await self._moved_by(op_id, group, targets))
@@ -273,14 +273,14 @@ class Resets:
                 yield _recorded_from_pb(reset)
 
     async def _movable(self, group: str) -> Group:
-        found = await self._admin.describe_group(group)
-        if found.model == "broadcasting":
+        description = await self._admin.describe_group(group)
+        if description.model == "broadcasting":
             raise InvalidArgument(
                 f"group {group} is broadcasting: each member stores its own progress",
                 remedy="Reset the offset file of each member.",
                 facts={"field": "group"},
             )
-        return found
+        return description
 
     async def _moved_by(
         self, op_id: str, group: str, queues: Collection[QueueRef]
@@ -373,8 +373,10 @@ def queues_in(
 
 
 def _plan(group: str, targets: dict[QueueRef, ResetOffset]) -> ResetPlan:
-    offsets = tuple((q, found.offset) for q, found in targets.items() if found.offset is not None)
-    notes = tuple(f"{queue}: {found.note}" for queue, found in targets.items() if found.note)
+    offsets = tuple(
+        (q, target.offset) for q, target in targets.items() if target.offset is not None
+    )
+    notes = tuple(f"{queue}: {target.note}" for queue, target in targets.items() if target.note)
     if not offsets:
         raise InvalidArgument(
             f"group {group} has no progress to shift",
@@ -424,13 +426,13 @@ def _step_from_pb(step: pb.ResetStep) -> ResetStep:
     )
 
 
-def _recorded_from_pb(found: pb.RecordedReset) -> RecordedReset:
+def _recorded_from_pb(reset: pb.RecordedReset) -> RecordedReset:
     return RecordedReset(
-        op_id=found.op_id,
-        kind=enum_name(pb.ProgressSource.Name, found.kind, "PROGRESS_SOURCE_").lower(),
-        by=found.by,
-        reason=found.reason,
-        unix_ms=found.unix_ms,
-        steps=tuple(map(_step_from_pb, found.steps)),
-        undone_op_id=found.undone_op_id or None,
+        op_id=reset.op_id,
+        kind=enum_name(pb.ProgressSource.Name, reset.kind, "PROGRESS_SOURCE_").lower(),
+        by=reset.by,
+        reason=reset.reason,
+        unix_ms=reset.unix_ms,
+        steps=tuple(map(_step_from_pb, reset.steps)),
+        undone_op_id=reset.undone_op_id or None,
     )

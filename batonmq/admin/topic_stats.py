@@ -69,7 +69,7 @@ class TopicStats:
                 for held in detail.queues
             }
         ends = {held.queue: held.next_offset for held in detail.queues}
-        found = tuple(
+        queue_stats = tuple(
             QueueStats(
                 held.queue,
                 held.first_offset,
@@ -81,7 +81,7 @@ class TopicStats:
         )
         self._before = {queue: end for queue, end in ends.items() if end is not None}
         self._before_s = now_s
-        return found, tuple(problems)
+        return queue_stats, tuple(problems)
 
     def _rate(self, queue: QueueRef, next_offset: int | None, now_s: float) -> float | None:
         before = self._before.get(queue)
@@ -96,10 +96,10 @@ class TopicStats:
             return None
         async with self._room:
             try:
-                found = await MessageQueries(self._admin).at_offset(queue, end - 1)
+                message = await MessageQueries(self._admin).at_offset(queue, end - 1)
             except (MessageNotFound, OffsetOutOfRange):  # retention was quicker
                 return None
             except BatonError as error:
                 problems.append(f"{queue}: {error.reason}: {error.message}")
                 return None
-        return found.store_unix_ms
+        return message.store_unix_ms

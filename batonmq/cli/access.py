@@ -119,8 +119,8 @@ def list_(session: CommandSession, identity: str) -> None:
 
 async def _list(session: CommandSession, identity: str) -> None:
     async with session.admin() as admin:
-        found = await AccessControl(admin).list(identity)
-    session.output.items([item for one in found for item in _items(one)], _HELD)
+        identities = await AccessControl(admin).list(identity)
+    session.output.items([item for one in identities for item in _items(one)], _HELD)
 
 
 def _items(one: IdentityGrants) -> list[Item]:
@@ -339,8 +339,8 @@ def list_blocks(session: CommandSession) -> None:
 
 async def _list_blocks(session: CommandSession) -> None:
     async with session.admin() as admin:
-        found = await AccessControl(admin).blocks()
-    session.output.items(list(map(asdict, found)), _BLOCKS)
+        blocks = await AccessControl(admin).blocks()
+    session.output.items(list(map(asdict, blocks)), _BLOCKS)
 
 
 def _subject(subject: str, certificate: Path | None) -> str:

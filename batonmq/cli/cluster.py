@@ -125,38 +125,40 @@ def status(session: CommandSession) -> None:
 
 async def _status(session: CommandSession) -> None:
     async with session.admin() as admin:
-        found = await admin.cluster()
-        copies, problems = await replicas(admin, found.nodes)
+        cluster = await admin.cluster()
+        copies, problems = await replicas(admin, cluster.nodes)
     connect, now_unix_ms = admin.directory.connect, Clock().unix_ms()
     async with asyncio.TaskGroup() as tasks:
         checks = [
-            tasks.create_task(_check_health(node, connect, now_unix_ms)) for node in found.nodes
+            tasks.create_task(_check_health(node, connect, now_unix_ms)) for node in cluster.nodes
         ]
     nodes = [
         task.result() | _copy_of(node, copies)
-        for node, task in zip(found.nodes, checks, strict=True)
+        for node, task in zip(cluster.nodes, checks, strict=True)
     ]
     problems += _stuck(copies)
-    led = {(node.service, node.replica_set) for node in found.nodes if node.leader}
+    led = {(node.service, node.replica_set) for node in cluster.nodes if node.leader}
     services = {service for service, _ in led}
     missing = [service for service in SERVICES if service not in services]
-    sets = {(n.service, n.replica_set) for n in found.nodes if n.service in ("offsets", "storage")}
+    sets = {
+        (n.service, n.replica_set) for n in cluster.nodes if n.service in ("offsets", "storage")
+    }
     missing += [f"{service} {name}" for service, name in sorted(sets - led) if service in services]
     session.output.detail(
         {
-            "name": found.name,
-            "generation": found.generation,
+            "name": cluster.name,
+            "generation": cluster.generation,
             "nodes": nodes,
             "missing": missing,
-            "etcd_alarms": list(found.etcd_alarms),
-            "etcd_db_bytes": found.etcd_db_bytes,
+            "etcd_alarms": list(cluster.etcd_alarms),
+            "etcd_db_bytes": cluster.etcd_db_bytes,
         },
         nodes,
         _COLUMNS,
         _MORE_COLUMNS,
     )
     session.output.problems(
-        [f"etcd has the alarm {alarm}: {_ALARMS.get(alarm, '')}" for alarm in found.etcd_alarms]
+        [f"etcd has the alarm {alarm}: {_ALARMS.get(alarm, '')}" for alarm in cluster.etcd_alarms]
         + [f"{service} has no leader" for service in missing]
         + [
             f"{node['service']} {node['node_id']} is {node['health']}"
@@ -379,19 +381,19 @@ async def _described(
     admin: Admin, nodes: list[Node]
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the reports of the storage nodes by name, and which do not answer as problems."""
-    found: dict[str, dict[str, Any]] = {}
+    descriptions: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
 
     async def ask(name: str) -> None:
         try:
-            found[name] = await describe_broker(admin, name)
+            descriptions[name] = await describe_broker(admin, name)
         except BatonError as error:
             problems.append(f"{name}: {error.reason}: {error.message}")
 
     async with asyncio.TaskGroup() as tasks:
         for node in nodes:
             tasks.create_task(ask(node.replica_set))
-    return found, problems
+    return descriptions, problems
 
 
 def _rate(

@@ -84,8 +84,8 @@ def print_(
         described = session.run(_ask(session, remote, service or ""))
         session.output.items(list(map(asdict, described)), _COLUMNS, _MORE_COLUMNS)
         return
-    found = _read_settings(session, service, file, env_file)
-    settings = [setting for one in found.values() for setting in one["settings"]]
+    by_service = _read_settings(session, service, file, env_file)
+    settings = [setting for one in by_service.values() for setting in one["settings"]]
     session.output.items(settings, _COLUMNS, _MORE_COLUMNS)
 
 
@@ -101,15 +101,17 @@ def check(
 
     Exit status 1 if a setting is wrong.
     """
-    found = _read_settings(session, service, file, env_file)
+    by_service = _read_settings(session, service, file, env_file)
     problems = [
-        {"service": name} | problem for name, one in found.items() for problem in one["problems"]
+        {"service": name} | problem
+        for name, one in by_service.items()
+        for problem in one["problems"]
     ]
-    item = {"services": list(found), "problems": problems}
+    item = {"services": list(by_service), "problems": problems}
     if problems:
         session.output.detail(item, problems, _PROBLEM_COLUMNS)
         raise Exit(1)
-    session.output.line(item, f"{', '.join(found)}: no problems")
+    session.output.line(item, f"{', '.join(by_service)}: no problems")
 
 
 @commands.command()
@@ -117,8 +119,8 @@ def check(
 @local_session
 def explain(session: CommandSession, name: str) -> None:
     """Print what a setting means, its allowed values, and its value here."""
-    found = _read_settings(session, None, None, None)
-    settings = list(_matching_settings(name, found))
+    by_service = _read_settings(session, None, None, None)
+    settings = list(_matching_settings(name, by_service))
     if not settings:
         session.output.failure(
             "UNKNOWN_SETTING", f"no service has a setting {name!r}", "See: baton config print."
@@ -132,9 +134,9 @@ async def _ask(session: CommandSession, node: str, service: str) -> tuple[NodeSe
         return await node_settings(admin, node, service)
 
 
-def _matching_settings(name: str, found: dict[str, dict[str, Any]]) -> Iterator[Item]:
+def _matching_settings(name: str, by_service: dict[str, dict[str, Any]]) -> Iterator[Item]:
     """Yield the settings that `name` may stand for."""
-    for service, one in found.items():
+    for service, one in by_service.items():
         for setting in one["settings"]:
             if name.lower() in (
                 setting["name"],
@@ -175,7 +177,7 @@ def parse_env(lines: Iterable[str]) -> dict[str, str]:
     Raises:
         InvalidArgument: a line has another form; the message has its number.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         text = line.strip()
         if not text or text.startswith("#"):
@@ -188,5 +190,5 @@ def parse_env(lines: Iterable[str]) -> dict[str, str]:
         value = pair[2]
         if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'":
             value = value[1:-1]
-        found[pair[1]] = value
-    return found
+        variables[pair[1]] = value
+    return variables

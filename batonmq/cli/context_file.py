@@ -179,14 +179,14 @@ def read(path: Path) -> Contexts:
         ContextError: the file can't be read or is not valid; the text names the field.
     """
     try:
-        found = tomllib.loads(path.read_text())
+        document = tomllib.loads(path.read_text())
     except FileNotFoundError:
         return Contexts()
     except (OSError, ValueError) as error:  # not readable, not UTF-8 or not TOML
         raise ContextError(f"{path}: {error}") from error
-    current, tables = found.pop("current", ""), found.pop("contexts", {})
-    if found:
-        raise ContextError(f"{path}: {min(found)} is not a known key; known: current, contexts")
+    current, tables = document.pop("current", ""), document.pop("contexts", {})
+    if document:
+        raise ContextError(f"{path}: {min(document)} is not a known key; known: current, contexts")
     if not isinstance(current, str):
         raise ContextError(f"{path}: current must be a string, got {current!r}")
     if not isinstance(tables, dict):

@@ -43,9 +43,9 @@ def bundle(session: CommandSession, out: Path, data_dir: Path | None) -> None:
     """
     try:
         with out.open("xb") as file:
-            found = session.run(_collect(session, data_dir))
+            diagnostics = session.run(_collect(session, data_dir))
             with tarfile.open(fileobj=file, mode="w:gz") as archive:
-                _pack(archive, out.name.partition(".")[0], found.files)
+                _pack(archive, out.name.partition(".")[0], diagnostics.files)
     except FileExistsError as error:
         session.output.failure("FILE_EXISTS", f"{out} exists already", "Give another name.")
         raise Exit(1) from error
@@ -55,24 +55,24 @@ def bundle(session: CommandSession, out: Path, data_dir: Path | None) -> None:
     except BaseException:
         out.unlink()
         raise
-    item = {"file": str(out), "files": sorted(found.files), "problems": found.problems}
-    problems = counted(len(found.problems), "problem")
-    session.output.line(item, f"{out}: {counted(len(found.files), 'file')}, {problems}")
-    for problem in found.problems:
+    item = {"file": str(out), "files": sorted(diagnostics.files), "problems": diagnostics.problems}
+    problems = counted(len(diagnostics.problems), "problem")
+    session.output.line(item, f"{out}: {counted(len(diagnostics.files), 'file')}, {problems}")
+    for problem in diagnostics.problems:
         session.output.note(f"  {problem}")
 
 
 async def _collect(session: CommandSession, data_dir: Path | None) -> Diagnostics:
     with progress("files") as report:
-        found = Diagnostics(session.nameserver, report, security=session.security)
+        diagnostics = Diagnostics(session.nameserver, report, security=session.security)
         if data_dir is not None:
-            found.add_folder(data_dir)
+            diagnostics.add_folder(data_dir)
         try:
-            found.add_json("settings-of-this-machine.json", settings_of_services())
+            diagnostics.add_json("settings-of-this-machine.json", settings_of_services())
         except OSError as error:
-            found.problems.append(f"settings: {error}")
-        await found.collect()
-    return found
+            diagnostics.problems.append(f"settings: {error}")
+        await diagnostics.collect()
+    return diagnostics
 
 
 def _pack(archive: tarfile.TarFile, folder: str, files: dict[str, bytes]) -> None:

@@ -236,9 +236,9 @@ def export(
 
 async def _list(session: CommandSession) -> None:
     async with session.admin() as admin:
-        found = await DeadLetters(admin).groups()
-    session.output.items([asdict(one) for one in found.groups], _GROUPS)
-    session.output.problems(found.problems)
+        summaries = await DeadLetters(admin).groups()
+    session.output.items([asdict(one) for one in summaries.groups], _GROUPS)
+    session.output.problems(summaries.problems)
 
 
 async def _show(session: CommandSession, group: str, criteria: Criteria, limit: int) -> None:

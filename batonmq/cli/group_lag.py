@@ -61,9 +61,9 @@ _ALL_MORE: Columns = {"EXPLANATION": Prose("message"), "REMEDY": Prose("remedy")
 def why_stuck(session: CommandSession, group: str, topic: str, queue: str, check: bool) -> None:
     """Show for each queue of a group whether its progress is stuck, why, and what to do."""
     place = parse_queue(topic, queue)
-    found = session.run(_diagnose(session, group, topic, place))
-    session.output.items([_item(diagnosis) for diagnosis in found], _WHY_COLUMNS, _WHY_MORE)
-    if check and any(diagnosis.stuck for diagnosis in found):
+    diagnoses = session.run(_diagnose(session, group, topic, place))
+    session.output.items([_item(diagnosis) for diagnosis in diagnoses], _WHY_COLUMNS, _WHY_MORE)
+    if check and any(diagnosis.stuck for diagnosis in diagnoses):
         raise Exit(1)
 
 
@@ -91,8 +91,8 @@ def lag(session: CommandSession, group: str, topic: str, queue: str) -> None:
         session.run(_all(session))
         return
     place = parse_queue(topic, queue)
-    found = session.run(_diagnose(session, group, topic, place))
-    queues, whole = [_item(diagnosis) for diagnosis in found], total(found)
+    diagnoses = session.run(_diagnose(session, group, topic, place))
+    queues, whole = [_item(diagnosis) for diagnosis in diagnoses], total(diagnoses)
     session.output.detail({"group": group} | whole | {"queues": queues}, queues, _LAG_COLUMNS)
     session.output.note("")
     count, unknown = whole["lag"], whole["unknown_count"]
@@ -108,21 +108,21 @@ def lag(session: CommandSession, group: str, topic: str, queue: str) -> None:
 async def _all(session: CommandSession) -> None:
     async with session.admin() as admin:
         names = [group.name for group in await admin.list_groups()]
-        found = await group_lags(admin, names)
-    session.output.items([_lag_item(one) for one in found], _ALL_COLUMNS, _ALL_MORE)
-    stuck = [one.group for one in found if one.stuck]
+        lags = await group_lags(admin, names)
+    session.output.items([_lag_item(one) for one in lags], _ALL_COLUMNS, _ALL_MORE)
+    stuck = [one.group for one in lags if one.stuck]
     session.output.note("")
-    session.output.note(f"stuck: {len(stuck)} of {counted(len(found), 'group')}")
+    session.output.note(f"stuck: {len(stuck)} of {counted(len(lags), 'group')}")
     if stuck:
         session.output.note(f"see: baton group why-stuck {stuck[0]}")
 
 
-def total(found: Sequence[QueueDiagnosis]) -> dict[str, int]:
+def total(diagnoses: Sequence[QueueDiagnosis]) -> dict[str, int]:
     """Return the total lag, the age of the oldest message, and how many queues are unknown."""
     return {
-        "lag": sum(d.lag for d in found if d.lag is not None),
-        "lag_ms": max((d.lag_ms for d in found if d.lag_ms is not None), default=0),
-        "unknown_count": sum(d.lag is None or d.lag_ms is None for d in found),
+        "lag": sum(d.lag for d in diagnoses if d.lag is not None),
+        "lag_ms": max((d.lag_ms for d in diagnoses if d.lag_ms is not None), default=0),
+        "unknown_count": sum(d.lag is None or d.lag_ms is None for d in diagnoses),
     }
 
 

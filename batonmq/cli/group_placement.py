@@ -69,9 +69,9 @@ async def _move(
         groups = names or [group.name for group in await admin.list_groups()]
         for name in groups:
             try:
-                found = await move_group(admin, name, to_set, dry_run=dry_run)
-                moves += [found] if names or not found.stays else []
-                states[name] = await _outcome(admin, found, dry_run=dry_run)
+                moved = await move_group(admin, name, to_set, dry_run=dry_run)
+                moves += [moved] if names or not moved.stays else []
+                states[name] = await _outcome(admin, moved, dry_run=dry_run)
             except BatonError as error:
                 if names:
                     raise
@@ -81,14 +81,14 @@ async def _move(
     ]
     items = [
         {
-            "group": found.group,
-            "from_set": found.before.offsets_set,
-            "to_set": found.after.offsets_set,
-            "move": found.after.move,
-            "state": states[found.group],
-            "place": asdict(found.after),
+            "group": moved.group,
+            "from_set": moved.before.offsets_set,
+            "to_set": moved.after.offsets_set,
+            "move": moved.after.move,
+            "state": states[moved.group],
+            "place": asdict(moved.after),
         }
-        for found in moves
+        for moved in moves
     ]
     session.output.items(items, _COLUMNS)
     if names is None:

@@ -99,12 +99,12 @@ async def _get(session: CommandSession, message_id: str) -> None:
 
 async def _find(session: CommandSession, topic: str, key: str, count: int) -> None:
     async with session.admin() as admin:
-        found = await MessageQueries(admin).with_key(topic, key, count_max=count)
-    if not found.messages:
+        matches = await MessageQueries(admin).with_key(topic, key, count_max=count)
+    if not matches.messages:
         raise MessageNotFound(f"topic {topic} has no message with key {key}")
-    for one in found.messages:
+    for one in matches.messages:
         show_message(session, one)
-    if found.more:
+    if matches.more:
         session.output.note("there may be more; see --count")
 
 

@@ -121,31 +121,31 @@ async def _trace(
             message = await queries.at_offset(await find_queue(admin, place), offset)
         else:
             message = await _newest(session, queries, *keyed)
-        found = await MessageTracer(admin).trace(message)
-    events = sorted(_events(found), key=lambda item: item["unix_ms"] or _TIME_MAX_MS)
-    session.output.detail(_item(found, events), events, _COLUMNS)
-    session.output.problems(found.problems)
+        report = await MessageTracer(admin).trace(message)
+    events = sorted(_events(report), key=lambda item: item["unix_ms"] or _TIME_MAX_MS)
+    session.output.detail(_item(report, events), events, _COLUMNS)
+    session.output.problems(report.problems)
 
 
 async def _newest(
     session: CommandSession, queries: MessageQueries, topic: str, key: str
 ) -> StoredMessage:
-    found = await queries.with_key(topic, key)
-    if not found.messages:
+    matches = await queries.with_key(topic, key)
+    if not matches.messages:
         raise MessageNotFound(f"topic {topic} has no message with key {key}")
-    older = found.messages[1:]
+    older = matches.messages[1:]
     if older:
         names = ", ".join(each.message_id for each in older[:5])
         session.output.note(
             f"the newest of {counted(len(older) + 1, 'message')} with this key; others: {names}"
         )
-    return found.messages[0]
+    return matches.messages[0]
 
 
-def _events(found: TraceReport) -> Iterator[dict[str, Any]]:
-    message, origin = found.message, found.origin
+def _events(report: TraceReport) -> Iterator[dict[str, Any]]:
+    message, origin = report.message, report.origin
     place = f"{origin.queue}@{origin.offset}"
-    if found.kept:
+    if report.kept:
         yield _event(message.store_unix_ms, "stored", _stored(message))
         scheduled = message.scheduled_unix_ms
         if scheduled is not None:
@@ -155,9 +155,9 @@ def _events(found: TraceReport) -> Iterator[dict[str, Any]]:
         yield _event(
             message.born_unix_ms, "born", f"{origin.message_id} {place}, which is deleted already"
         )
-    if not found.groups:
+    if not report.groups:
         yield _event(None, "now", "no group subscribes to the topic or has progress on the queue")
-    for group in found.groups:
+    for group in report.groups:
         yield from _group_events(group)
 
 
@@ -260,17 +260,17 @@ def _stored(message: StoredMessage) -> str:
     )
 
 
-def _item(found: TraceReport, events: list[dict[str, Any]]) -> Item:
-    message = found.message
+def _item(report: TraceReport, events: list[dict[str, Any]]) -> Item:
+    message = report.message
     return {
-        "message_id": found.origin.message_id,
-        "topic": found.origin.queue.topic,
-        "broker": found.origin.queue.broker,
-        "queue_id": found.origin.queue.queue_id,
-        "offset": found.origin.offset,
-        "kept": found.kept,
+        "message_id": report.origin.message_id,
+        "topic": report.origin.queue.topic,
+        "broker": report.origin.queue.broker,
+        "queue_id": report.origin.queue.queue_id,
+        "offset": report.origin.offset,
+        "kept": report.kept,
         "born_unix_ms": message.born_unix_ms,
-        "store_unix_ms": message.store_unix_ms if found.kept else None,
+        "store_unix_ms": message.store_unix_ms if report.kept else None,
         "scheduled_unix_ms": message.scheduled_unix_ms,
         "producer_id": message.producer_id,
         "producer_epoch": message.producer_epoch,
@@ -280,8 +280,8 @@ def _item(found: TraceReport, events: list[dict[str, Any]]) -> Item:
         "tag": message.tag,
         "keys": list(message.keys),
         "properties": dict(message.properties),
-        "groups": [asdict(group) for group in found.groups],
+        "groups": [asdict(group) for group in report.groups],
         "events": events,
-        "problems": list(found.problems),
+        "problems": list(report.problems),
         **body_of(message),
     }

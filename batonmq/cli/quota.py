@@ -104,10 +104,10 @@ def list_(session: CommandSession) -> None:
 
 async def _list(session: CommandSession) -> None:
     async with session.admin() as admin:
-        found = await Quotas(admin).list()
-    if DEFAULT_IDENTITY not in {one.identity for one in found}:
+        quotas = await Quotas(admin).list()
+    if DEFAULT_IDENTITY not in {one.identity for one in quotas}:
         session.output.note("identities that are not listed have no limit")
-    session.output.items([_item(one) for one in found], _COLUMNS)
+    session.output.items([_item(one) for one in quotas], _COLUMNS)
 
 
 def _item(one: IdentityQuota) -> Item:

@@ -49,8 +49,8 @@ def settings_of(service: str, given: Mapping[str, str] | None = None) -> dict[st
         output = (error.stderr or "").strip() if isinstance(error.stderr, str) else ""
         reason = output.splitlines()[-1:] or [str(error)]
         raise OSError(f"can't read the settings of the {service} service: {reason[0]}") from error
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    settings: dict[str, Any] = json.loads(done.stdout)
+    return settings
 
 
 def settings_of_services() -> dict[str, Any]:

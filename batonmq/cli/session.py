@@ -84,9 +84,9 @@ class CommandSession:
         """Return the error; if a TLS handshake failed, an error that says so instead."""
         addresses = self.nameserver.split(",") if isinstance(error, Unreachable) else []
         for address in addresses:
-            found = find_tls_failure(address.strip(), self.security)
-            if found is not None:
-                return Unreachable(f"{address}: {found.reason}", remedy=found.remedy)
+            failure = find_tls_failure(address.strip(), self.security)
+            if failure is not None:
+                return Unreachable(f"{address}: {failure.reason}", remedy=failure.remedy)
         return error
 
 
@@ -135,9 +135,9 @@ def open_session(
 
 def global_options(context: click.Context) -> GlobalOptions:
     """Return the values of the options before the command."""
-    found = context.find_object(GlobalOptions)
-    assert found is not None
-    return found
+    options = context.find_object(GlobalOptions)
+    assert options is not None
+    return options
 
 
 def _most_useful(group: BaseExceptionGroup[BaseException]) -> BaseException:

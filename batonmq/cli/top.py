@@ -153,13 +153,13 @@ def _key_reader(quit_pressed: asyncio.Event) -> Iterator[None]:
 async def _initial_state(admin: Admin) -> tuple[list[GroupQueueStatus], dict[str, int]]:
     """Return the status of the groups' queues, and the number of members of each group."""
     groups = await admin.list_groups()
-    found: list[GroupQueueStatus] = []
+    statuses: list[GroupQueueStatus] = []
     for group in groups[:GROUPS_MAX]:
         try:
             progress = await admin.group_progress(group.name)
         except BatonError:
             continue  # deleted meanwhile, or no service answers: its events tell the rest
-        found += [
+        statuses += [
             GroupQueueStatus(
                 group=group.name,
                 queue=QueueRef(queue.topic, queue.broker, queue.queue_id),
@@ -169,7 +169,7 @@ async def _initial_state(admin: Admin) -> tuple[list[GroupQueueStatus], dict[str
             )
             for queue in progress.queues
         ]
-    return found, {group.name: len(group.members) for group in groups}
+    return statuses, {group.name: len(group.members) for group in groups}
 
 
 def _or_unknown(offset: int | None) -> int:

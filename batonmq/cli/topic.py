@@ -222,35 +222,35 @@ async def _delete(session: CommandSession, name: str, *, purge: bool) -> None:
             nodes = (await admin.cluster()).nodes
             for broker in sorted({one.replica_set for one in nodes if one.service == "storage"}):
                 try:
-                    found = await admin.purge_topic(name, broker)
+                    purge_result = await admin.purge_topic(name, broker)
                 except BatonError as error:
                     failure = error
                     session.output.note(
                         f"{broker} is not purged: {error.message}; repeat the command"
                     )
                 else:
-                    item["purged"].append(asdict(found))
-                    session.output.note(_purge_text(found))
+                    item["purged"].append(asdict(purge_result))
+                    session.output.note(_purge_text(purge_result))
     session.output.line(item, text)
     if failure is not None:
         raise failure
 
 
-def _purge_text(found: TopicPurge) -> str:
+def _purge_text(purged: TopicPurge) -> str:
     freed = (
-        f"{found.broker}: {found.purged_bytes:,} bytes freed in "
-        f"{counted(found.purged_segments, 'segment')}"
+        f"{purged.broker}: {purged.purged_bytes:,} bytes freed in "
+        f"{counted(purged.purged_segments, 'segment')}"
     )
-    if not found.remaining_segments:
+    if not purged.remaining_segments:
         return freed
     until = (
-        f"expire at {wall_time(found.expiry_unix_ms)} at the latest"
-        if found.expiry_unix_ms
+        f"expire at {wall_time(purged.expiry_unix_ms)} at the latest"
+        if purged.expiry_unix_ms
         else "never expire by age"
     )
     return (
-        f"{freed}; {found.remaining_bytes:,} bytes remain in "
-        f"{counted(found.remaining_segments, 'segment')} with messages of other topics, which "
+        f"{freed}; {purged.remaining_bytes:,} bytes remain in "
+        f"{counted(purged.remaining_segments, 'segment')} with messages of other topics, which "
         f"{until}"
     )
 

@@ -105,14 +105,14 @@ async def _read(
         offset = first
     else:
         offset = await queries.offset_at(extent.queue, start.unix_ms)
-    found: list[StoredMessage] = []
-    while offset < end and len(found) < count:
+    messages: list[StoredMessage] = []
+    while offset < end and len(messages) < count:
         try:
-            page = await queries.page(extent.queue, offset, count - len(found))
+            page = await queries.page(extent.queue, offset, count - len(messages))
         except OffsetOutOfRange:  # retention has removed the rest of it since it was described
-            return found
-        found.extend(page.messages)
+            return messages
+        messages.extend(page.messages)
         if page.next_offset <= offset:
             break
         offset = page.next_offset
-    return found
+    return messages

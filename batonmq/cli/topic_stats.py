@@ -52,9 +52,9 @@ async def _stats(session: CommandSession, topic: str, interval_s: float | None) 
     async with session.admin() as admin:
         stats = TopicStats(admin, topic)
         while True:
-            found, problems = await stats.look()
+            queues, problems = await stats.look()
             now_unix_ms = Clock().unix_ms()
-            items = [_item(queue, now_unix_ms) for queue in found]
+            items = [_item(queue, now_unix_ms) for queue in queues]
             session.output.items(items, _COLUMNS, _MORE_COLUMNS)
             if interval_s is None:
                 session.output.problems(problems)

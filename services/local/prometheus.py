@@ -37,10 +37,10 @@ def find_prometheus() -> Path:
     Raises:
         PrometheusNotFound: there is none.
     """
-    found = shutil.which("prometheus")
-    if found is None:
+    path = shutil.which("prometheus")
+    if path is None:
         raise PrometheusNotFound("prometheus is not on PATH; on Debian: apt-get install prometheus")
-    return Path(found)
+    return Path(path)
 
 
 def scrape_targets(cluster: LocalCluster) -> list[Mapping[str, Any]]:

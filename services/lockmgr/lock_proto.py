@@ -104,7 +104,7 @@ def holds_from_pb(holds: Iterable[pb.Hold]) -> list[tuple[GroupQueue, int]]:
         InvalidArgument: a token is missing, or a queue is listed twice.
         InvalidName, LimitExceeded: see `key_from_pb`.
     """
-    found: dict[GroupQueue, int] = {}
+    tokens: dict[GroupQueue, int] = {}
     allowed: set[tuple[str, str, str]] = set()
     for hold in holds:
         check_positive("token", hold.token)
@@ -112,9 +112,9 @@ def holds_from_pb(holds: Iterable[pb.Hold]) -> list[tuple[GroupQueue, int]]:
         key = GroupQueue(hold.queue.group, queue.topic, queue.broker, queue.queue_id)
         if key[:3] not in allowed or key.queue_id > QUEUE_ID_MAX:
             allowed.add(key_from_pb(hold.queue)[:3])
-        check_unique("holds", key, found)
-        found[key] = hold.token
-    return list(found.items())
+        check_unique("holds", key, tokens)
+        tokens[key] = hold.token
+    return list(tokens.items())
 
 
 def running_from_pb(holds: Iterable[pb.Hold]) -> dict[GroupQueue, RunningHandler]:
@@ -124,21 +124,21 @@ def running_from_pb(holds: Iterable[pb.Hold]) -> dict[GroupQueue, RunningHandler
         InvalidName, LimitExceeded: see `key_from_pb`.
         InvalidArgument: an offset or a time is negative.
     """
-    found: dict[GroupQueue, RunningHandler] = {}
+    handlers: dict[GroupQueue, RunningHandler] = {}
     for hold in holds:
         if hold.HasField("running"):
             call = hold.running
             key = key_from_pb(queue_pb2.GroupQueue(group=hold.queue.group, queue=call.queue))
             check_number("running.offset", call.offset)
             check_number("running.running_ms", call.running_ms)
-            found[key_from_pb(hold.queue)] = RunningHandler(
+            handlers[key_from_pb(hold.queue)] = RunningHandler(
                 token=hold.token,
                 queue=QueueRef(key.topic, key.broker, key.queue_id),
                 offset=call.offset,
                 running_ms=call.running_ms,
                 abandoned=call.abandoned,
             )
-    return found
+    return handlers
 
 
 def lock_from_pb(stored: stored_lock_pb2.StoredLock) -> LockRecord:

@@ -82,9 +82,9 @@ class LockStore:
         Raises:
             NoQuorum: etcd did not answer; the caller must not go on with an empty table.
         """
-        found, _ = await self._session.get_prefix(PREFIX)
+        stored_locks, _ = await self._session.get_prefix(PREFIX)
         entries = []
-        for stored in found:
+        for stored in stored_locks:
             message = stored_lock_pb2.StoredLock.FromString(stored.value)
             entries.append((key_from_pb(message.queue), lock_from_pb(message), stored.mod_revision))
         return entries

@@ -182,14 +182,14 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         check_at_most("hold_ms", request.hold_ms, self._hold_ms_max)
         check_not_empty("items", len(request.items))
         check_at_most("items", len(request.items), ITEMS_MAX)
-        found: dict[GroupQueue, QueueRequest] = {}
+        by_key: dict[GroupQueue, QueueRequest] = {}
         for item in request.items:
             queue_request = _queue_request(requester, item)
-            check_unique("items", queue_request.key, found)
-            found[queue_request.key] = queue_request
-        if len({key.group for key in found}) > 1:
+            check_unique("items", queue_request.key, by_key)
+            by_key[queue_request.key] = queue_request
+        if len({key.group for key in by_key}) > 1:
             raise InvalidArgument("items must be of one group", facts={"field": "items"})
-        return list(found.values())
+        return list(by_key.values())
 
 
 def _queue_request(requester: Requester, item: pb.AcquireItem) -> QueueRequest:

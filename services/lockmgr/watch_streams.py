@@ -80,8 +80,8 @@ class WatchStreams:
 
     def notify(self, incarnation: Incarnation, key: GroupQueue) -> None:
         """Tell the client, if it has a stream, that the state of `key` has changed."""
-        found = [incarnation] if incarnation in self._streams or incarnation.owner else None
-        for one in found or filter(incarnation.matches, self._streams):
+        watched = [incarnation] if incarnation in self._streams or incarnation.owner else None
+        for one in watched or filter(incarnation.matches, self._streams):
             if (stream := self._streams.get(one)) is not None:
                 stream.add(key)
 

@@ -72,11 +72,11 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
     ) -> pb.ListAccessResponse:
         """See the proto."""
         after = key_of_token(request.page_token)
-        found = await self._store.all()
+        identities = await self._store.all()
         page = page_of(
             (
                 (identity, _listed(identity, held))
-                for identity, held in found.items()
+                for identity, held in identities.items()
                 if identity > after and request.identity in ("", identity)
             ),
             request.page_size,

@@ -104,8 +104,8 @@ class AccessStore:
 
     async def revoke_token(self, token_id: str) -> str | None:
         """Delete a token; return its identity, or None if there is no such token."""
-        found, _ = await self._etcd.get_prefix(token_key(token_id))
-        for stored in found:
+        entries, _ = await self._etcd.get_prefix(token_key(token_id))
+        for stored in entries:
             token = pb.StoredToken.FromString(stored.value)
             if token.token_id == token_id:
                 await self._etcd.delete(stored.key)
@@ -114,9 +114,9 @@ class AccessStore:
 
     async def all(self) -> Mapping[str, IdentityAccess]:
         """Return all identities with a grant or a token, ascending."""
-        found, _ = await self._etcd.get_prefix(PREFIX)
+        entries, _ = await self._etcd.get_prefix(PREFIX)
         by_identity: dict[str, IdentityAccess] = {}
-        for stored in found:
+        for stored in entries:
             if identity := identity_of(stored.key.removeprefix(PREFIX)):
                 by_identity.setdefault(identity, IdentityAccess()).grants = _grants(stored)
             elif stored.key.startswith(TOKENS_PREFIX):
@@ -145,8 +145,8 @@ class AccessStore:
 
     async def blocks(self) -> list[pb.StoredBlock]:
         """Return all blocks, ascending by subject."""
-        found, _ = await self._etcd.get_prefix(BLOCKS_PREFIX)
-        blocks = [pb.StoredBlock.FromString(stored.value) for stored in found]
+        entries, _ = await self._etcd.get_prefix(BLOCKS_PREFIX)
+        blocks = [pb.StoredBlock.FromString(stored.value) for stored in entries]
         return sorted(blocks, key=lambda block: block.subject)
 
     async def _change(

@@ -144,8 +144,8 @@ class Catalog:
             _decoded(key, stored.value, node_from_bytes)
             for key, stored in list(self._nodes.values.items())
         )
-        found = [node for node in decoded if node is not None]
-        return sorted(found, key=lambda n: (n.service, n.node_id)), self._nodes.revision
+        nodes = [node for node in decoded if node is not None]
+        return sorted(nodes, key=lambda n: (n.service, n.node_id)), self._nodes.revision
 
     @contextmanager
     def watching_topic(self, name: str) -> Iterator[asyncio.Event]:
@@ -236,12 +236,14 @@ def _broker_nodes(nodes: list[pb.Node]) -> dict[str, pb.Node]:
 
     So a route keeps a broker whose next leader is not elected yet.
     """
-    found: dict[str, pb.Node] = {}
+    by_broker: dict[str, pb.Node] = {}
     for node in nodes:
         if node.service == pb.SERVICE_KIND_STORAGE:
             name = node.replica_set or node.node_id
-            found[name] = max(found.get(name, node), node, key=lambda n: (n.leader, n.epoch))
-    return found
+            by_broker[name] = max(
+                by_broker.get(name, node), node, key=lambda n: (n.leader, n.epoch)
+            )
+    return by_broker
 
 
 @dataclass(frozen=True, slots=True)

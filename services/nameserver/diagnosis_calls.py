@@ -33,5 +33,7 @@ class DiagnosisCalls:
             if request.broker in ("", queue.broker)
             and (not request.HasField("queue_id") or request.queue_id == queue.queue_id)
         )
-        found = await self.inspector.inspect([InspectionTarget(group, selected)], patient=True)
-        return pb.WhyStuckResponse(queues=[diagnosis_to_pb(d.evidence, d.finding) for d in found])
+        diagnoses = await self.inspector.inspect([InspectionTarget(group, selected)], patient=True)
+        return pb.WhyStuckResponse(
+            queues=[diagnosis_to_pb(d.evidence, d.finding) for d in diagnoses]
+        )

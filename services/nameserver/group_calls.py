@@ -201,21 +201,21 @@ class GroupCalls:
         self.catalog.check_ready()
         if (group := self.catalog.groups.get(name)) is not None:
             return group
-        found = await self.store.read(name)
-        if found is None:
+        entry = await self.store.read(name)
+        if entry is None:
             raise group_not_found(name)
-        await self.catalog.caught_up(groups=found[1])
-        return found[0]
+        await self.catalog.caught_up(groups=entry[1])
+        return entry[0]
 
     async def _renew(self, heartbeat: Heartbeat) -> SubscriptionVerdict | None:
         """Renew the lease if the sender is a member on the group's terms; None if it is not.
 
         No record is written, so this is the whole cost of most heartbeats.
         """
-        found = self._recorded(heartbeat)
-        if found is None or found.group.draining or found.member.differs:
+        recorded = self._recorded(heartbeat)
+        if recorded is None or recorded.group.draining or recorded.member.differs:
             return None
-        return ACCEPTED if await self.store.renew(found.live) else None
+        return ACCEPTED if await self.store.renew(recorded.live) else None
 
     def _check_budget(self, heartbeat: Heartbeat) -> None:
         """Take one change of groups from the budget of the sender's identity.

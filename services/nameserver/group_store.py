@@ -331,8 +331,8 @@ class GroupStore:
         if group.terms.broadcasting or not group.members:
             return []
         names = [subscription.topic for subscription in group.terms.subscriptions]
-        found = await run_concurrently([partial(self._topics.read, name) for name in names])
-        return [topic for topic, _ in filter(None, found)]
+        entries = await run_concurrently([partial(self._topics.read, name) for name in names])
+        return [topic for topic, _ in filter(None, entries)]
 
     async def _has_owner(self, name: str) -> bool:
         """Return whether a queue of the group has an owner."""

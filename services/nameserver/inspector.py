@@ -130,11 +130,11 @@ class QueueInspector:
         self._drop_old_histories()
         fresh_ms = self._clock.monotonic_ms() - FRESH_MS
         known = {key for key, seen in self._histories.items() if seen.seen_ms >= fresh_ms}
-        found = await self._collect(targets)
-        if patient and any(e.lag_count > 0 and e.owner and e.key not in known for e in found):
+        collected = await self._collect(targets)
+        if patient and any(e.lag_count > 0 and e.owner and e.key not in known for e in collected):
             await asyncio.sleep(RECHECK_MS / 1000)
-            found = await self._collect(targets)
-        detailed = await self._details(found)
+            collected = await self._collect(targets)
+        detailed = await self._details(collected)
         return [QueueDiagnosis(evidence, diagnose(evidence)) for evidence in detailed]
 
     async def _collect(self, targets: Sequence[InspectionTarget]) -> list[QueueEvidence]:
@@ -149,11 +149,11 @@ class QueueInspector:
             {name: task.result() for name, task in counting.items()},
             await self._logs({queue for target in targets for queue in target.queues}),
         )
-        found: list[QueueEvidence] = []
+        evidence: list[QueueEvidence] = []
         for target in targets:
-            found += self._evidence(target, survey)
+            evidence += self._evidence(target, survey)
             await asyncio.sleep(0)  # Let heartbeats run between two groups.
-        return found
+        return evidence
 
     async def _logs(self, queues: Iterable[QueueRef]) -> dict[QueueRef, QueryResult[LogExtent]]:
         by_broker: dict[str, list[QueueRef]] = defaultdict(list)
@@ -225,15 +225,15 @@ class QueueInspector:
         oldest_ms = self._clock.monotonic_ms() - FORGET_MS
         self._histories = {key: s for key, s in self._histories.items() if s.seen_ms >= oldest_ms}
 
-    async def _details(self, found: list[QueueEvidence]) -> list[QueueEvidence]:
+    async def _details(self, evidence: list[QueueEvidence]) -> list[QueueEvidence]:
         """Return `found`, completed by what is queried queue by queue."""
-        lagging = [i for i, e in enumerate(found) if e.lag_count > 0 and "READ" in e.permission]
-        lagging.sort(key=lambda i: -found[i].lag_count)
+        lagging = [i for i, e in enumerate(evidence) if e.lag_count > 0 and "READ" in e.permission]
+        lagging.sort(key=lambda i: -evidence[i].lag_count)
         async with asyncio.TaskGroup() as tasks:
             details = {
-                i: tasks.create_task(self._detailed(found[i])) for i in lagging[:DETAILS_MAX]
+                i: tasks.create_task(self._detailed(evidence[i])) for i in lagging[:DETAILS_MAX]
             }
-        return [details[i].result() if i in details else e for i, e in enumerate(found)]
+        return [details[i].result() if i in details else e for i, e in enumerate(evidence)]
 
     async def _detailed(self, e: QueueEvidence) -> QueueEvidence:
         queue = e.queue

@@ -229,19 +229,21 @@ class LagMetrics:
         Args:
             members: Number of members by group.
         """
-        found: dict[Gauge, Values] = {gauge: defaultdict(float) for gauge in self._by_topic()}
+        values_by_gauge: dict[Gauge, Values] = {
+            gauge: defaultdict(float) for gauge in self._by_topic()
+        }
         stuck: Values = {}
         known: set[Labels] = set()
         progress: dict[GroupQueue, _QueueProgress] = {}
         for diagnosis in diagnoses:
             e, topic = diagnosis.evidence, (diagnosis.evidence.group.name, diagnosis.evidence.topic)
             known.add(topic)
-            self._add(found, topic, e)
+            self._add(values_by_gauge, topic, e)
             if diagnosis.finding.reason.stuck:
                 stuck[(*topic, e.broker, str(e.queue_id), diagnosis.finding.reason)] = 1
             self._count_rewind(progress, topic, e)
         self._progress = progress
-        for gauge, values in found.items():
+        for gauge, values in values_by_gauge.items():
             self._set(gauge, values)
         self._set(self._stuck, stuck)
         self._set(self._members, {(group,): count for group, count in members.items()})
@@ -263,21 +265,21 @@ class LagMetrics:
             self._lag_latency,
         )
 
-    def _add(self, found: dict[Gauge, Values], topic: Labels, e: QueueEvidence) -> None:
+    def _add(self, values_by_gauge: dict[Gauge, Values], topic: Labels, e: QueueEvidence) -> None:
         """Add a queue to the values of its topic."""
         if e.lag_count >= 0:
             in_flight = e.progress.unacked_count if e.progress else 0
             ready = e.lag_count
             if e.progress is not None and e.log is not None:
                 ready = e.log.next_offset - max(e.progress.delivered_offset, e.log.first_offset)
-            found[self._lag_messages][topic] += e.lag_count
-            found[self._ready][topic] += max(0, ready)
-            found[self._in_flight][topic] += in_flight
-            found[self._lag][topic] += max(0, ready) + in_flight
+            values_by_gauge[self._lag_messages][topic] += e.lag_count
+            values_by_gauge[self._ready][topic] += max(0, ready)
+            values_by_gauge[self._in_flight][topic] += in_flight
+            values_by_gauge[self._lag][topic] += max(0, ready) + in_flight
         if e.lag_ms >= 0:
-            oldest = found[self._lag_seconds]
+            oldest = values_by_gauge[self._lag_seconds]
             oldest[topic] = max(oldest[topic], e.lag_ms / 1000)
-            found[self._lag_latency][topic] = oldest[topic] * 1000
+            values_by_gauge[self._lag_latency][topic] = oldest[topic] * 1000
 
     def _count_rewind(
         self, progress: dict[GroupQueue, _QueueProgress], topic: Labels, e: QueueEvidence

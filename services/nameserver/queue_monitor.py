@@ -67,11 +67,11 @@ class QueueMonitor:
             for _, group in sorted(groups.items())
             if not group.terms.broadcasting
         ]
-        found = await self._inspector.inspect(targets, patient=True)
-        self._metrics.show(found, {name: len(each.members) for name, each in groups.items()})
+        diagnoses = await self._inspector.inspect(targets, patient=True)
+        self._metrics.show(diagnoses, {name: len(each.members) for name, each in groups.items()})
         self._metrics.count_inspection()
-        self._publish_changes(found)
-        await self._publish_lag([d for d in found if _has_known_lag(d)])
+        self._publish_changes(diagnoses)
+        await self._publish_lag([d for d in diagnoses if _has_known_lag(d)])
 
     def _is_inspecting(self) -> bool:
         nameservers = [
@@ -81,12 +81,12 @@ class QueueMonitor:
         ]
         return min(nameservers, default="") == self._node_id
 
-    def _publish_changes(self, found: list[QueueDiagnosis]) -> None:
+    def _publish_changes(self, diagnoses: list[QueueDiagnosis]) -> None:
         """Publish queues that got stuck, changed their reason or recovered since the last time."""
-        stuck = {d.evidence.key: d for d in found if d.finding.reason.stuck}
+        stuck = {d.evidence.key: d for d in diagnoses if d.finding.reason.stuck}
         changed = [
             d
-            for d in found
+            for d in diagnoses
             if (d.evidence.key in stuck or d.evidence.key in self._stuck)
             and self._reason_before(d.evidence.key) != d.finding.reason
         ]
@@ -100,8 +100,8 @@ class QueueMonitor:
                 level, "queue diagnosis changed group=%s reason=%s queues=%d", group, reason, count
             )
 
-    async def _publish_lag(self, found: list[QueueDiagnosis]) -> None:
-        for index, diagnosis in enumerate(found):
+    async def _publish_lag(self, diagnoses: list[QueueDiagnosis]) -> None:
+        for index, diagnosis in enumerate(diagnoses):
             if not self._hub.watched:
                 return
             if index % LAG_EVENTS_PER_S_MAX == LAG_EVENTS_PER_S_MAX - 1:

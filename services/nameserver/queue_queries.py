@@ -170,8 +170,8 @@ class QueueQueries:
             if answer.value is None:
                 return QueryResult(failure=answer.failure)
             progress.update(
-                (_queue_from_pb(found.queue.queue), _progress(found))
-                for found in answer.value.queues
+                (_queue_from_pb(entry.queue.queue), _progress(entry))
+                for entry in answer.value.queues
             )
             request.page_token = answer.value.next_page_token
             if not request.page_token:
@@ -181,10 +181,10 @@ class QueueQueries:
         self, broker: str, queues: Sequence[QueueRef]
     ) -> dict[QueueRef, QueryResult[LogExtent]]:
         """Return the offsets that queues of a broker have, each with its own result."""
-        found: dict[QueueRef, QueryResult[LogExtent]] = {}
+        extents: dict[QueueRef, QueryResult[LogExtent]] = {}
         for first in range(0, len(queues), QUEUES_MAX):
-            found |= await self._logs(broker, queues[first : first + QUEUES_MAX])
-        return found
+            extents |= await self._logs(broker, queues[first : first + QUEUES_MAX])
+        return extents
 
     async def message_at(self, queue: QueueRef, offset: int) -> QueryResult[MessageStamp]:
         """Return the message at an offset; neither value nor failure if it no longer exists."""
@@ -298,16 +298,16 @@ def _log(outcome: storage_pb.QueryOffsetsOutcome) -> QueryResult[LogExtent]:
     return QueryResult(LogExtent(outcome.offsets.first_offset, outcome.offsets.next_offset))
 
 
-def _progress(found: offsets_pb.Progress) -> ProgressEvidence:
+def _progress(progress: offsets_pb.Progress) -> ProgressEvidence:
     return ProgressEvidence(
-        token=found.token,
-        committed_offset=found.committed_offset,
-        unacked_count=found.unacked_count,
-        acked_count=found.acked_count,
-        delivered_offset=found.delivered_offset,
-        acked_range_count=found.acked_range_count,
-        capped=found.ack_capped,
-        idle_ms=found.idle_ms,
-        reset_epoch=found.reset_epoch,
-        waiting_at=found.waiting_at,
+        token=progress.token,
+        committed_offset=progress.committed_offset,
+        unacked_count=progress.unacked_count,
+        acked_count=progress.acked_count,
+        delivered_offset=progress.delivered_offset,
+        acked_range_count=progress.acked_range_count,
+        capped=progress.ack_capped,
+        idle_ms=progress.idle_ms,
+        reset_epoch=progress.reset_epoch,
+        waiting_at=progress.waiting_at,
     )

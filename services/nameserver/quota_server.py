@@ -60,8 +60,8 @@ class QuotaServicer(pb_grpc.QuotaServiceServicer):
     ) -> pb.ListQuotasResponse:
         """See the proto."""
         after = key_of_token(request.page_token)
-        found, _ = await self._etcd.get_prefix(PREFIX)
-        quotas = {identity_of(one.key.removeprefix(PREFIX)): one.value for one in found}
+        entries, _ = await self._etcd.get_prefix(PREFIX)
+        quotas = {identity_of(one.key.removeprefix(PREFIX)): one.value for one in entries}
         page = page_of(
             (
                 (identity, pb.IdentityQuota(identity=identity, quota=Quota.FromString(value)))

@@ -218,11 +218,11 @@ class TopicCalls:
         self._catalog.check_ready()
         if (topic := self._catalog.topics.get(name)) is not None:
             return topic
-        found = await self._store.read(name)
-        if found is None:
+        entry = await self._store.read(name)
+        if entry is None:
             raise topic_not_found(name)
-        await self._catalog.caught_up(topics=found[1])
-        return found[0]
+        await self._catalog.caught_up(topics=entry[1])
+        return entry[0]
 
 
 def _check_queue_count(queue_count: int, queues_max: int = QUEUES_MAX) -> None:

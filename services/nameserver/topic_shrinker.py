@@ -77,10 +77,10 @@ class TopicShrinker:
         Raises:
             BatonError: a service does not answer.
         """
-        found = await self._store.read(name)
-        if found is None or not found[0].shrinking:
+        entry = await self._store.read(name)
+        if entry is None or not entry[0].shrinking:
             return
-        topic, revision = found
+        topic, revision = entry
         retiring = [
             queue
             for part in topic.spread
@@ -112,10 +112,10 @@ class TopicShrinker:
         while True:
             call = self._offsets(group).QueryGroup(request, timeout=CALL_TIMEOUT_S)
             answer = await answered(call)
-            for found in answer.queues:
-                if found.queue.queue.topic == topic:
-                    key = found.queue.queue.broker, found.queue.queue.queue_id
-                    committed[key] = found.committed_offset
+            for entry in answer.queues:
+                if entry.queue.queue.topic == topic:
+                    key = entry.queue.queue.broker, entry.queue.queue.queue_id
+                    committed[key] = entry.committed_offset
             request.page_token = answer.next_page_token
             if not request.page_token:
                 return committed

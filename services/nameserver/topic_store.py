@@ -70,8 +70,8 @@ class TopicStore:
             # Read the counter first: a topic of this name that is created from here on has an id
             # of at least ours, so the progress that is deleted can't be that topic's.
             counter = await self._etcd.get(_TOPIC_ID)
-            if found := await self.read(name):
-                return _found(*found, queue_count)
+            if entry := await self.read(name):
+                return _found(*entry, queue_count)
             topic_id = int(counter.value) + 1 if counter else 1
             topic = Topic(
                 name=name,

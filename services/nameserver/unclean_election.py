@@ -39,8 +39,8 @@ class UncleanElection:
         return pb.ElectReplicaResponse(before=before, up=[up[name] for name in sorted(up)])
 
     async def _up(self, service: str, name: str) -> dict[str, pb.Node]:
-        found, _ = await self._etcd.get_prefix(f"nodes/{service}/")
-        nodes = [node_from_bytes(stored.value) for stored in found]
+        entries, _ = await self._etcd.get_prefix(f"nodes/{service}/")
+        nodes = [node_from_bytes(stored.value) for stored in entries]
         return {node.node_id: node for node in nodes if node.replica_set == name}
 
     async def _write(

@@ -144,7 +144,7 @@ class LmdbDisk:
             with self._lock, self._environment.begin(buffers=False) as transaction:
                 cursor = transaction.cursor()
                 cursor.set_range(prefix)
-                return list(takewhile(lambda found: found[0].startswith(prefix), cursor))
+                return list(takewhile(lambda entry: entry[0].startswith(prefix), cursor))
         except lmdb.Error as error:
             raise DataLoss(f"stored progress can't be read: {error}") from error
 

@@ -136,28 +136,28 @@ class Follower:
             else:
                 await self._apply([_change(one) for one in answer.changes])
 
-    async def _apply(self, found: list[StoreChange]) -> None:
+    async def _apply(self, changes: list[StoreChange]) -> None:
         """Write changes in one write, or in two if a comparison is due between them."""
         at = self.changes.position
-        for change in found:
+        for change in changes:
             if change.position.version != at.version + 1 or change.position.epoch < at.epoch:
                 raise DataLoss(f"the leader sent {change.position} after {at}")
             at = change.position
         if self._expected is not None:
             until = self._expected[0].version - self.changes.position.version
-            if 0 <= until <= len(found):
-                await self._write(found[:until])
-                found = found[until:]
+            if 0 <= until <= len(changes):
+                await self._write(changes[:until])
+                changes = changes[until:]
                 await self._compare()
-        await self._write(found)
+        await self._write(changes)
 
-    async def _write(self, found: list[StoreChange]) -> None:
+    async def _write(self, changes: list[StoreChange]) -> None:
         newest: dict[bytes, bytes | None] = {}
-        for change in found:
+        for change in changes:
             newest.update(change.entries)
         if newest:
             await self.disk.write(list(newest.items()))
-        for change in found:
+        for change in changes:
             self.changes.append(change)
 
     async def _read_all(
@@ -230,14 +230,14 @@ async def state_digest(entries: Sequence[tuple[bytes, bytes]]) -> bytes:
 
     Works in steps: between two, other tasks run, such as the lease renewal of the leader.
     """
-    found = blake2b(digest_size=32)
+    digest = blake2b(digest_size=32)
     for number, (key, value) in enumerate(entries, start=1):
-        found.update(b"%d %d " % (len(key), len(value)))
-        found.update(key)
-        found.update(value)
+        digest.update(b"%d %d " % (len(key), len(value)))
+        digest.update(key)
+        digest.update(value)
         if number % DIGEST_STEP == 0:
             await asyncio.sleep(0)
-    return found.digest()
+    return digest.digest()
 
 
 def _change(read: pb.Change) -> StoreChange:

@@ -43,7 +43,7 @@ class GroupExporter:
             await self._commits.wait_all_durable()
             self._table.drop(group)
             self._history.drop(group)
-        found = await entries_of_group(self._disk, group)
+        entries = await entries_of_group(self._disk, group)
         placement = placements.get(group)
         if placement is None or (placement.move, placement.state) != (move, PlacementState.GONE):
             raise old_move(group, move, placement.move if placement is not None else 0)
@@ -54,7 +54,7 @@ class GroupExporter:
             topic_ids=placement.topic_ids,
         )
         size = 0
-        for key, value in found:
+        for key, value in entries:
             if key <= after_key:
                 continue
             if size >= PART_BYTES:
@@ -71,10 +71,10 @@ class GroupExporter:
             InvalidArgument: the group was not handed over by this move.
         """
         async with self._placement_lock:
-            found = await entries_of_group(self._disk, group)
+            entries = await entries_of_group(self._disk, group)
             # No await up to the last `mark_changed`: a cancelled call changes all or nothing.
             if self._table.placements.forget(group, move):
                 self._commits.mark_changed(PlacementKey(group))
-                self._commits.mark_changed(RawEntries([(key, None) for key, _ in found]))
-                log.info("group forgotten group=%s move=%d entries=%d", group, move, len(found))
+                self._commits.mark_changed(RawEntries([(key, None) for key, _ in entries]))
+                log.info("group forgotten group=%s move=%d entries=%d", group, move, len(entries))
             await self._commits.wait_all_durable()

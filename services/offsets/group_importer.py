@@ -133,10 +133,10 @@ class GroupImporter:
     def _pending_moves(self) -> dict[str, GroupPlacement]:
         """Return the placements with an unfinished move to this set, by group."""
         stored = self._directory.placements.values.items()
-        found = {group: decode_placement(value) for group, value in stored}
+        placements = {group: decode_placement(value) for group, value in stored}
         return {
             group: placement
-            for group, placement in found.items()
+            for group, placement in placements.items()
             if placement.offsets_set == self._directory.offsets_set and placement.from_set
         }
 

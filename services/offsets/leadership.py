@@ -77,7 +77,7 @@ class OffsetsLeadership(Leadership):
             return None
         self._follower_has(name, position.version)
         new_data = self._new_data
-        found = self._changes.since(position, FETCH_BYTES_MAX)
-        if found == [] and await wait_until(new_data, hold_ms):
-            found = self._changes.since(position, FETCH_BYTES_MAX)
-        return found
+        changes = self._changes.since(position, FETCH_BYTES_MAX)
+        if changes == [] and await wait_until(new_data, hold_ms):
+            changes = self._changes.since(position, FETCH_BYTES_MAX)
+        return changes

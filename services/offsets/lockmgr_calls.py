@@ -31,8 +31,8 @@ class LockmgrCalls(OffsetsCalls):
         if self._table.announce(number(request.term, "term", 1)):
             self._commits.mark_changed(None)
             log.info("lock manager announced term=%d", request.term)
-        found, more = self._table.groups_after(after, ANNOUNCED_MAX)
-        queues = [token_pb(key, progress) for key, progress in found]
+        entries, more = self._table.groups_after(after, ANNOUNCED_MAX)
+        queues = [token_pb(key, progress) for key, progress in entries]
         await self._commits.wait_all_durable()
         return pb.AnnounceResponse(offsets_epoch=self._table.epoch, queues=queues, more=more)
 

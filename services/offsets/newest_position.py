@@ -51,8 +51,8 @@ class NewestPosition:
 
     def __init__(self, folder: Path) -> None:
         path = folder / FILE
-        found = _read(path)
-        self._number, self.position = found or (0, NO_POSITION)
+        newest = _read(path)
+        self._number, self.position = newest or (0, NO_POSITION)
         created = not path.exists()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if created:  # Later writes change no metadata, so that `fdatasync` writes one block.
@@ -77,8 +77,8 @@ class NewestPosition:
 
 def recorded_position(folder: Path) -> ReplicaPosition:
     """Return the recorded position; NO_POSITION if there is none, as in an earlier version."""
-    found = _read(folder / FILE)
-    return found[1] if found else NO_POSITION
+    newest = _read(folder / FILE)
+    return newest[1] if newest else NO_POSITION
 
 
 def check_not_rolled_back(
@@ -123,9 +123,9 @@ def position_after(
     if not own:
         return before
     try:
-        found = {key: unseal(key, value) for key, value in own.items()}
-        version = int(found.get(_POSITION_KEY, b"%d" % before.version))
-        history = found.get(_HISTORY_KEY, b"").split()
+        values = {key: unseal(key, value) for key, value in own.items()}
+        version = int(values.get(_POSITION_KEY, b"%d" % before.version))
+        history = values.get(_HISTORY_KEY, b"").split()
         epoch = int(history[-1].partition(b":")[0]) if history else before.epoch
     except ValueError as error:
         raise DataLoss(f"stored position or history can't be read: {error}") from error
@@ -139,8 +139,8 @@ def read_position(environment: lmdb.Environment) -> ReplicaPosition:
         DataLoss, lmdb.Error: it can't be read.
     """
     with environment.begin() as transaction:
-        found = [(key, transaction.get(key)) for key in _OWN]
-    return position_after(NO_POSITION, found)
+        entries = [(key, transaction.get(key)) for key in _OWN]
+    return position_after(NO_POSITION, entries)
 
 
 def _encode(number: int, position: ReplicaPosition) -> bytes:
@@ -154,11 +154,11 @@ def _read(path: Path) -> tuple[int, ReplicaPosition] | None:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
-    found = []
+    positions = []
     for at in (0, SLOT_BYTES):
         raw, crc = content[at : at + _SLOT.size], content[at + _SLOT.size :][: _CRC.size]
         if len(crc) == _CRC.size and _CRC.unpack(crc)[0] == crc32c(raw):
             magic, number, epoch, version = _SLOT.unpack(raw)
             if magic == _MAGIC:
-                found.append((number, ReplicaPosition(epoch, version)))
-    return max(found, default=None)
+                positions.append((number, ReplicaPosition(epoch, version)))
+    return max(positions, default=None)

@@ -204,8 +204,8 @@ async def recover_in_steps(
     Raises:
         DataLoss: a stored value can't be read or contradicts itself.
     """
-    found = await disk.snapshot(skip=HOLDS)
-    table, records, queues = _recovered_meta(found, limits, epoch, now)
+    entries = await disk.snapshot(skip=HOLDS)
+    table, records, queues = _recovered_meta(entries, limits, epoch, now)
     for begin in range(0, len(queues), RECOVERY_STEP):
         _restore_queues(table, queues[begin : begin + RECOVERY_STEP])
         await asyncio.sleep(0)
@@ -213,12 +213,12 @@ async def recover_in_steps(
 
 
 def _recovered_meta(
-    found: Iterable[StoredEntry], limits: QueueLimits, epoch: int, now: Instant
+    entries: Iterable[StoredEntry], limits: QueueLimits, epoch: int, now: Instant
 ) -> tuple[ProgressTable, ResetHistory, list[StoredEntry]]:
     """Return a table without queues, the history, and the stored entries of the queues."""
     meta: dict[bytes, bytes] = {}
     queues: list[StoredEntry] = []
-    stored = dict(found)
+    stored = dict(entries)
     version = stored.pop(FORMAT, _FORMAT_VERSION)
     if version != _FORMAT_VERSION:
         raise DataLoss(
@@ -269,20 +269,20 @@ def entries_of(
     def entries(key: DurableKey) -> Sequence[Entry]:
         match key:
             case None:
-                found = TERM, b"%d" % table.term
+                entry = TERM, b"%d" % table.term
             case str():
-                found = TOPIC + key.encode(), b"%d" % table.deleted_topic_id(key)
+                entry = TOPIC + key.encode(), b"%d" % table.deleted_topic_id(key)
             case ResetSlot():
                 at = RESET + key.group.encode() + b"\0%d" % key.slot
-                found = at, encode_reset(records.at(key))
+                entry = at, encode_reset(records.at(key))
             case PlacementKey():
                 placement = table.placements.get(key.group)
                 assert placement is not None
-                found = placement_entry(key.group, placement)
+                entry = placement_entry(key.group, placement)
             case RawEntries():
                 return key.entries
             case TokenChangeKey():
-                found = (
+                entry = (
                     _hold_key(key.key, key.token_change.slot),
                     encode_token_change(key.token_change),
                 )
@@ -290,8 +290,8 @@ def entries_of(
                 state = table.state(key)
                 if isinstance(state, Tombstone):
                     return tombstone_entries(key, state)
-                found = encode_key(key), encode_progress(state)
-        return [(found[0], seal(*found))]
+                entry = encode_key(key), encode_progress(state)
+        return [(entry[0], seal(*entry))]
 
     return entries
 
@@ -312,7 +312,7 @@ async def entries_of_group(disk: ProgressStore, group: str) -> list[StoredEntry]
     """Return all stored entries of a group, ascending by key, without its local placement."""
     begin = group.encode() + b"\0"
     parts = [await disk.read_prefix(prefix + begin) for prefix in (HOLDS, RESET, b"")]
-    return [found for part in parts for found in part]
+    return [entry for part in parts for entry in part]
 
 
 async def find_token_changes(disk: ProgressStore, key: GroupQueue) -> list[TokenChange]:

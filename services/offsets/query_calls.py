@@ -34,8 +34,8 @@ class QueryCalls(OffsetsCalls):
             if isinstance(progress, BatonError):
                 outcomes.append(pb.QueryOutcome(error=error_to_pb(progress)))
             else:
-                found = progress_pb(key, progress, self._table.limits, now)
-                outcomes.append(pb.QueryOutcome(progress=found))
+                answer = progress_pb(key, progress, self._table.limits, now)
+                outcomes.append(pb.QueryOutcome(progress=answer))
         await self._commits.wait_durable(keys)
         return pb.QueryResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
 
@@ -66,10 +66,10 @@ class QueryCalls(OffsetsCalls):
         """See the proto."""
         group, before = check_group(request.group), number_of_token(request.page_token)
         await self._check_kept(group)
-        found = self._resets.history.newest_first(group)
+        resets = self._resets.history.newest_first(group)
         entries = (
             (str(each.number), recorded_reset_pb(each))
-            for each in found
+            for each in resets
             if before is None or each.number < before
         )
         page = page_of(entries, request.page_size)

@@ -47,12 +47,12 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
                     facts={"field": field, "limit": limit, "actual": actual},
                 )
         leadership.in_sync_set.set_problem(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
-        found = await leadership.fetch(request.node_id, at, request.hold_ms)
+        changes = await leadership.fetch(request.node_id, at, request.hold_ms)
         self._replica.check_still(leadership)
         return pb.FetchResponse(
             epoch=leadership.epoch,
-            changes=map(_change_pb, found or ()),
-            read_all=found is None,
+            changes=map(_change_pb, changes or ()),
+            read_all=changes is None,
             version=leadership.position.version,
         )
 

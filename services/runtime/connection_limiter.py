@@ -76,12 +76,12 @@ class ConnectionAges:
 
 def network_of(address: str) -> str:
     """Return the IPv4 address, or the network of 64 bits of an IPv6 address."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            return str(found.ipv4_mapped)
-        return str(ipaddress.ip_network((int(found) >> 64 << 64, 64)))
-    return str(found)
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return str(ip.ipv4_mapped)
+        return str(ipaddress.ip_network((int(ip) >> 64 << 64, 64)))
+    return str(ip)
 
 
 class ConnectionLimiter:
@@ -128,10 +128,10 @@ class ConnectionLimiter:
         """Check once; blocks for some microseconds per open descriptor."""
         if self._open_descriptors() <= self._per_address:
             return
-        found = self.connections()
-        ended = self._ages.excess(found)
+        connections = self.connections()
+        ended = self._ages.excess(connections)
         for one in ended:
-            end_connection(found[one], one.inode)
+            end_connection(connections[one], one.inode)
         if ended:
             self._ended.inc(len(ended))
             log.warning(

@@ -171,8 +171,8 @@ class Election:
     async def _wait_for_vacancy(self, lease: Lease) -> None:
         """Wait until the key may be free, or the lease must be refreshed."""
         # From the revision of the read: that of the key may have been compacted.
-        found, revision = await self.session.get_prefix(self.key)
-        if all(stored.key != self.key for stored in found):
+        entries, revision = await self.session.get_prefix(self.key)
+        if all(stored.key != self.key for stored in entries):
             return
         with contextlib.suppress(TimeoutError, NoQuorum):  # the refresh shows whether etcd answers
             async with (
@@ -202,8 +202,8 @@ class Election:
         """
         while True:
             try:
-                found, revision = await self.session.get_prefix(self.key)
-                own = [stored for stored in found if stored.key == self.key]
+                entries, revision = await self.session.get_prefix(self.key)
+                own = [stored for stored in entries if stored.key == self.key]
                 if not own or own[0].create_revision != self.term:
                     break
                 async with contextlib.aclosing(

@@ -32,11 +32,13 @@ def event_publisher(runtime: Runtime) -> MetricsPublisher:
 
 async def _nameservers(nodes: EtcdMirror) -> str:
     """Wait until a nameserver is registered; return the addresses of all, separated by commas."""
-    found: set[str] = set()
+    addresses: set[str] = set()
     async with aclosing(nodes.watch()) as changes:
         async for _ in changes:
             known = (StoredNode.FromString(one.value) for one in nodes.values.values())
-            found = {node.address for node in known if node.service == pb.SERVICE_KIND_NAMESERVER}
-            if found:
+            addresses = {
+                node.address for node in known if node.service == pb.SERVICE_KIND_NAMESERVER
+            }
+            if addresses:
                 break
-    return ",".join(sorted(found))
+    return ",".join(sorted(addresses))

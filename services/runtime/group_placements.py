@@ -87,22 +87,22 @@ class GroupPlacements:
 
     def registered(self) -> frozenset[str]:
         """Return the sets with a registered node."""
-        revision, found = self._registered
+        revision, names = self._registered
         if revision != self._nodes.revision:
             nodes = (
                 StoredNode.FromString(stored.value)
                 for key, stored in self._nodes.values.items()
                 if key.startswith(f"{OFFSETS_SERVICE}/")
             )
-            found = frozenset(node.replica_set or node.node_id for node in nodes)
-            self._registered = self._nodes.revision, found
-        return found
+            names = frozenset(node.replica_set or node.node_id for node in nodes)
+            self._registered = self._nodes.revision, names
+        return names
 
     def sets(self) -> frozenset[str]:
         """Return every set that keeps a group or has a registered node."""
-        found = set(self.registered())
+        names = set(self.registered())
         for group in self._mirror.values:
             placement = self.get(group)
             if placement is not None:
-                found |= {placement.offsets_set, placement.from_set}
-        return frozenset(found - {""})
+                names |= {placement.offsets_set, placement.from_set}
+        return frozenset(names - {""})

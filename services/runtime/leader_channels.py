@@ -49,14 +49,14 @@ class LeaderChannel(Generic[Stub]):
         Raises:
             Unreachable: no leader is registered.
         """
-        found = [
+        leaders = [
             node
             for key, stored in self._nodes.values.items()
             if key.startswith(f"{self._service}/")
             and (node := StoredNode.FromString(stored.value)).leader
             and self._replica_set in ("", node.replica_set or node.node_id)
         ]
-        if not found:
+        if not leaders:
             raise Unreachable(
                 f"no leader of {self._service} {self._replica_set} is registered".replace(
                     "  ", " "
@@ -64,7 +64,7 @@ class LeaderChannel(Generic[Stub]):
                 retry_after_ms=200,
                 facts={"service": self._service},
             )
-        return max(found, key=lambda node: node.epoch).address
+        return max(leaders, key=lambda node: node.epoch).address
 
     def stub(self) -> Stub:
         """Return a stub for the leader.

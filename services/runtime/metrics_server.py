@@ -40,12 +40,12 @@ class MetricsServer(ThreadingHTTPServer):
         silence_s: float = SILENCE_S,
     ) -> None:
         handler = type("Handler", (MetricsHandler,), {"registry": registry, "timeout": silence_s})
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family = found[0][0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = addresses[0][0]
         self._connections_max = connections_max
         self._open: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
-        super().__init__(found[0][4][:2], handler)  # type: ignore[arg-type]
+        super().__init__(addresses[0][4][:2], handler)  # type: ignore[arg-type]
 
     @property
     def connection_count(self) -> int:

@@ -119,9 +119,9 @@ class NodeEntry:
         stored = self._nodes.values.get(f"{self._service}/{self._settings.node_id}")
         if stored is None:
             return True
-        found = StoredNode.FromString(stored.value)
-        own = found.start_unix_ms == self._start_unix_ms and found.address == self._address
-        return own and (stored.lease_id != self._lease.lease_id or found != self._node)
+        node = StoredNode.FromString(stored.value)
+        own = node.start_unix_ms == self._start_unix_ms and node.address == self._address
+        return own and (stored.lease_id != self._lease.lease_id or node != self._node)
 
     async def _write_node(self) -> None:
         async with self._writing:  # else each of two writers could take a lease, and one is lost

@@ -31,11 +31,11 @@ class PerReplicaSet(Generic[Kind]):
         self._new = asyncio.Event()
 
     def __getitem__(self, name: str) -> Kind:
-        found = self._made.get(name)
-        if found is None:
-            found = self._made[name] = self._make(name)
+        item = self._made.get(name)
+        if item is None:
+            item = self._made[name] = self._make(name)
             self._new.set()
-        return found
+        return item
 
     async def run(self) -> None:
         """Run the loops of all objects until cancelled; run as one task."""

@@ -114,8 +114,8 @@ def _config_error(error: Exception) -> Exception | None:
 
     It says that a setting does not match the state of the cluster.
     """
-    found = error.subgroup(ConfigError) if isinstance(error, ExceptionGroup) else error
-    first = _first_of(found) if found is not None else None
+    config_errors = error.subgroup(ConfigError) if isinstance(error, ExceptionGroup) else error
+    first = _first_of(config_errors) if config_errors is not None else None
     return first if isinstance(first, ConfigError) else None
 
 

@@ -18,8 +18,8 @@ async def refuses(address: str) -> bool:
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-            for family, kind, protocol, _, target in found:
+            addresses = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            for family, kind, protocol, _, target in addresses:
                 with socket.socket(family, kind, protocol) as probe:
                     probe.setblocking(False)
                     try:
@@ -29,4 +29,4 @@ async def refuses(address: str) -> bool:
                     return False
     except (OSError, ValueError, TimeoutError):
         return False
-    return bool(found)
+    return bool(addresses)

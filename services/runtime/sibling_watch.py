@@ -76,7 +76,7 @@ class SiblingWatch:
     def _siblings(self) -> dict[SiblingProcess, int]:
         """Return the registered siblings, with the leases of their node entries."""
         service, own = self._runtime.service, self._runtime.settings.node_id
-        found = {}
+        leases = {}
         for key, stored in sorted(self._runtime.nodes.values.items()):
             kind, _, name = key.partition("/")
             if kind != service or name == own:
@@ -84,8 +84,8 @@ class SiblingWatch:
             node = StoredNode.FromString(stored.value)
             if self._replica_set in ("", node.replica_set):
                 process = SiblingProcess(name, node.address, node.start_unix_ms)
-                found[process] = stored.lease_id
-        return found
+                leases[process] = stored.lease_id
+        return leases
 
     async def _watch(self, sibling: SiblingProcess) -> None:
         """Return once the sibling is gone and its leases are ended."""

@@ -76,8 +76,8 @@ def export_expiry(settings: ServiceSettings, registry: CollectorRegistry) -> Non
 
 def _expiry(files: CredentialFiles, name: str) -> float:
     files.renew()
-    found = expiry_unix_s(getattr(files.pems, name))
-    return math.nan if found is None else found
+    expiry_s = expiry_unix_s(getattr(files.pems, name))
+    return math.nan if expiry_s is None else expiry_s
 
 
 def listen(server: grpc.aio.Server, settings: ServiceSettings) -> int:

@@ -76,14 +76,14 @@ class DeliveryRouter:
 
         async def touch(name: str, some: Sequence[QueueOwner]) -> None:
             try:
-                found = await self._sets[name].touch(some)
+                outcomes = await self._sets[name].touch(some)
             except BatonError as error:
                 log.info("long polls not touched count=%d error=%s", len(some), error)
                 return
-            results.update(zip(some, found, strict=True))
+            results.update(zip(some, outcomes, strict=True))
 
         async with asyncio.TaskGroup() as tasks:
             for name, some in by_set.items():
                 tasks.create_task(touch(name, some))
-        found = [results.get(owner) for owner in owners]
-        return [None if isinstance(result, _NOT_KEPT_HERE) else result for result in found]
+        outcomes = [results.get(owner) for owner in owners]
+        return [None if isinstance(result, _NOT_KEPT_HERE) else result for result in outcomes]

@@ -184,9 +184,9 @@ class RealDisk(Disk):
 
     def space(self) -> tuple[int, int]:
         """See Disk. Counts as `df` does: space reserved for root is neither used nor free."""
-        found = os.statvfs(self._folder)
-        used = found.f_blocks - found.f_bfree
-        return used * found.f_frsize, found.f_bavail * found.f_frsize
+        status = os.statvfs(self._folder)
+        used = status.f_blocks - status.f_bfree
+        return used * status.f_frsize, status.f_bavail * status.f_frsize
 
     def load(self, path: str) -> bytes:
         """See Disk."""

@@ -53,8 +53,8 @@ def _examine(folder: Path, *, repair: bool, as_json: bool) -> int:
         fsck.repair()
     elapsed_ms = max(clock.unix_ms() - begin_ms, 0)
     if as_json:
-        found = {"folder": str(folder), "clean": not report.problem_count}
-        print(json.dumps(found | asdict(report) | {"elapsed_ms": elapsed_ms}, indent=2))
+        summary = {"folder": str(folder), "clean": not report.problem_count}
+        print(json.dumps(summary | asdict(report) | {"elapsed_ms": elapsed_ms}, indent=2))
     else:
         print("\n".join(_lines(folder, report, elapsed_ms)))
     return 0 if not report.problem_count or report.repaired else 1

@@ -106,8 +106,8 @@ class StorageMetricStream:
         closed, self._closed = self._closed, []
         delivered, self._delivered = self._delivered, {}
         for owner, client_id, range_ in [*closed, *((*key, r) for key, r in delivered.items())]:
-            for told in range_.reports():
-                yield _delivered(owner, client_id, told)
+            for reported in range_.reports():
+                yield _delivered(owner, client_id, reported)
         if not appended:
             self._latencies.forget(FSYNC.operation)
             self._latencies.forget(REPLICATION.operation)
@@ -122,19 +122,21 @@ class StorageMetricStream:
             )
 
 
-def _delivered(owner: QueueOwner, client_id: str, told: ReportedRange) -> pb.MetricEvent:
-    range_ = queue_pb2.OffsetRange(first_offset=told.first_offset, next_offset=told.next_offset)
+def _delivered(owner: QueueOwner, client_id: str, reported: ReportedRange) -> pb.MetricEvent:
+    range_ = queue_pb2.OffsetRange(
+        first_offset=reported.first_offset, next_offset=reported.next_offset
+    )
     return pb.MetricEvent(
         queue=owner.queue(),
         delivered=pb.DeliveredRange(
             range=range_,
             token=owner.token,
-            message_count=told.message_count,
-            filtered_count=told.filtered_count,
+            message_count=reported.message_count,
+            filtered_count=reported.filtered_count,
             client_id=client_id,
-            redelivered_count=told.redelivered_count,
-            byte_count=told.byte_count,
-            runs=told.runs,
-            lost_count=told.lost_count,
+            redelivered_count=reported.redelivered_count,
+            byte_count=reported.byte_count,
+            runs=reported.runs,
+            lost_count=reported.lost_count,
         ),
     )

@@ -161,8 +161,8 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         validation.check_limit("messages_max", request.messages_max, FOUND_MAX)
         topic = await self._topics.find(request.topic)
         window = TimeWindow(request.from_unix_ms, request.to_unix_ms or _UNBOUNDED_MS)
-        found = await self._find(topic.topic_id, request.key, window, request.messages_max)
-        return pb.FindByKeyResponse(messages=map(_message, found.messages), more=found.more)
+        matches = await self._find(topic.topic_id, request.key, window, request.messages_max)
+        return pb.FindByKeyResponse(messages=map(_message, matches.messages), more=matches.more)
 
     async def GetMessage(
         self, request: pb.GetMessageRequest, context: Context
@@ -187,8 +187,8 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
                 f"topic {header.topic} of message {request.message_id} was deleted"
             )
         with self._reporting_damage():
-            found = self._queries.message(header, spec.index)
-        return pb.GetMessageResponse(message=_message(found))
+            message = self._queries.message(header, spec.index)
+        return pb.GetMessageResponse(message=_message(message))
 
     @contextmanager
     def _reporting_damage(self) -> Iterator[None]:

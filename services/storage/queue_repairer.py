@@ -84,9 +84,9 @@ class QueueRepairer:
                 raise failure.error or error
             lost: DataLoss | None = None
             for first_offset in range(offset, offset + SCANNED_MAX, ENTRIES_AT_ONCE):
-                found = find_damage(self._node.store, key, first_offset)
+                repair = find_damage(self._node.store, key, first_offset)
                 try:
-                    if found is not None and await self._rebuild(found):
+                    if repair is not None and await self._rebuild(repair):
                         self._failures.pop((key, offset), None)
                         return
                 except OSError as cause:  # for example: retention has removed a segment meanwhile
@@ -103,9 +103,9 @@ class QueueRepairer:
                 self._failures.popitem(last=False)
             raise lost or error
 
-    async def _rebuild(self, found: QueueRepair) -> bool:
-        await self._in_thread(self._read, found)
-        changed = apply_repair(self._node.store, found)
+    async def _rebuild(self, repair: QueueRepair) -> bool:
+        await self._in_thread(self._read, repair)
+        changed = apply_repair(self._node.store, repair)
         await self._in_thread(self._node.disk.sync, changed)
         if not changed:
             return False
@@ -113,15 +113,15 @@ class QueueRepairer:
         log.warning(
             "consume queue rebuilt from the log topic_id=%d queue_id=%d first_offset=%d "
             "next_offset=%d files=%s",
-            *found.key,
-            found.first_offset,
-            found.next_offset,
+            *repair.key,
+            repair.first_offset,
+            repair.next_offset,
             changed,
         )
         return True
 
-    def _read(self, found: QueueRepair) -> None:
-        read_log(self._node.disk, found)
+    def _read(self, repair: QueueRepair) -> None:
+        read_log(self._node.disk, repair)
 
 
 def _not_rebuilt(key: QueueKey, cause: OSError) -> DataLoss:

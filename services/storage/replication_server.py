@@ -47,21 +47,21 @@ class StorageReplicationServicer(pb_grpc.ReplicationServiceServicer):
                 detail=OldEpochDetail(epoch=leadership.epoch, current=history.epoch),
             )
         leadership.in_sync_set.set_problem(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
-        found = await leadership.fetch(request.node_id, request.position, history, limits)
+        fetched = await leadership.fetch(request.node_id, request.position, history, limits)
         self._role.check_still(leadership)
         store = leadership.components.node.store
         return pb.FetchResponse(
             epoch=leadership.epoch,
             history=[pb.EpochStart(epoch=e, position=at) for e, at in leadership.history.starts],
-            position=found.position,
-            data=found.data,
+            position=fetched.position,
+            data=fetched.data,
             confirmed_position=store.readable_position,
             end_position=store.log.next_position,
-            floors=found.floors,
-            segment_position=found.segment[0],
-            segment_bytes=found.segment[1] - found.segment[0],
+            floors=fetched.floors,
+            segment_position=fetched.segment[0],
+            segment_bytes=fetched.segment[1] - fetched.segment[0],
             first_position=store.log.first_position,
-            producers=found.producers,
+            producers=fetched.producers,
         )
 
     async def DescribeReplicas(

@@ -161,10 +161,10 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         log = self._store.log
         if receipt.position < log.first_position:
             return asked_unix_ms
-        (found,) = schedule.read_scheduled(log, [receipt.position])
-        if isinstance(found, BatonError):
-            raise found
-        return found.deliver_unix_ms
+        (batch,) = schedule.read_scheduled(log, [receipt.position])
+        if isinstance(batch, BatonError):
+            raise batch
+        return batch.deliver_unix_ms
 
     def _outcome(self, outcome: _Stored | BatonError) -> pb.ScheduleOutcome:
         metrics = self._appender.metrics

@@ -102,18 +102,18 @@ class ScheduledDeliverer:
         due = self._waiting.due(self._clock.unix_ms(), ROUND_MAX)
         if not due:
             return False
-        found = self._read(due)
-        self._waiting.release(one.key for one in due if one not in found)
-        names = {read_header(one.batch).topic for one in _readable(found)}
+        batches = self._read(due)
+        self._waiting.release(one.key for one in due if one not in batches)
+        names = {read_header(one.batch).topic for one in _readable(batches)}
         topics = await self._topics.find_all(names)
         # There is no await from here to the write, so a batch that is cancelled is left out.
-        found = {entry: one for entry, one in found.items() if entry.key in self._waiting}
-        position = self._deliver(found, self._topics.with_changes(topics))
-        if any(entry.key in self._waiting for entry in found):
+        batches = {entry: one for entry, one in batches.items() if entry.key in self._waiting}
+        position = self._deliver(batches, self._topics.with_changes(topics))
+        if any(entry.key in self._waiting for entry in batches):
             self._retry_ms = now_ms + RETRY_MS
         await self._appender.flusher.wait_until_safe(position)
         now_unix_ms = self._clock.unix_ms()
-        for entry in found:
+        for entry in batches:
             if entry.key not in self._waiting:
                 late_ms = max(0, now_unix_ms - entry.deliver_unix_ms)
                 self._appender.metrics.scheduled_lateness_seconds.observe(late_ms / 1000)
@@ -127,13 +127,13 @@ class ScheduledDeliverer:
         if oldest is None or end is None or not self._blocks_retention(oldest):
             self._rewrite_ms = max(self._rewrite_ms, now_ms + REWRITE_INTERVAL_MS)
             return False
-        found = self._read(self._waiting.before(end, ROUND_MAX))
+        old_batches = self._read(self._waiting.before(end, ROUND_MAX))
         batches = [
             checked(encode_scheduled(replace(one, schedule_id=entry.schedule_id)))
-            for entry, one in found.items()
+            for entry, one in old_batches.items()
             if isinstance(one, ScheduledBatch)
         ]
-        lost = {entry: one for entry, one in found.items() if isinstance(one, DataLoss)}
+        lost = {entry: one for entry, one in old_batches.items() if isinstance(one, DataLoss)}
         outcomes = self._appender.append(batches, SYSTEM_TOPICS)
         stored = [one.next_position for one in outcomes if isinstance(one, StoreReceipt)]
         position = max(stored, default=0)
@@ -158,21 +158,21 @@ class ScheduledDeliverer:
     def _read(self, entries: Sequence[DelayedBatch]) -> _ReadBatches:
         """Read the batches of `entries`, in their order; only the first ones if they are long."""
         by_position = sorted(entries, key=lambda one: one.position)
-        found: _ReadBatches = {}
+        batches: _ReadBatches = {}
         size = 0
         scheduled = read_scheduled(self._store.log, [one.position for one in by_position])
         for entry, one in zip(by_position, scheduled, strict=True):
-            found[entry] = one
+            batches[entry] = one
             size += len(one.batch) if isinstance(one, ScheduledBatch) else 0
             if size > ROUND_BYTES_MAX and len(entries) > 1:
                 return self._read(entries[: len(entries) // 2])
-        return {entry: found[entry] for entry in entries}
+        return {entry: batches[entry] for entry in entries}
 
-    def _deliver(self, found: _ReadBatches, topics: _Topics) -> int:
+    def _deliver(self, due_batches: _ReadBatches, topics: _Topics) -> int:
         """Deliver or withdraw batches; return the position up to which the log must be safe."""
         batches: list[CheckedBatch] = []
         withdrawn: dict[DelayedBatch, BatonError] = {}
-        for entry, one in found.items():
+        for entry, one in due_batches.items():
             try:
                 batches.append(_delivery_batch(entry, one, topics))
             except _UNDELIVERABLE as error:
@@ -224,8 +224,8 @@ class ScheduledDeliverer:
         return 0 < self._age_ms_max <= 2 * age_ms
 
 
-def _readable(found: _ReadBatches) -> list[ScheduledBatch]:
-    return [one for one in found.values() if isinstance(one, ScheduledBatch)]
+def _readable(batches: _ReadBatches) -> list[ScheduledBatch]:
+    return [one for one in batches.values() if isinstance(one, ScheduledBatch)]
 
 
 def _delivery_batch(

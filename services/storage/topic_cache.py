@@ -42,9 +42,9 @@ class TopicCache:
     def known(self, name: str) -> LocalTopic | None:
         """Return the topic if the mirror or an earlier lookup has it; None otherwise."""
         stored = self._mirror.values.get(name)
-        found = self._known.get(name)
-        if found is not None and (stored is None or stored.mod_revision <= found[0]):
-            return found[1]
+        cached = self._known.get(name)
+        if cached is not None and (stored is None or stored.mod_revision <= cached[0]):
+            return cached[1]
         return self._parsed(name, stored) if stored is not None else None
 
     def revision(self, name: str) -> int:
@@ -98,19 +98,19 @@ class TopicCache:
 
     async def find_all(self, names: Iterable[str]) -> dict[str, LocalTopic | BatonError]:
         """Return, for each of `names`, the topic or the error that `find` raises."""
-        found: dict[str, LocalTopic | BatonError] = {}
+        topics: dict[str, LocalTopic | BatonError] = {}
         for name in names:
             try:
-                found[name] = await self.find(name)
+                topics[name] = await self.find(name)
             except BatonError as error:
-                found[name] = error
-        return found
+                topics[name] = error
+        return topics
 
     def with_changes(
-        self, found: Mapping[str, LocalTopic | BatonError]
+        self, topics: Mapping[str, LocalTopic | BatonError]
     ) -> dict[str, LocalTopic | BatonError]:
         """Return the result of `find_all` with the changes since then."""
-        return {name: self._changed(name, old) for name, old in found.items()}
+        return {name: self._changed(name, old) for name, old in topics.items()}
 
     def _changed(self, name: str, old: LocalTopic | BatonError) -> LocalTopic | BatonError:
         if (topic := self.known(name)) is not None:

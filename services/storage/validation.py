@@ -176,8 +176,8 @@ def filter_of(expression: str) -> HashFilter | SqlFilter:
     Raises:
         BadExpression, LimitExceeded: the expression is invalid or too long.
     """
-    found = parse_filter(expression)
-    return found if isinstance(found, SqlFilter) else HashFilter(found.hashes)
+    parsed = parse_filter(expression)
+    return parsed if isinstance(parsed, SqlFilter) else HashFilter(parsed.hashes)
 
 
 def check_limit(field: str, actual: int, most: int) -> None:

@@ -217,12 +217,12 @@ class MemoryOffsetsDisk:
     def read(self, skip: bytes = b"") -> Iterator[StoredEntry]:
         """See ProgressStore."""
         entries = sorted(self.entries.items())
-        return (found for found in entries if not skip or not found[0].startswith(skip))
+        return (entry for entry in entries if not skip or not entry[0].startswith(skip))
 
     async def read_prefix(self, prefix: bytes) -> list[StoredEntry]:
         """See ProgressStore."""
         await asyncio.sleep(self._write_s(self._random) / 2)
-        return [found for found in self.read() if found[0].startswith(prefix)]
+        return [entry for entry in self.read() if entry[0].startswith(prefix)]
 
     async def snapshot(self, skip: bytes = b"") -> list[StoredEntry]:
         """See ProgressStore."""

@@ -72,8 +72,8 @@ class MemoryEtcd:
 
     def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
         """Return all keys under `prefix`, and the revision."""
-        found = [self._kept[key] for key in sorted(self._kept) if key.startswith(prefix)]
-        return found, self.revision
+        entries = [self._kept[key] for key in sorted(self._kept) if key.startswith(prefix)]
+        return entries, self.revision
 
     def txn(self, compare: Sequence[Compare], put: Sequence[Put], delete: Sequence[str]) -> int:
         """Return the new revision; 0 if a condition is false, -1 if a lease has expired."""

@@ -79,7 +79,7 @@ class RunningCluster:
         )
         return pid
 
-    def told(self) -> str:
+    def stderr_text(self) -> str:
         """Return what the process has printed on standard error."""
         return self.stderr.read_text()
 

@@ -40,10 +40,10 @@ def _asking() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
             start_new_session=True,
         ) as process:
             assert process.stderr is not None
-            asked = b""
-            while not asked.endswith(b"[y/N] "):
-                asked += os.read(process.stderr.fileno(), 1_000)
-            assert asked == b"Delete topic t? Its messages can't be read any more. [y/N] "
+            prompt = b""
+            while not prompt.endswith(b"[y/N] "):
+                prompt += os.read(process.stderr.fileno(), 1_000)
+            assert prompt == b"Delete topic t? Its messages can't be read any more. [y/N] "
             yield process, ours
     finally:
         os.close(ours)
@@ -60,15 +60,15 @@ def _answered(keys: bytes) -> tuple[int, str]:
 
 
 def test_answer_no_changes_nothing() -> None:
-    status, told = _answered(b"n\n")
+    status, output = _answered(b"n\n")
     assert status == 1
-    assert "NOT_CONFIRMED: nothing was changed" in told
+    assert "NOT_CONFIRMED: nothing was changed" in output
 
 
 def test_end_of_input_counts_as_no() -> None:
-    status, told = _answered(b"\x04")
+    status, output = _answered(b"\x04")
     assert status == 1
-    assert "NOT_CONFIRMED" in told
+    assert "NOT_CONFIRMED" in output
 
 
 def test_ctrl_c_at_the_question_exits_with_130() -> None:
@@ -79,9 +79,9 @@ def test_ctrl_c_at_the_question_exits_with_130() -> None:
 
 
 def test_answer_yes_continues() -> None:
-    status, told = _answered(b"y\n")
+    status, output = _answered(b"y\n")
     assert status == 1
-    assert "UNREACHABLE" in told
+    assert "UNREACHABLE" in output
 
 
 def test_plan_summary_counts_replayed_and_skipped_messages() -> None:

@@ -23,12 +23,15 @@ def test_values_are_printed_with_their_source(
     env_file = tmp_path / "env"
     env_file.write_text("BATON_STORAGE_PORT=7000\n")
     arguments = ("config", "print", "storage", "--format", "json", "--file", str(file))
-    found = {setting["name"]: setting for setting in baton(*arguments).json}
-    assert (found["flush"]["value"], found["flush"]["source"]) == ("fsync", "default")
-    assert (found["port"]["value"], found["port"]["source"]) == ("5000", str(file))
-    found = {s["name"]: s for s in baton(*arguments, "--env-file", str(env_file)).json}
-    assert (found["port"]["value"], found["port"]["source"]) == ("7000", "environment")
-    assert (found["segment_bytes"]["value"], found["segment_bytes"]["unit"]) == ("65536", "bytes")
+    settings = {setting["name"]: setting for setting in baton(*arguments).json}
+    assert (settings["flush"]["value"], settings["flush"]["source"]) == ("fsync", "default")
+    assert (settings["port"]["value"], settings["port"]["source"]) == ("5000", str(file))
+    settings = {s["name"]: s for s in baton(*arguments, "--env-file", str(env_file)).json}
+    assert (settings["port"]["value"], settings["port"]["source"]) == ("7000", "environment")
+    assert (settings["segment_bytes"]["value"], settings["segment_bytes"]["unit"]) == (
+        "65536",
+        "bytes",
+    )
     (own,) = baton("config", "explain", "storage.port", "--format", "json").json
     assert (own["value"], own["source"], own["default"]) == ("6000", "environment", "0")
 

@@ -128,20 +128,20 @@ def test_set_without_options_exits_with_2(contexts: Path) -> None:
 
 def test_written_contexts_are_read_back_with_any_characters(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "config.toml"
-    known = Contexts(
+    contexts = Contexts(
         "a-b_1",
         {"a-b_1": Context(nameserver="h:1,i:2", format="wide", by='C"\\ä😀'), "c": Context()},
     )
-    context_file.write(path, known)
-    assert context_file.read(path) == known
-    context_file.write(path, known.without("a-b_1"))
+    context_file.write(path, contexts)
+    assert context_file.read(path) == contexts
+    context_file.write(path, contexts.without("a-b_1"))
     assert context_file.read(path) == Contexts("", {"c": Context()})
     assert [file.name for file in path.parent.iterdir()] == ["config.toml"]
 
 
 def test_empty_value_removes_a_key() -> None:
-    known = Contexts().with_changes("a", {"nameserver": "h:1", "by": "me"})
-    assert known.with_changes("a", {"by": ""}).get("a") == Context(nameserver="h:1")
+    contexts = Contexts().with_changes("a", {"nameserver": "h:1", "by": "me"})
+    assert contexts.with_changes("a", {"by": ""}).get("a") == Context(nameserver="h:1")
 
 
 def test_unreadable_file_is_an_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Goal: an operator sees why messages died, traces them, and redrives each once.
+"""Goal: an operator sees the cause of each dead letter, traces it, and redrives it once.
 
 Method: `baton up` is a process; a consumer of the library fails on purpose until messages are dead
 letters, and then handles them; the command shows what happened.
@@ -92,8 +92,8 @@ def die(cluster: RunningCluster, name: str, bodies: list[bytes]) -> list[str]:
 
 def dead(cluster: RunningCluster, name: str, *arguments: str) -> list[dict[str, Any]]:
     done = cluster("dlq", "show", name, *arguments, *JSON)
-    found: list[dict[str, Any]] = done.json if done.code == 0 else []
-    return found
+    letters: list[dict[str, Any]] = done.json if done.code == 0 else []
+    return letters
 
 
 def handled(cluster: RunningCluster, name: str, count: int) -> list[ReceivedMessage]:
@@ -160,10 +160,10 @@ def test_dead_letter_is_traced_redriven_once_and_handled(
     last = story["copies"][-1]
     assert (last["replay_id"], last["redriven_by"]) == ("again-1", "tester")
     assert [(s["what"], s["client_id"]) for s in last["trace"]["events"]][-1] == ("acked", "b")
-    told = cluster("message", "trace", "--topic", name, "--key", "k0")
-    assert told.code == 0, told.err
+    trace = cluster("message", "trace", "--topic", name, "--key", "k0")
+    assert trace.code == 0, trace.err
     for word in ("stored", "delivered", "retry", "dead", "redriven", "acked", "now"):
-        assert word in told.out
+        assert word in trace.out
 
 
 def test_redrive_sends_matching_dead_letters_at_the_rate(
@@ -235,10 +235,10 @@ def test_trace_shows_a_message_that_a_filter_skipped(
 ) -> None:
     assert cluster("produce", name, "--file", str(lines), "--tag", "new").code == 0
     assert cluster("consume", name, "--group", name, "--filter", "paid").code == 0
-    told = cluster("message", "trace", "--topic", name, "--queue", "0", "--offset", "1", *JSON)
-    (story,) = told.json["groups"]
+    trace = cluster("message", "trace", "--topic", name, "--queue", "0", "--offset", "1", *JSON)
+    (story,) = trace.json["groups"]
     assert (story["state"], story["expression"], story["passes"]) == ("filtered", "paid", False)
-    events = [one["event"] for one in told.json["events"] if one["group"] == name]
+    events = [one["event"] for one in trace.json["events"] if one["group"] == name]
     assert events == ["filtered", "passed_over", "now"]
 
 

@@ -1,4 +1,4 @@
-"""Goal: the commands work on a real cluster, and `up` keeps its promises.
+"""Goal: the commands work on a real cluster, and `up` stops, restarts and reports its services.
 
 Method: `baton up` is a process, as a user starts it; the effect of one command is checked by
 another one.
@@ -33,7 +33,7 @@ def test_messages_and_progress_survive_ctrl_c(tmp_path: Path) -> None:
         assert len(read.out.splitlines()) == 2
         assert first.interrupt() == 0
         assert [name for name, pid in first.pids.items() if lives(pid)] == []
-        assert "killed" not in first.told()
+        assert "killed" not in first.stderr_text()
     with up(tmp_path / "data") as second:
         places = [
             {endpoint["name"]: endpoint["address"] for endpoint in running.announced["endpoints"]}
@@ -47,7 +47,7 @@ def test_messages_and_progress_survive_ctrl_c(tmp_path: Path) -> None:
         assert second.interrupt() == 0
 
 
-def test_second_cluster_on_one_data_directory_is_refused_with_the_process_that_uses_it(
+def test_second_cluster_on_one_data_directory_is_rejected_with_the_process_id(
     tmp_path: Path,
 ) -> None:
     with up(tmp_path / "data") as first:
@@ -62,7 +62,7 @@ def test_second_cluster_on_one_data_directory_is_refused_with_the_process_that_u
         assert first("topic", "list").code == 0
 
 
-def test_port_in_use_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_port_in_use_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = str(stranger.getsockname()[1])
         refused = run_baton("up", "--data-dir", str(tmp_path / "a"), "--nameserver-port", port)
@@ -109,10 +109,10 @@ def test_killed_supervisor_leaves_no_orphans(tmp_path: Path) -> None:
 
 def test_killed_service_is_reported_and_restarted(cluster: RunningCluster) -> None:
     os.kill(cluster.pids["offsets"], signal.SIGKILL)
-    until_now(lambda: "offsets is ready again: pid " in cluster.told(), timeout_s=60)
-    assert "offsets ended: SIGKILL; the end of " in cluster.told()
-    assert "offsets starts again in " in cluster.told()
-    pid = int(cluster.told().partition("offsets is ready again: pid ")[2].split()[0])
+    until_now(lambda: "offsets is ready again: pid " in cluster.stderr_text(), timeout_s=60)
+    assert "offsets ended: SIGKILL; the end of " in cluster.stderr_text()
+    assert "offsets starts again in " in cluster.stderr_text()
+    pid = int(cluster.stderr_text().partition("offsets is ready again: pid ")[2].split()[0])
     assert lives(pid)
     assert pid != cluster.pids["offsets"]
 
@@ -195,8 +195,8 @@ def test_messages_are_found_by_id_key_offset_and_time(cluster: RunningCluster, l
     assert cluster(*place, "--offset", "2").json["body"] == "3"
     for time in ("0", "2001-01-01T00:00:00Z", str(by_id["store_unix_ms"] - 60_000)):
         assert cluster(*place, "--time", time).json["body"] == "1"
-    told = cluster("message", "get", sent[0]["message_id"])
-    assert told.out.split()[1:] == [
+    plain = cluster("message", "get", sent[0]["message_id"])
+    assert plain.out.split()[1:] == [
         sent[0]["message_id"], "look-up/broker-0/0@0", "tag=t", "keys=k,other", "1",
     ]  # fmt: skip
     for arguments, reason in (
@@ -223,9 +223,9 @@ def test_fsck_checks_the_files_of_a_stopped_node(tmp_path: Path) -> None:
         assert running.interrupt() == 0
     command = [*BATON, "fsck", folder, "--format", "json"]
     clean = subprocess.run(command, capture_output=True, check=True)
-    found = json.loads(clean.stdout)
-    assert (found["clean"], found["indexes_compared"]) == (True, True)
-    assert found["messages"] >= 3  # with what the services tell of themselves
+    report = json.loads(clean.stdout)
+    assert (report["clean"], report["indexes_compared"]) == (True, True)
+    assert report["messages"] >= 3  # with the system topics of the services
     assert in_use.code == 1
 
 

@@ -59,8 +59,8 @@ def test_failed_handshake_is_reported_once() -> None:
         address = f"127.0.0.1:{server.server_address[1]}"
         done = _run("-m", "batonmq", "--tls", "--nameserver", address, "topic", "list")
         server.shutdown()
-    told, remedy = done.stderr.splitlines()
-    assert told == f"error: UNREACHABLE: {address}: it does not use TLS"
+    error, remedy = done.stderr.splitlines()
+    assert error == f"error: UNREACHABLE: {address}: it does not use TLS"
     assert "--no-tls" in remedy
 
 

@@ -122,7 +122,7 @@ def test_lag_in_seconds_is_exact_to_the_millisecond() -> None:
     ]
 
 
-def test_lock_description_has_what_the_table_leaves_out() -> None:
+def test_lock_description_has_the_fields_that_the_table_omits() -> None:
     held = Lock("g", "t", "b", 0, "pending", "c1", 1, 5, 0, 0, (), 1, 1)
     denial = Denial("c2", Held("held by c1"), 3_000)
     detail = LockDetail(held, 9, 12_000, "persist", "a1", 6, owner_evicted=True, denials=(denial,))

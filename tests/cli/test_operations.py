@@ -53,14 +53,14 @@ def member(
 
 def _lock(cluster: RunningCluster, name: str) -> dict[str, Any]:
     locks = cluster("lock", "list", "--group", name, *JSON).json
-    found: dict[str, Any] = locks[0] if locks else {"state": "none"}
-    return found
+    lock: dict[str, Any] = locks[0] if locks else {"state": "none"}
+    return lock
 
 
 def _queue(cluster: RunningCluster, name: str) -> dict[str, Any]:
     (queue,) = cluster("group", "describe", name, *JSON).json["queues"]
-    found: dict[str, Any] = queue
-    return found
+    status: dict[str, Any] = queue
+    return status
 
 
 def _reason(err: str) -> str:
@@ -69,11 +69,11 @@ def _reason(err: str) -> str:
 
 def test_reset_is_planned_executed_recorded_and_undone(cluster: RunningCluster, read: str) -> None:
     why = ("--reason", "a bug", "--by", "tester")
-    told = cluster("group", "reset-offsets", read, "--to-earliest")
-    assert told.code == 0
-    (row,) = told.rows
+    planned = cluster("group", "reset-offsets", read, "--to-earliest")
+    assert planned.code == 0
+    (row,) = planned.rows
     assert (row["FROM"], row["TO"], row["REPLAYED"], row["SKIPPED"]) == ("3", "0", "3", "0")
-    assert "nothing was changed" in told.out
+    assert "nothing was changed" in planned.out
     assert _queue(cluster, read)["committed_offset"] == 3
     moved = cluster(
         "group", "reset-offsets", read, "--shift-by", "-2", *why, "--execute", *JSON
@@ -150,10 +150,10 @@ def test_paused_group_shows_name_and_reason_until_it_is_resumed(
     assert (paused["pause"]["by"], paused["pause"]["reason"]) == ("me", "flood")
     with member(cluster, read) as reading:
         cluster("produce", read, "--file", str(lines))
-        (found,) = cluster("group", "why-stuck", read, *JSON).json
-        assert (found["reason"], found["lag"], found["stuck"]) == ("PAUSED", 3, True)
-        assert (found["evidence"]["by"], found["evidence"]["reason"]) == ("me", "flood")
-        assert found["remedy"]
+        (diagnosis,) = cluster("group", "why-stuck", read, *JSON).json
+        assert (diagnosis["reason"], diagnosis["lag"], diagnosis["stuck"]) == ("PAUSED", 3, True)
+        assert (diagnosis["evidence"]["by"], diagnosis["evidence"]["reason"]) == ("me", "flood")
+        assert diagnosis["remedy"]
         assert cluster("group", "why-stuck", read, "--check").code == 1
         described = cluster("group", "describe", read)
         assert "paused by me since " in described.out
@@ -258,8 +258,8 @@ def test_queue_released_by_force_is_acquired_again(
         assert [reading.stdout.readline().split()[-1] for _ in "123"] == [b"1", b"2", b"3"]
         kept = cluster("lock", "release-all", before["client_id"], *JSON).json
         assert (kept["released_count"], len(kept["kept"])) == (0, 1)
-        told = cluster("lock", "release-all", before["client_id"])
-        assert "released: 0 queues; kept: 1" in told.out
+        released = cluster("lock", "release-all", before["client_id"])
+        assert "released: 0 queues; kept: 1" in released.out
     nobody = cluster("lock", "release-all", "nobody")
     assert (nobody.code, nobody.out.splitlines()[-1]) == (0, "nobody owns no queue")
     never = cluster("lock", "release", "g", read, "broker-0", "0", "--force", "--reason", "r")
@@ -274,5 +274,5 @@ def test_group_is_diagnosed_while_a_service_is_down(cluster: RunningCluster, rea
     finally:
         os.kill(pid, signal.SIGCONT)
     assert stuck.code == 1
-    (found,) = json.loads(stuck.out)
-    assert (found["reason"], found["lag"]) == ("OFFSETS_UNREACHABLE", None)
+    (diagnosis,) = json.loads(stuck.out)
+    assert (diagnosis["reason"], diagnosis["lag"]) == ("OFFSETS_UNREACHABLE", None)

@@ -1,8 +1,8 @@
 """Goal: every command in a runbook works as it is written, with its placeholders filled in.
 
 Method: `baton up` is a process; a topic has messages, one of which became a dead letter of a group.
-Each `baton` command of the pages runs against it; its status is 0, and its output names what the
-command is about. Other programs run where they need no other machine; the rest is listed with the
+Each `baton` command of the pages runs against it; its status is 0, and its output contains
+the expected text. Other programs run where they need no other machine; the rest is listed with the
 reason.
 """
 
@@ -59,7 +59,7 @@ ELECT = "cluster elect NODE --service S --set NAME"
 tests/nameserver/test_unclean_election.py."""
 TOPIC, GROUP, SPARE = "orders", "shipping", "spare"
 NEW_QUEUES = "2"
-SAYS: Mapping[str, str] = {
+EXPECTED_TEXTS: Mapping[str, str] = {
     "bench produce": "MSG/S",
     "cluster brokers": "broker-0",
     "cluster replication": "broker-0",
@@ -78,7 +78,7 @@ SAYS: Mapping[str, str] = {
     "topic delete": SPARE,
     "topic": TOPIC,
 }
-"""What the output names, by the beginning of the command."""
+"""A text that the output contains, by the beginning of the command."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ class RunbookScene:
         if "delete" in command:
             values |= {"TOPIC": SPARE, "GROUP": SPARE}
         filled = [values.get(word, word) for word in shlex.split(command)]
-        return [*filled, "--yes"] if "delete" in command else filled  # a terminal would ask
+        return (
+            [*filled, "--yes"] if "delete" in command else filled
+        )  # a terminal would need a confirmation
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +166,11 @@ def test_every_command_of_a_runbook_is_run_or_listed_with_a_reason() -> None:
 def test_command_of_a_runbook_works(scene: RunbookScene, command: str) -> None:
     done = scene.cluster(*scene.arguments(command))
     assert done.code == 0, done
-    start = max((start for start in SAYS if command.startswith(start)), key=len)
-    assert SAYS[start] in done.out, done
+    start = max((start for start in EXPECTED_TEXTS if command.startswith(start)), key=len)
+    assert EXPECTED_TEXTS[start] in done.out, done
 
 
-def test_election_without_replicas_is_refused_with_the_way_on(scene: RunbookScene) -> None:
+def test_election_without_replicas_is_rejected_with_a_remedy(scene: RunbookScene) -> None:
     refused = scene.cluster(*scene.arguments(ELECT))
     assert refused.code == 1
     assert "replica set broker-0 does not exist" in refused.err

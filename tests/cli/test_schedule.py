@@ -52,11 +52,13 @@ def test_scheduled_messages_are_sent_cancelled_and_delivered(tmp_path: Path) -> 
         far = cluster("produce", "orders", "--file", str(lines), "--delay", "41d")
         assert far.code == 1
         assert "LIMIT_EXCEEDED" in far.err
-        told = cluster("produce", "orders", "--file", str(lines), "--deliver-at", f"{now + 9**12}")
-        assert told.code == 1
-        (found,) = cluster(
+        rejected = cluster(
+            "produce", "orders", "--file", str(lines), "--deliver-at", f"{now + 9**12}"
+        )
+        assert rejected.code == 1
+        (message,) = cluster(
             "consume", "orders", "--group", "g", "--follow", "--count", "1",
             "--format", "json",
         ).json_lines  # fmt: skip
-        assert found["body"] == "one"
-        assert found["store_unix_ms"] >= kept["deliver_unix_ms"]
+        assert message["body"] == "one"
+        assert message["store_unix_ms"] >= kept["deliver_unix_ms"]

@@ -22,35 +22,35 @@ from tests.cli.baton import RunningCluster, baton, up
 from tests.support.conditions import until_now
 
 SECRET = "a-token-that-is-never-shown"
-NOTHING: TlsOptions = dict.fromkeys(
+NO_OPTIONS: TlsOptions = dict.fromkeys(
     ("tls", "ca_file", "cert_file", "key_file", "server_name", "token_file")
 )
 PAIR = {"cert_file": "c.pem", "key_file": "c.key"}
 
 
 def test_tls_is_off_by_default() -> None:
-    assert choose_security(NOTHING, "", Context()) is None
-    assert choose_security({**NOTHING, "tls": True}, "", Context()) == Security()
+    assert choose_security(NO_OPTIONS, "", Context()) is None
+    assert choose_security({**NO_OPTIONS, "tls": True}, "", Context()) == Security()
 
 
 def test_certificate_options_win_over_the_context_as_a_pair() -> None:
-    said = Context(ca_file="ca.pem", cert_file="old.pem", key_file="old.key")
-    assert choose_security(NOTHING, "", said) == Security(
+    context = Context(ca_file="ca.pem", cert_file="old.pem", key_file="old.key")
+    assert choose_security(NO_OPTIONS, "", context) == Security(
         ca_file="ca.pem", cert_file="old.pem", key_file="old.key"
     )
-    assert choose_security({**NOTHING, **PAIR}, "", said) == Security(
+    assert choose_security({**NO_OPTIONS, **PAIR}, "", context) == Security(
         ca_file="ca.pem", cert_file="c.pem", key_file="c.key"
     )
-    assert choose_security({**NOTHING, "tls": False}, "", said) is None
+    assert choose_security({**NO_OPTIONS, "tls": False}, "", context) is None
 
 
 def test_token_in_the_environment_wins_over_the_token_file_of_the_context() -> None:
-    said = Context(ca_file="ca.pem", token_file="token")
-    found = choose_security(NOTHING, SECRET, said)
-    assert found is not None
-    assert found.token is not None
-    assert (found.token.reveal(), found.token_file) == (SECRET, "")
-    assert SECRET not in repr(found)
+    context = Context(ca_file="ca.pem", token_file="token")
+    security = choose_security(NO_OPTIONS, SECRET, context)
+    assert security is not None
+    assert security.token is not None
+    assert (security.token.reveal(), security.token_file) == (SECRET, "")
+    assert SECRET not in repr(security)
 
 
 def test_context_stores_absolute_paths(contexts: Path, tmp_path: Path) -> None:
@@ -72,7 +72,9 @@ def test_missing_file_is_named(contexts: Path) -> None:
     incomplete = baton("--cert-file", "c.pem", "topic", "list")
     assert incomplete.code == 1
     assert "key_file" in incomplete.err
-    assert baton("--cert-file", "c.pem", "context", "list").code == 0, "that is how it is mended"
+    assert baton("--cert-file", "c.pem", "context", "list").code == 0, (
+        "the context can still be repaired"
+    )
 
 
 def test_named_context_is_not_mixed_with_variables(
@@ -104,12 +106,21 @@ def test_variables_reach_a_cluster_without_tls_despite_a_context_with_tls(
 
 def test_failed_token_creation_leaves_no_file(tmp_path: Path) -> None:
     file = tmp_path / "billing.token"
-    asked = ("--nameserver", "127.0.0.1:1", "access", "token", "create", "b", "--file", str(file))
-    refused = baton(*asked)
+    arguments = (
+        "--nameserver",
+        "127.0.0.1:1",
+        "access",
+        "token",
+        "create",
+        "b",
+        "--file",
+        str(file),
+    )
+    refused = baton(*arguments)
     assert (refused.code, file.exists()) == (1, False)
     assert "UNREACHABLE" in refused.err
     file.write_text("mine")
-    refused = baton(*asked)
+    refused = baton(*arguments)
     assert (refused.code, file.read_text()) == (1, "mine")
     assert f"FILE_EXISTS: {file} exists already" in refused.err
 
@@ -147,7 +158,7 @@ def test_no_command_shows_a_secret(
     assert SECRET not in contexts.read_text()
     with tarfile.open(tmp_path / "bundle.tar.gz") as bundle:
         packed = b"".join(file.read() for one in bundle if (file := bundle.extractfile(one)))
-    assert files.key_file.encode() in packed, "what was set is in it"
+    assert files.key_file.encode() in packed, "the bundle has the settings"
     assert SECRET.encode() not in packed
     assert key.encode() not in packed
 
@@ -171,7 +182,7 @@ def test_commands_reach_a_secure_cluster_by_its_context(
     running, contexts = secure
     monkeypatch.setenv("BATON_CONFIG", str(contexts))
     assert running.announced["context"] == "baton"
-    assert "TLS IS OFF" not in running.told()
+    assert "TLS IS OFF" not in running.stderr_text()
     assert baton("topic", "create", "orders").code == 0
     lines = tmp_path / "lines"
     lines.write_text("1\n2\n3\n")
@@ -209,16 +220,16 @@ def test_other_clients_of_a_secure_cluster_need_grants(
 ) -> None:
     running, contexts = secure
     monkeypatch.setenv("BATON_CONFIG", str(contexts))
-    assert "access control is on" in running.told()
+    assert "access control is on" in running.stderr_text()
     token = tmp_path / "billing.token"
     assert baton("access", "token", "create", "billing", "--file", str(token)).code == 0
-    asked = ("--token-file", str(token), "--format", "json", "topic", "create", "bills")
+    arguments = ("--token-file", str(token), "--format", "json", "topic", "create", "bills")
 
     def reason() -> str:
-        told = json.loads(baton(*asked).err.splitlines()[-1])
-        return str(told["error"]["reason"])
+        error = json.loads(baton(*arguments).err.splitlines()[-1])
+        return str(error["error"]["reason"])
 
-    # The nameserver hears of a token, and of a grant, a moment after it was made.
+    # The nameserver applies a new token or grant after a short delay.
     until_now(lambda: reason() == "PERMISSION_DENIED")
     assert baton("access", "grant", "billing", "admin", "topic:bills").code == 0
     shown = baton(
@@ -226,7 +237,7 @@ def test_other_clients_of_a_secure_cluster_need_grants(
     )
     assert json.loads(shown.out) == json.loads(baton("--format", "json", "quota", "list").out)[0]
     assert baton("quota", "set", "billing").code == 2, "a limit is required"
-    until_now(lambda: baton(*asked).code == 0)
+    until_now(lambda: baton(*arguments).code == 0)
     blocked = baton("access", "block", "identity:billing", "--reason", "left")
     assert blocked.out == "identity:billing is blocked\n"
     listed = json.loads(baton("--format", "json", "access", "blocks").out)
@@ -235,7 +246,7 @@ def test_other_clients_of_a_secure_cluster_need_grants(
     ]
     until_now(lambda: reason() == "UNAUTHENTICATED")
     assert baton("access", "unblock", "identity:billing").code == 0
-    until_now(lambda: baton(*asked).code == 0)
+    until_now(lambda: baton(*arguments).code == 0)
 
 
 @pytest.mark.e2e
@@ -254,8 +265,8 @@ def test_bound_token_works_with_its_certificate_and_blocked_certificates_do_not(
 
     def reason(files: Security) -> str:
         certificate = ("--cert-file", files.cert_file, "--key-file", files.key_file)
-        asked = ("--token-file", str(token), *certificate, "--format", "json", "topic", "list")
-        done = baton(*asked)
+        arguments = ("--token-file", str(token), *certificate, "--format", "json", "topic", "list")
+        done = baton(*arguments)
         if done.code == 0:
             return "OK"
         return str(json.loads(done.err.splitlines()[-1])["error"]["reason"])
@@ -271,21 +282,21 @@ def test_bound_token_works_with_its_certificate_and_blocked_certificates_do_not(
 
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
-def test_rejected_client_is_told_what_is_missing(
+def test_rejected_client_gets_the_reason_and_a_remedy(
     secure: tuple[RunningCluster, Path], tmp_path: Path
 ) -> None:
     running, _ = secure
     authority = CertificateAuthority(running.stderr.parent / "data" / "tls")
     old = authority.issue(CertificateSubject(name="old"), days=-1)
     trusting = ("--ca-file", str(authority.ca_file))
-    asked = ("--nameserver", running.nameserver, "--format", "json")
+    arguments = ("--nameserver", running.nameserver, "--format", "json")
     cases = {
         (): "it uses TLS",
         (*trusting, "--cert-file", old.cert_file, "--key-file", old.key_file): "has expired",
     }  # fmt: skip
     for options, reason in cases.items():
-        refused = baton(*asked, *options, "topic", "list")
+        refused = baton(*arguments, *options, "topic", "list")
         assert refused.code == 1
-        told = json.loads(refused.err.splitlines()[-1])["error"]
-        assert (told["reason"], reason in told["message"]) == ("UNREACHABLE", True), told
-        assert told["remedy"]
+        error = json.loads(refused.err.splitlines()[-1])["error"]
+        assert (error["reason"], reason in error["message"]) == ("UNREACHABLE", True), error
+        assert error["remedy"]

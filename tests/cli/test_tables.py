@@ -1,7 +1,7 @@
 """Goal: on a terminal of 80 or 100 columns every table of `baton` fits, and no name is folded.
 
 Method: find the tables in the modules of the commands, and render each with long names and large
-numbers. A value that no table knows yet fails the test with its key.
+numbers. A value without a sample fails the test with its key.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class LongItem(dict[str, Any]):
 def _tables() -> Iterator[tuple[str, Columns]]:
     """Yield the columns that commands print, by module and name."""
     for package in (batonmq.cli, batonmq_server.cli):
-        for found in pkgutil.iter_modules(package.__path__):
-            if found.name == "__main__":
+        for info in pkgutil.iter_modules(package.__path__):
+            if info.name == "__main__":
                 continue
-            module = importlib.import_module(f"{package.__name__}.{found.name}")
+            module = importlib.import_module(f"{package.__name__}.{info.name}")
             for name, value in vars(module).items():
                 if isinstance(value, dict) and value and all(map(_is_column, value.items())):
-                    yield f"{found.name}.{name}", value
+                    yield f"{info.name}.{name}", value
 
 
 def _is_column(column: tuple[object, object]) -> bool:
@@ -117,8 +117,8 @@ def test_table_fits_the_terminal_and_folds_no_name(
     assert max(map(text_width, lines)) <= width, lines
     for line in takewhile(lambda line: not line.startswith(output.CUTS), lines):
         for word in filter(None, re.split(r"[\s,]+", line)):
-            known = word in words or "…" in word or word.rstrip(":").upper() in words
-            assert known, (word, line)
+            is_known = word in words or "…" in word or word.rstrip(":").upper() in words
+            assert is_known, (word, line)
 
 
 def _pair(other: str, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Goal: times and rates are parsed as users mean them, or rejected.
+"""Goal: times and rates are parsed as documented, or rejected.
 
 Method: tables.
 """

@@ -56,25 +56,27 @@ def test_objects_become_messages_until_an_invalid_line(
     assert refused.code == 1
     assert "INVALID_ARGUMENT: line 3: body: " in refused.err
     read = cluster("consume", "objects", "--group", "objects", "--from", "1h", *JSON).json_lines
-    found = {m["queue_id"]: (m.get("body"), m["properties"], m["keys"]) for m in read}
-    assert found == {1: ("a", {"all": "x", "n": "1"}, ["k"]), 0: (None, {"all": "x"}, [])}
+    messages = {m["queue_id"]: (m.get("body"), m["properties"], m["keys"]) for m in read}
+    assert messages == {1: ("a", {"all": "x", "n": "1"}, ["k"]), 0: (None, {"all": "x"}, [])}
 
 
-def test_purge_says_what_was_freed_and_what_remains(cluster: RunningCluster, lines: Path) -> None:
-    """The only segment also has messages of other topics: nothing can be removed at once."""
+def test_purge_prints_the_freed_and_the_remaining_bytes(
+    cluster: RunningCluster, lines: Path
+) -> None:
+    """The only segment also has messages of other topics, so no bytes are freed at once."""
     cluster("topic", "create", "kept", "--queues", "1")
     cluster("topic", "create", "purged", "--queues", "1")
     for topic in ("kept", "purged"):
         cluster("produce", topic, "--file", str(lines))
     refused = cluster("topic", "delete", "absent", "--yes")
     assert (refused.code, "TOPIC_NOT_FOUND" in refused.err) == (1, True)
-    told = cluster("topic", "delete", "purged", "--purge", "--yes")
-    assert told.code == 0
-    assert told.out.endswith("\ntopic purged is deleted\n")
+    purged = cluster("topic", "delete", "purged", "--purge", "--yes")
+    assert purged.code == 0
+    assert purged.out.endswith("\ntopic purged is deleted\n")
     assert re.search(
         r"broker-0: 0 bytes freed in 0 segments; \d+ bytes remain in 1 segment with messages of "
         r"other topics, which expire at 20\S+Z at the latest",
-        told.out,
+        purged.out,
     )
     again = cluster("topic", "delete", "purged", "--purge", "--yes", *JSON)
     assert (again.code, again.json["deleted"]) == (0, False)
@@ -132,14 +134,14 @@ def test_bench_deletes_its_topic_and_group(
 ) -> None:
     measured = cluster("bench", what, "--queues", "2", *options, *JSON)
     assert measured.code == 0, measured.err
-    found = measured.json
-    assert found["count"] == (int(options[1]) if options[0] == "--count" else 500)
-    assert found["per_s"] > 0
+    report = measured.json
+    assert report["count"] == (int(options[1]) if options[0] == "--count" else 500)
+    assert report["per_s"] > 0
     if what != "consume":
-        latency = list(found["latency_ms"].values())
+        latency = list(report["latency_ms"].values())
         assert latency == sorted(latency)
         assert latency[0] > 0
-    assert (found["missing_count"], found["repeated_count"], found["failures"]) == (0, 0, {})
+    assert (report["missing_count"], report["repeated_count"], report["failures"]) == (0, 0, {})
     for noun in ("topic", "group"):
         names = [item["name"] for item in cluster(noun, "list", *JSON).json]
         assert [name for name in names if "bench" in name] == []
@@ -178,8 +180,8 @@ def test_members_are_listed_with_their_queues(cluster: RunningCluster) -> None:
     with cluster.started("consume", "members", "--group", "members", "--follow") as reading:
 
         def dealt() -> bool:
-            found = cluster("group", "members", "members", *JSON)
-            queues = [q for m in json.loads(found.out or "[]") for q in m["queues"]]
+            members = cluster("group", "members", "members", *JSON)
+            queues = [q for m in json.loads(members.out or "[]") for q in m["queues"]]
             return len([q for q in queues if q["topic"] == "members"]) == 2
 
         until_now(dealt, timeout_s=60)

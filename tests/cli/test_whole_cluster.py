@@ -39,20 +39,20 @@ def groups(
 
 def _stuck(cluster: RunningCluster) -> CommandResult:
     """Return the lag of all groups, after the messages are old enough to be missed."""
-    found = cluster("group", "lag")
+    lag = cluster("group", "lag")
 
     def settled() -> bool:
-        nonlocal found
-        found = cluster("group", "lag")
-        return {row["GROUP"]: row["VERDICT"] for row in found.rows}["behind"] == "NO_MEMBER"
+        nonlocal lag
+        lag = cluster("group", "lag")
+        return {row["GROUP"]: row["VERDICT"] for row in lag.rows}["behind"] == "NO_MEMBER"
 
     until_now(settled, timeout_s=60)
-    return found
+    return lag
 
 
 def test_lag_of_all_groups_has_the_verdict_of_why_stuck(groups: RunningCluster) -> None:
-    found = _stuck(groups)
-    rows = {row["GROUP"]: row for row in found.rows}
+    lag = _stuck(groups)
+    rows = {row["GROUP"]: row for row in lag.rows}
     assert {name: (row["LAG"], row["STUCK"]) for name, row in rows.items()} == {
         "behind": ("2", "1"),
         "done": ("0", "0"),
@@ -60,7 +60,7 @@ def test_lag_of_all_groups_has_the_verdict_of_why_stuck(groups: RunningCluster) 
     }
     assert rows["done"]["VERDICT"] == "IDLE"
     assert rows["paused"]["VERDICT"] == "PAUSED"
-    assert "stuck: 2 of 3 groups\nsee: baton group why-stuck behind\n" in found.out
+    assert "stuck: 2 of 3 groups\nsee: baton group why-stuck behind\n" in lag.out
     for item in groups("group", "lag", *JSON).json:
         reasons = {d["reason"] for d in groups("group", "why-stuck", item["group"], *JSON).json}
         assert item["verdict"] in reasons
@@ -85,9 +85,9 @@ def test_list_of_groups_without_lag_diagnoses_none(groups: RunningCluster) -> No
     assert {row["LAG"] for row in groups("group", "list", "--no-lag").rows} == {"-"}
 
 
-def _bodies(found: CommandResult) -> list[str]:
-    assert found.code == 0, found.err
-    return [item["body"] for item in found.json_lines]
+def _bodies(read: CommandResult) -> list[str]:
+    assert read.code == 0, read.err
+    return [item["body"] for item in read.json_lines]
 
 
 def test_peek_shows_messages_and_changes_no_progress(groups: RunningCluster) -> None:
@@ -111,7 +111,7 @@ def test_peek_shows_messages_and_changes_no_progress(groups: RunningCluster) -> 
     assert groups("topic", "peek", TOPIC).out.splitlines()[0].endswith(f"{TOPIC}/broker-0/0@0 1")
 
 
-def test_peek_at_what_does_not_exist_is_rejected(groups: RunningCluster) -> None:
+def test_peek_at_a_missing_queue_or_invalid_start_is_rejected(groups: RunningCluster) -> None:
     for arguments, code, reason in (
         (("nothing",), 1, "TOPIC_NOT_FOUND"),
         ((TOPIC, "--queue", "broker-0/7"), 1, "QUEUE_NOT_FOUND"),
@@ -138,7 +138,7 @@ def test_settings_of_a_node_are_those_of_its_process(
     assert {item["variable"].split("_")[1] for item in named.json} == {"OFFSETS"}
 
 
-def test_settings_of_a_node_that_is_not_registered_are_refused(cluster: RunningCluster) -> None:
+def test_settings_of_a_node_that_is_not_registered_are_rejected(cluster: RunningCluster) -> None:
     refused = cluster("config", "print", "--remote", "storage/nothing")
     assert refused.code == 1
     assert "no node storage/nothing is registered" in refused.err

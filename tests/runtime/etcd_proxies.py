@@ -13,7 +13,7 @@ from tests.support.conditions import until
 
 
 class StickingProxy:
-    """Forwards bytes until it is stuck; then it reads everything and answers nothing.
+    """Forwards bytes until it is stuck; then it reads all bytes and sends none.
 
     Attributes:
         swallowed: Pieces that were not forwarded to etcd.
@@ -83,7 +83,7 @@ class StickingProxy:
 
 
 class SlowProxy(StickingProxy):
-    """Returns nothing until `goes_on` is set; then everything."""
+    """Returns no bytes until `goes_on` is set; then all of them."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(endpoint)

@@ -45,9 +45,9 @@ def openssl(*words: str) -> str:
 def test_expiry_time_is_exact_to_the_second(tmp_path: Path, days: int) -> None:
     before_s = Clock().unix_ms() // 1000
     security = CertificateAuthority(tmp_path).issue(CertificateSubject(name="carol"), days=days)
-    found = expiry_unix_s(Path(security.cert_file).read_bytes())
-    assert found is not None
-    assert before_s <= found - days * DAY_S <= Clock().unix_ms() / 1000
+    expiry_s = expiry_unix_s(Path(security.cert_file).read_bytes())
+    assert expiry_s is not None
+    assert before_s <= expiry_s - days * DAY_S <= Clock().unix_ms() / 1000
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
@@ -56,8 +56,8 @@ def test_expiry_time_is_that_of_openssl(tmp_path: Path) -> None:
     subject = ("-days", "77", "-subj", "/CN=long")
     openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", *subject,
             "-keyout", str(tmp_path / "key.pem"), "-out", str(cert))  # fmt: skip
-    said = openssl("x509", "-in", str(cert), "-noout", "-enddate")
-    end = datetime.strptime(said, "notAfter=%b %d %H:%M:%S %Y GMT").replace(tzinfo=UTC)
+    end_date = openssl("x509", "-in", str(cert), "-noout", "-enddate")
+    end = datetime.strptime(end_date, "notAfter=%b %d %H:%M:%S %Y GMT").replace(tzinfo=UTC)
     assert expiry_unix_s(cert.read_bytes()) == end.timestamp()
 
 

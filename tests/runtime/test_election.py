@@ -134,7 +134,7 @@ async def test_leader_whose_lease_is_revoked_stops_leading(etcd: EtcdSession) ->
         await end_lease_of(etcd, a.election.key)
         await until(lambda: len(a.terms) == 2)
         assert a.terms[1] > a.terms[0]
-        assert a.valid_at_end == [False], "it is no longer valid while it cleans up"
+        assert a.valid_at_end == [False], "the leader is not valid during its cleanup"
 
 
 async def test_leader_that_resigns_is_invalid_at_once_and_is_replaced(
@@ -172,7 +172,7 @@ async def test_leader_stays_when_a_member_of_etcd_stops_responding(
 
 
 async def test_silent_leader_is_replaced_when_its_lease_expires(etcd: EtcdSession) -> None:
-    """What a process leaves behind that was killed just after it was elected."""
+    """The key in etcd is that of a process killed just after its election."""
     clock = Clock()
     begin_ms = clock.monotonic_ms()
     lease = await etcd.lease(2_000)
@@ -276,7 +276,7 @@ async def test_leader_stops_at_once_when_its_lease_is_ended(etcd: EtcdSession) -
         await until(lambda: len(a.terms) == 2)
 
 
-async def test_leader_that_starved_leads_on_if_its_lease_has_not_expired(
+async def test_leader_without_cpu_time_stays_leader_if_its_lease_has_not_expired(
     etcd_endpoint: str, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(election, "RENEWALS", 100)  # the next one is due soon
@@ -286,7 +286,7 @@ async def test_leader_that_starved_leads_on_if_its_lease_has_not_expired(
         async with campaigning(a):
             await until(lambda: a.leads)
             clock.ahead_ms += 8_000 - SAFETY_MS
-            assert not a.election.valid(), "it answers nothing before it has renewed its lease"
+            assert not a.election.valid(), "the leader is not valid before it has renewed its lease"
             await until(lambda: a.election.valid() or len(a.valid_at_end) == 1)
             assert a.valid_at_end == []
             assert len(a.terms) == 1

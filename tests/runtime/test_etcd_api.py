@@ -1,7 +1,7 @@
 """Goal: the contract of etcd's v3 API has the names, numbers and types of etcd itself.
 
-Method: a table of etcd 3.5's interface, written down once, against the generated descriptors; that
-etcd understands the calls is shown by the other tests, which talk to a real one.
+Method: a table of etcd 3.5's interface, written down once, against the generated descriptors; the
+other tests call a real etcd.
 """
 
 from __future__ import annotations
@@ -124,17 +124,17 @@ def line(field: FieldDescriptor) -> str:
 
 
 def test_fields_have_the_names_numbers_and_types_of_etcd() -> None:
-    found = [line(field) for message in MESSAGES for field in message.fields]
-    assert found == FIELDS.split("\n")[1:-1]
+    fields = [line(field) for message in MESSAGES for field in message.fields]
+    assert fields == FIELDS.split("\n")[1:-1]
 
 
 def test_enum_values_have_the_names_and_numbers_of_etcd() -> None:
-    found = [f"{enum.full_name} {v.name} {v.number}" for enum in ENUMS for v in enum.values]
-    assert found == VALUES.split("\n")[1:-1]
+    values = [f"{enum.full_name} {v.name} {v.number}" for enum in ENUMS for v in enum.values]
+    assert values == VALUES.split("\n")[1:-1]
 
 
 def test_methods_have_the_names_and_messages_of_etcd() -> None:
-    found = [
+    methods = [
         " ".join(
             [
                 method.full_name,
@@ -147,4 +147,4 @@ def test_methods_have_the_names_and_messages_of_etcd() -> None:
         for service in rpc_pb2.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     ]
-    assert found == METHODS.split("\n")[1:-1]
+    assert methods == METHODS.split("\n")[1:-1]

@@ -3,7 +3,7 @@
 Goal: a member that does not respond delays repeatable calls for a moment, and no call for long;
 other calls go to a live member; a mirror loses no event.
 Method: a real etcd behind two proxies, each a member to the session, one of which gets stuck: it
-takes everything and answers nothing. Timeouts of a minute, so that no call ends by its timeout.
+reads all bytes and sends none. Timeouts of a minute, so that no call ends by its timeout.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ async def test_mirror_continues_at_another_member_without_a_gap(
         mirror = EtcdMirror(session, "topics/")
         following = tasks.create_task(mirror.run())
         await mirror.ready()
-        heard: set[str] = set()
-        mirror.on_change.append(heard.update)
+        changed: set[str] = set()
+        mirror.on_change.append(changed.update)
         for number in range(3):
             stuck = proxies.stick_the_used(session)
             await etcd.put(f"topics/{number}", b"")
@@ -149,7 +149,7 @@ async def test_mirror_continues_at_another_member_without_a_gap(
             async with asyncio.timeout(SOON_S):
                 await mirror.reached(revision)
             stuck.free()
-        assert heard == {"0", "1", "2", "last-0", "last-1", "last-2"}
+        assert changed == {"0", "1", "2", "last-0", "last-1", "last-2"}
         assert mirror.values.keys() == {"2", "last-0", "last-1", "last-2"}
         following.cancel()
 

@@ -129,13 +129,13 @@ async def test_mirror_survives_a_compaction_in_the_gap(etcd_endpoint: str, clust
 
 
 async def test_callbacks_get_changed_keys(etcd: EtcdSession) -> None:
-    heard: list[frozenset[str]] = []
+    changes: list[frozenset[str]] = []
     async with following(etcd) as mirror:
-        mirror.on_change.append(heard.append)
+        mirror.on_change.append(changes.append)
         await etcd.put("topics/a", b"")
-        await until(lambda: heard == [frozenset({"a"})])
+        await until(lambda: changes == [frozenset({"a"})])
         await etcd.delete("topics/a")
-        await until(lambda: heard == [frozenset({"a"})] * 2)
+        await until(lambda: changes == [frozenset({"a"})] * 2)
 
 
 async def test_watch_yields_all_keys_first_and_then_changes(etcd: EtcdSession) -> None:
@@ -191,8 +191,8 @@ async def test_mirror_keeps_its_values_over_a_restart_of_etcd_and_follows_again(
         await session.put("topics/a", b"1")
         await session.put("topics/b", b"1")
         async with following(session) as mirror:
-            heard: list[frozenset[str]] = []
-            mirror.on_change.append(heard.append)
+            changes: list[frozenset[str]] = []
+            mirror.on_change.append(changes.append)
             await process.stop()
             assert shown(mirror) == {"a": b"1", "b": b"1"}, "the last known values stay"
             await process.start()
@@ -202,4 +202,4 @@ async def test_mirror_keeps_its_values_over_a_restart_of_etcd_and_follows_again(
                 revision = await other.put("topics/c", b"3")
             await reached(mirror, revision)
             assert shown(mirror) == {"a": b"2", "c": b"3"}
-            assert frozenset[str]().union(*heard) == {"a", "b", "c"}
+            assert frozenset[str]().union(*changes) == {"a", "b", "c"}

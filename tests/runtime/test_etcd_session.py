@@ -1,6 +1,6 @@
 """The client of etcd.
 
-Goal: transactions are all or nothing and compare what they say; keys are deleted with their lease;
+Goal: a transaction applies all of its writes or none; keys are deleted with their lease;
 a failed condition and an unknown outcome are different results.
 Method: a real etcd, and a cluster name for each test.
 """
@@ -33,8 +33,8 @@ async def test_get_of_a_missing_key_returns_none(etcd: EtcdSession) -> None:
 async def test_get_prefix_is_ascending_and_has_no_other_keys(etcd: EtcdSession) -> None:
     for key in ("topics/b", "topics/a", "topicsx", "groups/a", "topics/a-b"):
         last = await etcd.put(key, b"")
-    found, revision = await etcd.get_prefix("topics/")
-    assert [stored.key for stored in found] == ["topics/a", "topics/a-b", "topics/b"]
+    entries, revision = await etcd.get_prefix("topics/")
+    assert [stored.key for stored in entries] == ["topics/a", "topics/a-b", "topics/b"]
     assert revision >= last
 
 
@@ -44,7 +44,7 @@ async def test_delete_returns_whether_the_key_existed(etcd: EtcdSession) -> None
     assert not await etcd.delete("topics/a")
 
 
-async def test_clusters_in_one_etcd_do_not_see_each_other(
+async def test_clusters_in_one_etcd_have_separate_keys(
     etcd: EtcdSession, etcd_endpoint: str, cluster: str
 ) -> None:
     await etcd.put("topics/a", b"")
@@ -119,8 +119,8 @@ async def test_writes_of_a_transaction_share_one_revision(etcd: EtcdSession) -> 
         put=[Put("a", b"1"), Put("b", b"2")],
         delete=["old"],
     )
-    found, _ = await etcd.get_prefix("")
-    assert [(stored.key, stored.mod_revision) for stored in found] == [
+    entries, _ = await etcd.get_prefix("")
+    assert [(stored.key, stored.mod_revision) for stored in entries] == [
         ("a", revision),
         ("b", revision),
     ]

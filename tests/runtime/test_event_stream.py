@@ -155,16 +155,16 @@ async def test_two_watchers_do_not_double_the_collections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(events, "BATCH_INTERVAL_S", 1_000.0)
-    hub, asked = new_hub(), [0]
+    hub, collections = new_hub(), [0]
 
     def gatherer() -> list[pb.MetricEvent]:
-        asked[0] += 1
+        collections[0] += 1
         return []
 
     hub.gatherers.append(gatherer)
     hub.gather()
     hub.gather_if_due()
-    assert asked == [1]
+    assert collections == [1]
 
 
 async def test_each_watcher_gets_all_events() -> None:

@@ -38,12 +38,12 @@ class Node:
 
     listed: bool = True
     level: bool = True
-    known: bool = True
-    asked: int = 0
+    is_known: bool = True
+    call_count: int = 0
 
     async def caught_up(self) -> bool:
-        self.asked += 1
-        if not self.known:
+        self.call_count += 1
+        if not self.is_known:
             raise NoQuorum("etcd does not answer")
         return self.level
 
@@ -90,15 +90,15 @@ async def test_node_is_ready_while_it_is_listed_and_caught_up(
         await status.set_started()
         await status.set_serving([NAME])
         following = tasks.create_task(status.follow_readiness(lambda: node.listed, node.caught_up))
-        await until(lambda: node.asked > 2)
+        await until(lambda: node.call_count > 2)
         assert await serving_names(channel) == {"", NAME, LIVE, STARTED}, "accepts calls, but lags"
         node.level = True
         await until(ready)
-        node.known = False
-        before = node.asked
-        await until(lambda: node.asked > before + 2)
+        node.is_known = False
+        before = node.call_count
+        await until(lambda: node.call_count > before + 2)
         assert await ready(), "unknown: the last status stays"
-        node.known, node.listed = True, False
+        node.is_known, node.listed = True, False
         await until(unready)
         node.listed = True
         await until(ready)
@@ -153,15 +153,15 @@ async def test_list_has_all_names(tmp_path: Path) -> None:
 async def test_long_request_is_not_read_at_the_health_port(tmp_path: Path, method: str) -> None:
     async with probed(tmp_path) as (_, channel):
         call: Any = getattr(health_pb2_grpc.HealthStub(channel), method)
-        asked = call(health_pb2.HealthCheckRequest(service="x" * 2048), timeout=TIMEOUT_S)
-        assert await asked.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "message larger than max" in await asked.details()
+        rejected_call = call(health_pb2.HealthCheckRequest(service="x" * 2048), timeout=TIMEOUT_S)
+        assert await rejected_call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "message larger than max" in await rejected_call.details()
 
 
 async def test_watch_of_a_too_long_name_is_rejected(tmp_path: Path) -> None:
     async with probed(tmp_path) as (_, channel):
-        asked = watch(channel, "x" * (health.NAME_CHARACTERS_MAX + 1))
-        assert await asked.code() is grpc.StatusCode.INVALID_ARGUMENT
+        call = watch(channel, "x" * (health.NAME_CHARACTERS_MAX + 1))
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_watch_beyond_the_limit_is_rejected(
@@ -176,7 +176,7 @@ async def test_watch_beyond_the_limit_is_rejected(
         open_watches.pop().cancel()
 
         async def another() -> bool:
-            """The server may notice the end of the other watch after the start of this one."""
+            """The server may end the other watch only after this one starts."""
             try:
                 return bool(await watch(channel).read())
             except grpc.aio.AioRpcError as error:

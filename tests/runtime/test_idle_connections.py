@@ -114,7 +114,7 @@ async def serving(
 
 
 async def cut_off(port: int, sent: bytes) -> None:
-    """Wait until the server closes a connection that sent these bytes and nothing more."""
+    """Wait until the server closes a connection that sent only these bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     try:

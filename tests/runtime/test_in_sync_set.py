@@ -65,11 +65,11 @@ class Scene:
         self.tracker = self.in_sync_set.tracker
 
     def acknowledge(self) -> None:
-        """Report that the follower has everything."""
+        """Report that the follower has every position."""
         self.tracker.acknowledge("b", self.tracker.position, self.clock.monotonic_ms())
 
     async def changed(self, times: int) -> None:
-        """Wait until the leader has asked etcd for this many changes."""
+        """Wait until the leader has sent etcd this many changes."""
 
         async def look() -> bool:
             return self.store.change_count >= times
@@ -156,7 +156,7 @@ async def test_follower_that_is_not_registered_does_not_join(scene: Scene) -> No
     scene.registered = frozenset({"a"})
     scene.acknowledge()
     async with updated(scene):
-        await asyncio.sleep(3 * UPDATE_INTERVAL_MS / 1000)  # it could have joined meanwhile
+        await asyncio.sleep(3 * UPDATE_INTERVAL_MS / 1000)  # time enough to join
         assert scene.store.change_count == 0
         scene.registered = frozenset({"a", "b"})
         scene.store.allowed.release()

@@ -1,7 +1,7 @@
 """The leader's tracker of positions, confirmed position and in-sync set.
 
-Goal: nothing is confirmed that a replica of the in-sync set lacks; a follower that falls behind
-leaves the set, one that has caught up joins, and neither happens without a reason.
+Goal: a position that a replica of the in-sync set lacks is not confirmed; a follower that falls
+behind leaves the set, one that has caught up joins, and neither happens without a reason.
 Method: claims on the tracker alone, times as arguments; a state machine with random leaders,
 followers and etcd against a plain model.
 """
@@ -114,7 +114,7 @@ def test_follower_that_lacks_something_confirmed_can_not_join() -> None:
 def test_follower_that_lacks_the_start_of_the_epoch_can_not_join() -> None:
     two = tracker("b", position=11)
     two.acknowledge("c", 9, 10)
-    assert two.confirmed == 0, "the new leader does not know yet what is confirmed"
+    assert two.confirmed == 0, "the new leader has no confirmed position yet"
     assert ready(two, 20) == frozenset(), "10 and 11 may have been confirmed"
     two.acknowledge("c", 11, 30)
     assert ready(two, 40) == {"c"}
@@ -187,7 +187,7 @@ def test_follower_may_report_a_lower_position() -> None:
 
 
 class Model(RuleBasedStateMachine):
-    """A leader and three possible followers, with random reports; the model knows all positions."""
+    """A leader and three possible followers, with random reports; the model has all positions."""
 
     def __init__(self) -> None:
         super().__init__()

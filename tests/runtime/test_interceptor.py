@@ -1,6 +1,6 @@
 """The edge of every service.
 
-Goal: an error is sent as status and detail and nothing else; calls without a deadline and calls to
+Goal: an error is sent as status and detail only; calls without a deadline and calls to
 a stopping process are rejected before the handler; the drain ends watches and long polls; every
 call is counted once.
 Method: a real server with a servicer that does what each request says, and a real channel.

@@ -24,15 +24,15 @@ def test_many_keys_share_one_line_and_take_bounded_memory() -> None:
     assert sum(map(bool, lines)) == KEYS_MAX + 1
     assert len(limiter._lines) <= KEYS_MAX + 1
     now_ms += 1_000
-    assert limiter.count("new") == 1, "old keys are forgotten"
+    assert limiter.count("new") == 1, "old keys are removed"
 
 
-def test_keys_with_uncounted_events_are_forgotten_and_the_shared_line_counts_them() -> None:
+def test_keys_with_uncounted_events_are_removed_and_the_shared_line_counts_them() -> None:
     now_ms = 0
     limiter = LogLimiter(lambda: now_ms, 1_000)
     for number in range(KEYS_MAX):
         assert [limiter.count(number), limiter.count(number)] == [1, 0]
     now_ms += 1_000
-    assert [limiter.count("new"), limiter.count("new")] == [1, 0], "it has a line of its own"
+    assert [limiter.count("new"), limiter.count("new")] == [1, 0], "the new key has its own line"
     lines = [limiter.count(KEYS_MAX + number) for number in range(KEYS_MAX)]
-    assert max(lines) == KEYS_MAX + 1, "the shared line has every event of the forgotten keys"
+    assert max(lines) == KEYS_MAX + 1, "the shared line counts every event of the removed keys"

@@ -35,6 +35,6 @@ def faults(kept: str) -> int:
     return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only glibc knows mallopt")
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc has mallopt")
 def test_freed_large_buffers_are_reused_without_page_faults() -> None:
     assert faults("kept") < PAGES / 10 < PAGES / 2 < faults("given back")

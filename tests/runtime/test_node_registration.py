@@ -48,9 +48,9 @@ async def kept(runtime: Runtime) -> AsyncIterator[asyncio.Task[None]]:
 
 
 async def stored(etcd: EtcdSession) -> KeyValue:
-    found = await etcd.get(KEY)
-    assert found is not None
-    return found
+    entry = await etcd.get(KEY)
+    assert entry is not None
+    return entry
 
 
 async def node(etcd: EtcdSession) -> StoredNode:
@@ -59,11 +59,11 @@ async def node(etcd: EtcdSession) -> StoredNode:
 
 async def test_entry_has_address_and_kind_of_the_process(etcd: EtcdSession) -> None:
     await runtime_of(etcd).node_entry.write(epoch=3)
-    found = await node(etcd)
-    assert (found.service, found.node_id) == (pb.SERVICE_KIND_OFFSETS, "offsets-0")
-    assert (found.address, found.metrics_address) == ("127.0.0.1:4000", "127.0.0.1:4001")
-    assert (found.epoch, found.leader) == (3, True)
-    assert found.start_unix_ms > 0
+    entry = await node(etcd)
+    assert (entry.service, entry.node_id) == (pb.SERVICE_KIND_OFFSETS, "offsets-0")
+    assert (entry.address, entry.metrics_address) == ("127.0.0.1:4000", "127.0.0.1:4001")
+    assert (entry.epoch, entry.leader) == (3, True)
+    assert entry.start_unix_ms > 0
     assert (await stored(etcd)).lease_id
 
 
@@ -72,8 +72,8 @@ async def test_second_write_changes_the_entry_under_the_same_lease(etcd: EtcdSes
     await runtime.node_entry.write()
     lease_id = (await stored(etcd)).lease_id
     await runtime.node_entry.write(epoch=9, leader=False)
-    found = await node(etcd)
-    assert (found.epoch, found.leader) == (9, False)
+    entry = await node(etcd)
+    assert (entry.epoch, entry.leader) == (9, False)
     assert (await stored(etcd)).lease_id == lease_id
 
 
@@ -107,9 +107,9 @@ async def test_entry_comes_back_after_its_lease_was_lost(etcd: EtcdSession) -> N
 
     async with kept(runtime):
         await until(back)
-    found = await stored(etcd)
-    assert found.lease_id != lost.lease_id
-    assert found.value == lost.value
+    entry = await stored(etcd)
+    assert entry.lease_id != lost.lease_id
+    assert entry.value == lost.value
 
 
 async def test_entry_is_written_again_after_an_earlier_write_lands_late(
@@ -123,8 +123,8 @@ async def test_entry_is_written_again_after_an_earlier_write_lands_late(
     await etcd.put(KEY, early.value, await etcd.lease(60_000))
 
     async def as_wanted() -> bool:
-        found = await stored(etcd)
-        return (found.value, found.lease_id) == (wanted.value, wanted.lease_id)
+        entry = await stored(etcd)
+        return (entry.value, entry.lease_id) == (wanted.value, wanted.lease_id)
 
     async with kept(runtime):
         await until(as_wanted)

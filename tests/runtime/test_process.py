@@ -168,8 +168,8 @@ async def test_process_with_a_taken_port_ends_with_an_error(
         )
         other.spawn()
         assert await other.ended() == 1
-        *_, said = (tmp_path / "other.log").read_text().splitlines()
-        event = json.loads(said)["event"]
+        *_, error_line = (tmp_path / "other.log").read_text().splitlines()
+        event = json.loads(error_line)["event"]
         assert event.startswith("process ends error=RuntimeError: Failed to bind")
         assert f":{port}" in event
 
@@ -177,7 +177,7 @@ async def test_process_with_a_taken_port_ends_with_an_error(
 @pytest.mark.parametrize(
     ("service", "replica_set"), [("offsets", "offsets"), ("storage", "broker-a")]
 )
-async def test_node_refuses_to_run_alone_while_others_of_its_set_may_be_elected(
+async def test_node_without_replicas_does_not_start_while_others_of_its_set_may_be_elected(
     service: str, replica_set: str, etcd: EtcdSession, etcd_endpoint: str, tmp_path: Path
 ) -> None:
     """Otherwise it would write data that the others never get, and one side would be dropped."""
@@ -210,9 +210,9 @@ async def test_node_refuses_to_run_alone_while_others_of_its_set_may_be_elected(
     )
     child.spawn()
     assert await child.ended() == 2
-    (said,) = child.last_lines(1)
-    assert f"other may be elected, so it must not run without {upper}_REPLICAS" in said
-    assert not (tmp_path / "data").exists(), "nothing is written"
+    (error_line,) = child.last_lines(1)
+    assert f"other may be elected, so it must not run without {upper}_REPLICAS" in error_line
+    assert not (tmp_path / "data").exists(), "no file is written"
     await etcd.put(key, ReplicaSetRecord(7, node_id, frozenset({node_id}), 7).encode())
     child.spawn()
     try:
@@ -279,7 +279,7 @@ async def _listed(channel: grpc.aio.Channel) -> list[str]:
     stub = generated.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     async for answer in stub.ServerReflectionInfo(iter([request]), timeout=TIMEOUT_S):
-        return [found.name for found in answer.list_services_response.service]
+        return [service.name for service in answer.list_services_response.service]
     return []
 
 

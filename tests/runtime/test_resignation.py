@@ -1,7 +1,7 @@
 """Goal: a leader that resigns stops at once, however long its lease.
 
-A leader that went on without hearing its followers would remove them from the in-sync set, and no
-node could succeed it.
+A leader that continued without reports of its followers would remove them from the in-sync set, and
+no node could succeed it.
 Method: a real etcd, and a lease that is too long for the test to wait for a part of it.
 """
 

@@ -1,4 +1,4 @@
-"""Goal: the call that tells the settings of a process shows each value, and no secret.
+"""Goal: the call that returns the settings of a process shows each value, and no secret.
 
 Method: convert settings of known names; the values of a running process are checked in
 tests/cli/test_whole_cluster.py, the permission in tests/access/test_call_permissions.py.

@@ -3,7 +3,7 @@
 Goal: the leases of a process that is gone are ended at once; a process that accepts connections
 keeps them, however long it is silent; a process is declared gone at most once.
 Method: a real etcd, and real servers in place of the siblings: one with health checks, which a test
-stops, and a bare socket that accepts connections and says nothing, as a paused process does.
+stops, and a bare socket that accepts connections and sends no bytes, as a paused process does.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Sibling:
         await self._etcd.put(LEADER_KEY, self.name.encode(), self.leadership)
 
     async def stop(self) -> None:
-        """Stop to listen, as when the process is killed."""
+        """Close the port, as when the process is killed."""
         assert self.server is not None
         await self.server.stop(None)
 
@@ -121,7 +121,7 @@ async def gone(sibling: Sibling) -> None:
 
 @asynccontextmanager
 async def silent_process(sibling: Sibling) -> AsyncIterator[None]:
-    """Accept connections at the sibling's address, and say nothing."""
+    """Accept connections at the sibling's address, and send no bytes."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         sibling.address = f"127.0.0.1:{listening.getsockname()[1]}"
         yield
@@ -186,7 +186,7 @@ async def test_process_that_is_declared_gone_and_registers_again_is_not_watched_
         await gone(sibling)
 
 
-async def test_leader_of_another_life_keeps_its_lease(etcd: EtcdSession) -> None:
+async def test_restarted_leader_at_another_address_keeps_its_lease(etcd: EtcdSession) -> None:
     """A process that was restarted at another address is elected before it is registered."""
     sibling, again = Sibling(etcd, "other"), Sibling(etcd, "other")
     await sibling.serve()

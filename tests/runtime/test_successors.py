@@ -29,23 +29,23 @@ def in_sync_set(registered: str) -> InSyncSet:
 
 
 async def test_replica_that_never_reported_is_not_a_successor() -> None:
-    found = in_sync_set(registered="abcd")
-    assert found.successors() == set()
-    found.set_problem("b", "")
-    assert found.successors() == {"b"}
+    replicas = in_sync_set(registered="abcd")
+    assert replicas.successors() == set()
+    replicas.set_problem("b", "")
+    assert replicas.successors() == {"b"}
 
 
 async def test_replica_that_reports_a_problem_is_not_a_successor_until_it_recovers() -> None:
-    found = in_sync_set(registered="abcd")
-    found.set_problem("b", "DISK_FULL: nothing is free")
-    found.set_problem("c", "")
-    assert found.successors() == {"c"}
-    found.set_problem("b", "")
-    assert found.successors() == {"b", "c"}
+    replicas = in_sync_set(registered="abcd")
+    replicas.set_problem("b", "DISK_FULL: nothing is free")
+    replicas.set_problem("c", "")
+    assert replicas.successors() == {"c"}
+    replicas.set_problem("b", "")
+    assert replicas.successors() == {"b", "c"}
 
 
 async def test_replica_out_of_sync_or_not_registered_is_not_a_successor() -> None:
-    found = in_sync_set(registered="abd")
+    replicas = in_sync_set(registered="abd")
     for name in "abcd":
-        found.set_problem(name, "")
-    assert found.successors() == {"b"}
+        replicas.set_problem(name, "")
+    assert replicas.successors() == {"b"}

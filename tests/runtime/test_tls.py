@@ -1,4 +1,4 @@
-"""Goal: servers accept authenticated clients, tell others the reason, and use renewed files.
+"""Goal: servers accept authenticated clients, explain each rejection, and use renewed files.
 
 Method: real gRPC over TLS in this process, with certificates of an authority of the test.
 """
@@ -60,7 +60,7 @@ def carol(authority: CertificateAuthority) -> Security:
 
 
 class CallerServicer:
-    """A server that returns the caller, and holds calls that ask for it."""
+    """A server that returns the caller's name; a `hold` request waits."""
 
     def __init__(self) -> None:
         self.held, self.release = asyncio.Event(), asyncio.Event()
@@ -168,14 +168,14 @@ async def test_rejected_client_gets_the_reason_and_a_remedy(
             assert isinstance(error, Unreachable), reason
             assert error.message.startswith(f"{address}: it"), reason
             assert error.remedy != Unreachable.remedy, reason
-            found = await asyncio.to_thread(find_tls_failure, address, security)
-            assert found is not None, reason
-            assert reason in found.reason
-            assert found.remedy
+            failure = await asyncio.to_thread(find_tls_failure, address, security)
+            assert failure is not None, reason
+            assert reason in failure.reason
+            assert failure.remedy
         assert await asyncio.to_thread(find_tls_failure, address, carol) is None
 
 
-async def test_errors_tell_untrusted_servers_apart(
+async def test_errors_name_the_problem_of_an_untrusted_server(
     authority: CertificateAuthority, carol: Security
 ) -> None:
     old = authority.issue(replace(NODE, name="old"), days=-1)
@@ -187,9 +187,9 @@ async def test_errors_tell_untrusted_servers_apart(
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await answer(address, carol)
             assert reason in from_rpc_error(failed.value).message
-            found = await asyncio.to_thread(find_tls_failure, address, carol)
-            assert found is not None
-            assert reason in found.reason
+            failure = await asyncio.to_thread(find_tls_failure, address, carol)
+            assert failure is not None
+            assert reason in failure.reason
 
 
 async def test_connection_error_without_tls_does_not_mention_tls() -> None:
@@ -329,8 +329,8 @@ def test_insecure_settings_are_rejected(settings: dict[str, str], problem: str) 
     ],
 )  # fmt: skip
 def test_explicitly_insecure_settings_are_accepted(settings: dict[str, str]) -> None:
-    found = settings_of(**settings)
-    assert (found.security is None) == ("tls_cert_file" not in settings)
+    loaded = settings_of(**settings)
+    assert (loaded.security is None) == ("tls_cert_file" not in settings)
 
 
 def test_files_are_checked_before_the_start(node: Security) -> None:

@@ -79,8 +79,8 @@ class QueueDiagnosis:
 
 def diagnose(evidence: QueueEvidence) -> Finding:
     """Return the reason to fix first."""
-    found = (rule(evidence) for rule in _RULES)
-    return next((finding for finding in found if finding is not None), _not_pulling(evidence))
+    findings = (rule(evidence) for rule in _RULES)
+    return next((finding for finding in findings if finding is not None), _not_pulling(evidence))
 
 
 def span(ms: int) -> str:

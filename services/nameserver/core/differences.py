@@ -42,18 +42,18 @@ def conflict_error(
     heartbeat: Heartbeat, terms: Terms, client_id: str, *, retry_after_ms: int = 0
 ) -> SubscriptionConflict:
     """Return the error for a heartbeat that differs from `terms`, those of member `client_id`."""
-    found = differences(heartbeat, terms, client_id)
+    all_differences = differences(heartbeat, terms, client_id)
     shown = [
         f"{d.topic or d.setting}: {d.newcomer_client_id} wants {_shown(d.newcomer_value)}, "
         f"{d.member_client_id} has {_shown(d.member_value)}"
-        for d in found[:_DIFFERENCES_SHOWN_MAX]
+        for d in all_differences[:_DIFFERENCES_SHOWN_MAX]
     ]
-    hidden_count = len(found) - len(shown)
+    hidden_count = len(all_differences) - len(shown)
     more = f"; and {hidden_count} more" if hidden_count else ""
     return SubscriptionConflict(
         f"group {heartbeat.group} has another subscription ({'; '.join(shown)}{more})",
         retry_after_ms=retry_after_ms,
-        differences=found,
+        differences=all_differences,
     )
 
 

@@ -371,8 +371,8 @@ class GroupTransaction:
             self._subscribe(heartbeat.terms.subscriptions)
         if others:
             named = longest_member(others, hash_of(previous.subscriptions))
-            found = differences(heartbeat, previous, named)
-            self.replaced[heartbeat.client_id] = found
+            replaced = differences(heartbeat, previous, named)
+            self.replaced[heartbeat.client_id] = replaced
 
     def _stage(self, subscriptions: Subscriptions, *, draining: bool) -> None:
         before = self._group.staged

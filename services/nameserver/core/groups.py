@@ -272,15 +272,15 @@ def beginnings_of(group: Group, topics: Iterable[Topic]) -> tuple[TopicBeginning
         return ()
     present = {topic.name: topic for topic in topics}
     known = {one.topic: one for one in group.beginnings}
-    found = []
+    beginnings = []
     for name in (subscription.topic for subscription in group.terms.subscriptions):
         one, topic = known.get(name), present.get(name)
         if topic is not None and (one is None or one.topic_id != topic.topic_id):
             counts = tuple((part.broker, part.queue_count) for part in topic.spread)
             one = TopicBeginning(name, topic.topic_id, counts)
         if one is not None:
-            found.append(one)
-    return tuple(found)
+            beginnings.append(one)
+    return tuple(beginnings)
 
 
 def assigned_members(group: Group) -> dict[AssignableQueue, str]:

@@ -93,10 +93,10 @@ def link_holds(records: Iterable[TokenChange], token: int, reach: DeliveryReach)
         reach: The end of the deliveries under the current token.
     """
     by_token = {record.token: record for record in records}
-    found: list[TokenHold] = []
+    linked: list[TokenHold] = []
     end, end_unix_ms = HoldEnd.NOTHING, 0
     while (began := by_token.get(token)) is not None and token:
-        found.append(TokenHold(began, end, end_unix_ms, reach))
+        linked.append(TokenHold(began, end, end_unix_ms, reach))
         token, end, reach = began.ended
         end_unix_ms = began.unix_ms
-    return found
+    return linked

@@ -337,13 +337,13 @@ class ProgressTable:
             if key.group > group:
                 ended.setdefault(key.group, []).append(key)
         names = sorted({name for name in self._groups if name > group} | ended.keys())
-        found: list[tuple[GroupQueue, Progress | Tombstone]] = []
+        entries: list[tuple[GroupQueue, Progress | Tombstone]] = []
         for name in names:
-            if len(found) >= count:
-                return found, True
-            found.extend(self._groups.get(name, {}).items())
-            found.extend((key, self._tombstones[key]) for key in ended.get(name, ()))
-        return found, False
+            if len(entries) >= count:
+                return entries, True
+            entries.extend(self._groups.get(name, {}).items())
+            entries.extend((key, self._tombstones[key]) for key in ended.get(name, ()))
+        return entries, False
 
     def _check_topic_id(self, key: GroupQueue, topic_id: int) -> None:
         """Return if a start offset was not read in an earlier topic of this name.

@@ -43,13 +43,13 @@ class RangeSet:
     @classmethod
     def merged(cls, runs: Iterable[Run]) -> RangeSet:
         """Return the set of ascending runs that may touch or overlap."""
-        found: list[Run] = []
+        joined: list[Run] = []
         for first, next_ in runs:
-            if found and first <= found[-1][1]:
-                found[-1] = (found[-1][0], max(found[-1][1], next_))
+            if joined and first <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(joined[-1][1], next_))
             else:
-                found.append((first, next_))
-        return cls(tuple(found))
+                joined.append((first, next_))
+        return cls(tuple(joined))
 
     @classmethod
     def decode(cls, encoded: bytes) -> RangeSet:

@@ -48,25 +48,25 @@ class AuditLog:
         """See AuditSink."""
         count = self._limiter.count((call, identity, error.reason))
         if count:
-            told = {"reason": error.reason, "message": error.message, "count": count}
-            self._write("refused", call, identity, told)
+            facts = {"reason": error.reason, "message": error.message, "count": count}
+            self._write("refused", call, identity, facts)
 
     def operated(
         self, call: str, identity: str, needs: Sequence[Permission], request: object, reason: str
     ) -> None:
         """See AuditSink."""
-        told = {
+        facts = {
             "needs": [str(one) for one in needs],
             "reason": reason,
             "request": request_text(request),
         }
-        self._write("operated", call, identity, told)
+        self._write("operated", call, identity, facts)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _write(self, kind: str, call: str, identity: str, told: Mapping[str, object]) -> None:
+    def _write(self, kind: str, call: str, identity: str, facts: Mapping[str, object]) -> None:
         now = datetime.fromtimestamp(self._clock.unix_ms() / 1000, UTC)
         line = {
             "time": now.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -74,7 +74,7 @@ class AuditLog:
             "service": self._source,
             "call": call,
             "identity": identity,
-            **told,
+            **facts,
         }
         text = json.dumps(line, ensure_ascii=True)
         record = logging.LogRecord("audit", logging.INFO, "", 0, text, None, None)

@@ -79,11 +79,11 @@ class Authenticator:
 
     def caller(self, context: Context) -> Caller:
         """Return the caller of a call, with the certificate of its connection."""
-        found = context.auth_context()
-        certificate = _certificate(found)
+        properties = context.auth_context()
+        certificate = _certificate(properties)
         caller = self.by_token(context.invocation_metadata() or ())
         if caller is None:
-            caller = Caller(self._named(found))
+            caller = Caller(self._named(properties))
         elif caller.bound_to and (certificate is None or certificate.sha256 != caller.bound_to):
             raise Unauthenticated(
                 f"the token of {caller.identity} is bound to a client certificate, and this "
@@ -143,10 +143,10 @@ class Authenticator:
             bound_to=known.certificate_sha256,
         )
 
-    def _named(self, found: Any) -> str:
+    def _named(self, properties: Any) -> str:
         """Return the identity of the certificate of a connection."""
         for name in _NAMES:
-            values = found.get(name)
+            values = properties.get(name)
             identity = next(iter(values)).decode(errors="replace") if values else ""
             if identity:
                 if name != _URI and identity.startswith(SERVICE_PREFIX):
@@ -163,9 +163,9 @@ class Authenticator:
         raise Unauthenticated("the call has neither a bearer token nor a client certificate")
 
 
-def _certificate(found: Any) -> ClientCertificate | None:
+def _certificate(properties: Any) -> ClientCertificate | None:
     """Return the client certificate of a connection; None if it has none."""
-    values = found.get(_PEM)
+    values = properties.get(_PEM)
     if not values:
         return None
     try:

@@ -85,11 +85,11 @@ def check_fingerprint(value: str) -> str:
     Raises:
         InvalidArgument: it is malformed.
     """
-    found = value.replace(":", "").lower()
-    if _DIGITS[CERTIFICATE].fullmatch(found) is None:
+    digits = value.replace(":", "").lower()
+    if _DIGITS[CERTIFICATE].fullmatch(digits) is None:
         raise InvalidArgument(
             f"{value[:100]!r} is not the SHA-256 of a certificate",
             remedy="Use 64 digits in hex: openssl x509 -noout -fingerprint -sha256 -in FILE",
             facts={"field": "certificate_sha256"},
         )
-    return found
+    return digits

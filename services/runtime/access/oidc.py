@@ -87,18 +87,18 @@ class OidcTokens:
             NotServing: the keys of the issuer are not known.
         """
         digest = digest_of(token)
-        found = self._verified.get(digest)
-        if found is None:
-            found = self._verify(token)
+        verified = self._verified.get(digest)
+        if verified is None:
+            verified = self._verify(token)
             if len(self._verified) >= REMEMBERED_MAX:
                 del self._verified[next(iter(self._verified))]
-            self._verified[digest] = found
+            self._verified[digest] = verified
         try:
-            self.check_current(found)
+            self.check_current(verified)
         except BatonError:
             self._verified.pop(digest, None)
             raise
-        return found
+        return verified
 
     def check_current(self, token: VerifiedToken) -> None:
         """Return if a token that was verified is valid now.

@@ -79,10 +79,10 @@ def parse_keys(document: bytes) -> tuple[IssuerKey, ...]:
         ValueError: it is no JWK set, or has no usable key.
     """
     try:
-        found = json.loads(document)
+        key_set = json.loads(document)
     except RecursionError as error:
         raise ValueError("its values are nested too deep") from error
-    entries = found.get("keys") if isinstance(found, dict) else None
+    entries = key_set.get("keys") if isinstance(key_set, dict) else None
     if not isinstance(entries, list):
         raise ValueError("it is no JWK set: it has no list of keys")
     keys = tuple(key for entry in entries if (key := _key(entry)) is not None)
@@ -248,14 +248,14 @@ class IssuerKeys:
         """
         self._check_read()
         named = [key for key in self._keys if key_id in (None, key.key_id)]
-        found = [key for key in named if key.algorithm == algorithm]
-        if len(found) == 1:
-            return found[0]
+        usable = [key for key in named if key.algorithm == algorithm]
+        if len(usable) == 1:
+            return usable[0]
         shown = (key_id or "")[:_SHOWN_CHARACTERS_MAX]
-        if found:
+        if usable:
             raise token_refused(
                 f"has {'the key id ' + repr(shown) if key_id else 'no key id'}, and its issuer has "
-                f"{len(found)} such keys for {algorithm}"
+                f"{len(usable)} such keys for {algorithm}"
             )
         if named and key_id is not None:
             raise token_refused(

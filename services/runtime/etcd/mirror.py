@@ -92,10 +92,10 @@ class EtcdMirror:
                 failures += 1
 
     async def _read_all(self) -> None:
-        found, revision = await self._session.get_prefix(self._prefix)
+        entries, revision = await self._session.get_prefix(self._prefix)
         if revision < self.revision:
             raise NoQuorum(f"etcd went back from revision {self.revision} to {revision}")
-        fresh = {stored.key.removeprefix(self._prefix): stored for stored in found}
+        fresh = {stored.key.removeprefix(self._prefix): stored for stored in entries}
         changed = {
             key
             for key in fresh.keys() | self.values.keys()

@@ -140,15 +140,19 @@ class InSyncSet:
         now_ms = self._clock.monotonic_ms()
         if now_ms < self.resigns_from_ms:
             return {}
-        found = {}
+        silences_ms = {}
         for name in self._registered() - {self.tracker.leader}:
             silence_ms, limit_ms = self.tracker.silence_ms(name, now_ms), self.policy.lag_ms_max
             if silence_ms is None or name not in self._problems:
                 silence_ms, limit_ms = now_ms - self._begin_ms, FIRST_CONTACT_MS
             if silence_ms > limit_ms and not self._problems.get(name):
-                found[name] = silence_ms
+                silences_ms[name] = silence_ms
         majority = len(self.node_ids) // 2 + 1
-        return found if len(found) >= majority and found.keys() & self.tracker.in_sync else {}
+        return (
+            silences_ms
+            if len(silences_ms) >= majority and silences_ms.keys() & self.tracker.in_sync
+            else {}
+        )
 
     def tracker_changed(self) -> None:
         """Wake everything that waits for the tracker."""

@@ -271,18 +271,18 @@ class ReplicaNode(ABC, Generic[L]):
 
     def _registered_leaders(self) -> list[str]:
         """Return the other nodes of the set that etcd lists as leader; the newest epoch first."""
-        found = [
+        leaders = [
             (node.epoch, name)
             for name, node in self._registered().items()
             if node.leader and name != self._node_id
         ]
-        return [name for _, name in sorted(found, reverse=True)]
+        return [name for _, name in sorted(leaders, reverse=True)]
 
     def _registered(self) -> dict[str, StoredNode]:
         """Return the registered nodes of the set by node id."""
-        found = {}
+        nodes = {}
         for key, stored in self._runtime.nodes.values.items():
             service, _, name = key.partition("/")
             if service == self._runtime.service and name in self._node_ids:
-                found[name] = StoredNode.FromString(stored.value)
-        return found
+                nodes[name] = StoredNode.FromString(stored.value)
+        return nodes

@@ -64,13 +64,13 @@ def decode_record(stored: KeyValue | None) -> ReplicaSetRecord:
     """Return the record in a key of etcd; the inverse of `ReplicaSetRecord.encode`."""
     if stored is None:
         return _NONE
-    found = replicas_pb2.ReplicaSet.FromString(stored.value)
+    record = replicas_pb2.ReplicaSet.FromString(stored.value)
     return ReplicaSetRecord(
-        found.epoch,
-        found.leader,
-        frozenset(found.in_sync),
-        found.served_epoch,
-        tuple(found.accepted_losses),
+        record.epoch,
+        record.leader,
+        frozenset(record.in_sync),
+        record.served_epoch,
+        tuple(record.accepted_losses),
         stored.mod_revision,
     )
 

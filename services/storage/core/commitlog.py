@@ -257,11 +257,11 @@ class CommitLog:
             self._copy_purged(segment)
             return
         with _opening():
-            found = self._matching_segment(*segment)
-            self._writable(found)
+            target = self._matching_segment(*segment)
+            self._writable(target)
         position = self.next_position
         try:
-            self._writable(found).write(position - found.first_position, [data])
+            self._writable(target).write(position - target.first_position, [data])
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
@@ -368,10 +368,10 @@ class CommitLog:
 
     def purged(self, segment: PositionRange) -> None:
         """Record that the file of a synced segment now is that of a purged one."""
-        found = self._segment_at(segment[0])
-        self._close(found)
-        self._cache.forget(found.path)
-        found.purged = True
+        target = self._segment_at(segment[0])
+        self._close(target)
+        self._cache.forget(target.path)
+        target.purged = True
 
     def drop_before(self, position: int) -> list[str]:
         """Forget the segments before `position`, which is the begin of a segment.

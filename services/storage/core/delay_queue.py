@@ -146,9 +146,9 @@ class DelayQueue:
 
     def oldest_position(self) -> int | None:
         """Return the lowest position of an entry; None if there is no entry."""
-        found = [bucket.oldest() for bucket in self._buckets()]
-        found += [*self._late.values(), *self._taken.values()]
-        return min((position for position in found if position != _GONE), default=None)
+        positions = [bucket.oldest() for bucket in self._buckets()]
+        positions += [*self._late.values(), *self._taken.values()]
+        return min((position for position in positions if position != _GONE), default=None)
 
     def before(self, position: int, count_max: int) -> list[DelayedBatch]:
         """Return entries stored below `position`, the lowest position first."""
@@ -167,8 +167,10 @@ class DelayQueue:
         rows = np.frombuffer(raw, ROW).astype(_ROW)
         minutes = rows["deliver_unix_ms"] // MINUTE_MS
         order = np.lexsort((rows["schedule_id"], minutes))
-        found, begins = np.unique(minutes[order], return_index=True)
-        for minute, part in zip(found.tolist(), np.split(rows[order], begins[1:]), strict=False):
+        distinct_minutes, begins = np.unique(minutes[order], return_index=True)
+        for minute, part in zip(
+            distinct_minutes.tolist(), np.split(rows[order], begins[1:]), strict=False
+        ):
             self._minutes[minute] = _Bucket.of(minute * MINUTE_MS, part)
         self._first_minute = min(self._minutes, default=None)
         self._count = len(rows)

@@ -226,18 +226,18 @@ class Fsck:
 
     def _load_checkpoint(self, log: CommitLog) -> None:
         raw, report = self._real.load(checkpoint.PATH), self.report
-        found = checkpoint.decode(raw)
-        if found is None:
+        decoded = checkpoint.decode(raw)
+        if decoded is None:
             self._disk.ends = True
             if raw:
                 report.add("checkpoint", -1, "the checkpoint is damaged")
             elif log.first_position < log.next_position:
                 report.notes.append("no checkpoint: the next start rebuilds all indexes")
             return
-        report.checkpoint_position = found.position
-        report.synced_position = max(report.synced_position, found.position)
+        report.checkpoint_position = decoded.position
+        report.synced_position = max(report.synced_position, decoded.position)
         report.indexes_compared = True
-        self._checkpoint = found
+        self._checkpoint = decoded
 
     def _scan(self, store: MessageStore, recovery: Recovery) -> None:
         """Scan the whole log, also after damaged batches."""
@@ -264,9 +264,9 @@ class Fsck:
     def _take(
         self, store: MessageStore, recovery: Recovery, header: Header, batch: memoryview
     ) -> None:
-        found = self._checkpoint
-        if found is not None and not self._disk.ends and header.position >= found.position:
-            self._compare(store, found)
+        saved = self._checkpoint
+        if saved is not None and not self._disk.ends and header.position >= saved.position:
+            self._compare(store, saved)
         self.report.batches += 1
         self.report.messages += header.count
         try:
@@ -278,7 +278,7 @@ class Fsck:
             store.add_queue(key, header.topic, header.first_offset)
             store.restore(header, batch)
 
-    def _compare(self, store: MessageStore, found: Checkpoint) -> None:
+    def _compare(self, store: MessageStore, saved: Checkpoint) -> None:
         """Compare the indexes and the checkpoint with the rebuilt store at its position."""
         report = self.report
         store.flush()
@@ -287,19 +287,19 @@ class Fsck:
             self._disk.ends = True
             return
         store.keys.write_ended_runs()
-        keys = store.keys.unsaved(found.position)
+        keys = store.keys.unsaved(saved.position)
         path = open_path(keys.open_run.extent.first_position)
         content = self._real.load(path)[: keys.rows.nbytes]
-        if keys.open_run != found.open_run or content != keys.rows.tobytes():
+        if keys.open_run != saved.open_run or content != keys.rows.tobytes():
             self._disk.differs(path, "differs from the log and the checkpoint")
-        at_checkpoint = {(queue.topic_id, queue.queue_id): queue for queue in found.queues}
+        at_checkpoint = {(queue.topic_id, queue.queue_id): queue for queue in saved.queues}
         for key, queue in store.queues.items():
             state = at_checkpoint.get(key)
             if state is None or state.next_offset != queue.next_offset:
                 says = "nothing" if state is None else f"{state.next_offset}"
                 report.add(
                     "checkpoint",
-                    found.position,
+                    saved.position,
                     f"{queue.folder} ends at offset {queue.next_offset}; "
                     f"the checkpoint says {says}",
                 )
@@ -324,12 +324,12 @@ class _ComparingFile(File):
             self._disk.differs(self._path, "is missing")
             return
         try:
-            found = file.read(at, len(wanted))
+            content = file.read(at, len(wanted))
         finally:
             file.close()
-        if found != wanted:
-            pairs = zip(found, wanted, strict=False)
-            first = next((n for n, (a, b) in enumerate(pairs) if a != b), len(found))
+        if content != wanted:
+            pairs = zip(content, wanted, strict=False)
+            first = next((n for n, (a, b) in enumerate(pairs) if a != b), len(content))
             self._disk.differs(self._path, f"differs from the log at byte {at + first}")
 
     def read(self, at: int, bytes_max: int) -> bytes:

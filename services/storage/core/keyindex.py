@@ -162,12 +162,12 @@ def encode_run(run: EndedRun) -> bytes:
 
 def rebuilt_run(extent: RunExtent, batches: Iterable[tuple[Header, memoryview]]) -> EndedRun:
     """Return an ended run, given all batches of its part of the log."""
-    found = _OpenRunRows(extent.first_position)
+    rebuilt = _OpenRunRows(extent.first_position)
     for header, batch in batches:
         keys = key_hashes(batch, header)
         if len(keys[0]):
-            found.add(header.position, header.topic_id, keys, header.store_unix_ms)
-    return EndedRun(found.extent(extent.next_position), found.rows)
+            rebuilt.add(header.position, header.topic_id, keys, header.store_unix_ms)
+    return EndedRun(rebuilt.extent(extent.next_position), rebuilt.rows)
 
 
 class KeyIndex:
@@ -232,9 +232,9 @@ class KeyIndex:
             if len(hits):
                 yield KeyHits(extent, hits["position"].astype(np.int64), hits["index"])
         for run in reversed(self._runs):
-            found = run.find(self._cache, wanted)
-            if found is not None:
-                yield found
+            run_hits = run.find(self._cache, wanted)
+            if run_hits is not None:
+                yield run_hits
 
     def unsaved(self, position: int) -> UnsavedRuns:
         """Return what a checkpoint at `position`, the end of the log, must write."""
@@ -471,13 +471,13 @@ class _RunFile:
             return
         content, size = columns[0]
         for number in range(-(-len(content) // (size * FENCE_STEP))):
-            found = _crc_of(
+            crc = _crc_of(
                 *(
                     column[size * FENCE_STEP * number : size * FENCE_STEP * (number + 1)]
                     for column, size in columns
                 )
             )
-            if found != self._crcs[name][begin // FENCE_STEP + number]:
+            if crc != self._crcs[name][begin // FENCE_STEP + number]:
                 raise DamagedRun(self.extent)
 
     def _column(self, cache: FileCache, column_at: int, size: int, begin: int, end: int) -> bytes:
@@ -485,14 +485,14 @@ class _RunFile:
 
     def _read(self, cache: FileCache, at: int, size: int) -> bytes:
         try:
-            found = cache.get(self.path).read(at, size)
+            data = cache.get(self.path).read(at, size)
         except OSError as error:
             if error.errno not in UNREADABLE:
                 raise
-            found = b""
-        if len(found) != size:
+            data = b""
+        if len(data) != size:
             raise DamagedRun(self.extent)
-        return found
+        return data
 
 
 def _crcs_of(hashes: bytes, positions: bytes, indexes: bytes) -> tuple[int, int]:

@@ -66,7 +66,7 @@ def find_passing(
         bytes_max: Maximum size of the batches to deliver; the first one always fits.
         messages_max: Maximum number of messages to deliver.
     """
-    found: list[bytes] = []
+    passing_batches: list[bytes] = []
     kept: list[int] = []
     scanned_count = bytes_count = 0
     steps = STEPS_MAX
@@ -74,7 +74,7 @@ def find_passing(
         header = read_header(batch)
         first = header.first_offset - offset
         room = messages_max - len(kept)
-        if found and bytes_count + header.length > bytes_max:
+        if passing_batches and bytes_count + header.length > bytes_max:
             room = 0
         section = record_section(batch, header)
         records = range(scanned_count - first, end - first)
@@ -88,13 +88,13 @@ def find_passing(
             passing = passing[:room]
         scanned_count = first + stop
         if passing:
-            found.append(batch)
+            passing_batches.append(batch)
             bytes_count += header.length
             kept += [first + index for index in passing]
         steps -= STEPS_PER_BATCH + len(section) // BYTES_PER_STEP + tested.steps
         if scanned_count < end or steps <= 0:
             break
-    return PropertyMatches(found, scanned_count, kept)
+    return PropertyMatches(passing_batches, scanned_count, kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,24 +155,24 @@ class MessageQueries:
 
     def _candidates(self, topic_id: int, key: str, window: TimeWindow) -> Iterator[_Candidate]:
         """Yield the batches with messages that have the hash of `key`, newest first."""
-        for found in self._store.keys.find(topic_id, key_hash(key)):
-            if found.extent.last_unix_ms < window.from_unix_ms:
+        for hits in self._store.keys.find(topic_id, key_hash(key)):
+            if hits.extent.last_unix_ms < window.from_unix_ms:
                 return
-            if found.extent.first_unix_ms >= window.to_unix_ms:
+            if hits.extent.first_unix_ms >= window.to_unix_ms:
                 continue
-            for position in reversed(self._within(np.unique(found.positions), found, window)):
-                begin, end = np.searchsorted(found.positions, (position, position + 1))
-                indexes = sorted(set(found.indexes[begin:end].tolist()))
+            for position in reversed(self._within(np.unique(hits.positions), hits, window)):
+                begin, end = np.searchsorted(hits.positions, (position, position + 1))
+                indexes = sorted(set(hits.indexes[begin:end].tolist()))
                 yield self._read_candidate(position, indexes, topic_id, key)
 
-    def _within(self, positions: Int64Array, found: KeyHits, window: TimeWindow) -> list[int]:
+    def _within(self, positions: Int64Array, hits: KeyHits, window: TimeWindow) -> list[int]:
         """Return those of the ascending `positions` that are readable and in the time window."""
         begin = int(np.searchsorted(positions, self._log.first_position))
         end = int(np.searchsorted(positions, self._store.readable_position))
         kept = [at for at in positions[begin:end].tolist() if not self._log.is_purged(at)]
-        if found.extent.last_unix_ms >= window.to_unix_ms:
+        if hits.extent.last_unix_ms >= window.to_unix_ms:
             kept = kept[: bisect_left(kept, window.to_unix_ms, key=self._store_unix_ms)]
-        if found.extent.first_unix_ms < window.from_unix_ms:
+        if hits.extent.first_unix_ms < window.from_unix_ms:
             kept = kept[bisect_left(kept, window.from_unix_ms, key=self._store_unix_ms) :]
         return kept
 

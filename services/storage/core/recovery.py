@@ -150,17 +150,17 @@ class Recovery:
             if they were loaded, or the directory was empty.
         """
         raw = self._disk.load(checkpoint.PATH)
-        found = checkpoint.decode(raw)
+        decoded = checkpoint.decode(raw)
         try:
-            if found is None:
+            if decoded is None:
                 raise BadIndex("the checkpoint is damaged" if raw else "there is no checkpoint")
-            self._resume(found)
+            self._resume(decoded)
         except (BadIndex, BatonError, OSError) as error:
-            self.reset_indexes(found)
+            self.reset_indexes(decoded)
             log = self.store.log
             empty = not raw and log.first_position == log.next_position
             return log.first_position, "" if empty else str(error)
-        return found.position, ""
+        return decoded.position, ""
 
     def scan(self, position: int) -> tuple[int, str]:
         """Index the batches from `position` on; return where and why the scan ended."""
@@ -178,7 +178,7 @@ class Recovery:
             self._dropped = {key: floor.next_offset for key, floor in self._floors.items()}
         return scan.position, scan.reason
 
-    def reset_indexes(self, found: Checkpoint | None) -> None:
+    def reset_indexes(self, saved: Checkpoint | None) -> None:
         """Remove all indexes, but keep the next offsets of the queues."""
         for path in (checkpoint.PATH, CONSUMEQUEUE_FOLDER, KEYINDEX_FOLDER):
             self._disk.remove(path)
@@ -191,10 +191,10 @@ class Recovery:
             if not self._accept_loss:
                 raise
             known = []
-        if found is not None:
-            known += [QueueFloor(*queue[:4]) for queue in found.queues]
+        if saved is not None:
+            known += [QueueFloor(*queue[:4]) for queue in saved.queues]
             self._dropped = {
-                (queue.topic_id, queue.queue_id): queue.first_offset for queue in found.queues
+                (queue.topic_id, queue.queue_id): queue.first_offset for queue in saved.queues
             }
         for floor in known:
             key = floor.topic_id, floor.queue_id
@@ -220,14 +220,15 @@ class Recovery:
 
     def expected_offset(self, header: Header) -> int:
         """Return the offset that `take` expects as the first one of a batch."""
-        key, found = (header.topic_id, header.queue_id), header.first_offset
+        key, first_offset = (header.topic_id, header.queue_id), header.first_offset
         queue = self.store.queues.get(key)
-        expected = queue.next_offset if queue else self._first_offset(key, found)
+        expected = queue.next_offset if queue else self._first_offset(key, first_offset)
         last_position = queue.last_position if queue else -1
         if self._is_dropped(header) or (
-            found > expected and self.store.log.purged_between(last_position, header.position)
+            first_offset > expected
+            and self.store.log.purged_between(last_position, header.position)
         ):
-            return found
+            return first_offset
         return expected
 
     def _is_dropped(self, header: Header) -> bool:
@@ -238,20 +239,20 @@ class Recovery:
         """
         return header.next_offset <= self._dropped.get((header.topic_id, header.queue_id), 0)
 
-    def _resume(self, found: Checkpoint) -> None:
+    def _resume(self, saved: Checkpoint) -> None:
         """Load the state of a checkpoint, all or nothing.
 
         Raises:
             BadIndex, BatonError, OSError: the log or an index does not match the checkpoint.
         """
         log, store = self.store.log, self.store
-        if not log.first_position <= found.position <= log.next_position:
-            raise BadIndex(f"the checkpoint is at position {found.position}, outside the log")
-        queues = [self._queue(state, found.position) for state in found.queues]
-        store.keys.resume(found.open_run, log.first_position)
-        store.resume(found.store_unix_ms, queues)
-        store.producers.load(found.producers)
-        store.schedule.waiting.restore(found.waiting)
+        if not log.first_position <= saved.position <= log.next_position:
+            raise BadIndex(f"the checkpoint is at position {saved.position}, outside the log")
+        queues = [self._queue(state, saved.position) for state in saved.queues]
+        store.keys.resume(saved.open_run, log.first_position)
+        store.resume(saved.store_unix_ms, queues)
+        store.producers.load(saved.producers)
+        store.schedule.waiting.restore(saved.waiting)
 
     def _queue(self, state: QueueState, position: int) -> tuple[QueueKey, ConsumeQueue]:
         """Return a queue of a checkpoint at `position`, after a check of its files."""
@@ -289,6 +290,6 @@ class Recovery:
         ):  # fmt: skip
             raise BadIndex(f"queue {state.queue_id} of {state.topic} points to a wrong batch")
 
-    def _first_offset(self, key: QueueKey, found: int) -> int:
+    def _first_offset(self, key: QueueKey, first_offset: int) -> int:
         """Return the first offset of a new queue with a first batch at offset `found`."""
-        return found if self._indexes_reset and self.store.log.first_position > 0 else 0
+        return first_offset if self._indexes_reset and self.store.log.first_position > 0 else 0

@@ -184,12 +184,12 @@ class Schedule:
         """
         return self._producers.check(header, sequence_key(queue))
 
-    def _schedule(self, found: ScheduledBatch, owner: int, receipt: StoreReceipt) -> None:
-        key = found.key(receipt.position)
+    def _schedule(self, batch: ScheduledBatch, owner: int, receipt: StoreReceipt) -> None:
+        key = batch.key(receipt.position)
         self.waiting.add(DelayedBatch(*key, receipt.position))
-        if found.schedule_id == FIRST:
-            header = replace(read_header(found.batch), owner=owner)
-            queue = found.topic_id, header.queue_id
+        if batch.schedule_id == FIRST:
+            header = replace(read_header(batch.batch), owner=owner)
+            queue = batch.topic_id, header.queue_id
             self._producers.record(header, sequence_key(queue), receipt)
 
 

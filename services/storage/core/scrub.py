@@ -116,9 +116,9 @@ class SegmentPart:
         at = position - self._begin
         wanted = min(bytes_max, self._end - position)
         try:
-            found = self._file.read(at, wanted)
+            data = self._file.read(at, wanted)
         except OSError as error:
             if error.errno not in UNREADABLE:
                 raise
-            found = b""
-        return found.ljust(wanted, b"\0")
+            data = b""
+        return data.ljust(wanted, b"\0")

@@ -512,7 +512,7 @@ class MessageStore:
         """As `read`, with a condition on properties: batches must be read to test it."""
         starts = batch_starts(entries.positions)
         places = entries.positions[starts].tolist(), entries.sizes[starts].tolist()
-        found = find_passing(
+        matches = find_passing(
             zip(
                 [*starts[1:].tolist(), len(entries)], self._read_batches(key, *places), strict=True
             ),
@@ -522,11 +522,11 @@ class MessageStore:
             messages_max=spec.messages_max,
         )
         return ReadResult(
-            found.batches,
-            spec.offset + found.scanned_count,
-            found.kept_count,
-            found.scanned_count - found.kept_count,
-            kept=np.array(found.kept, np.int64),
+            matches.batches,
+            spec.offset + matches.scanned_count,
+            matches.kept_count,
+            matches.scanned_count - matches.kept_count,
+            kept=np.array(matches.kept, np.int64),
         )
 
     def _read_batches(
