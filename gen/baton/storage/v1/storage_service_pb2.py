@@ -27,17 +27,17 @@ from baton.common.v1 import queue_pb2 as baton_dot_common_dot_v1_dot_queue__pb2
 from baton.offsets.v1 import offsets_service_pb2 as baton_dot_offsets_dot_v1_dot_offsets__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/storage/v1/storage_service.proto\x12\x10\x62\x61ton.storage.v1\x1a\x1b\x62\x61ton/common/v1/error.proto\x1a\x1b\x62\x61ton/common/v1/queue.proto\x1a&baton/offsets/v1/offsets_service.proto\"R\n\rAppendRequest\x12\x0f\n\x07\x62\x61tches\x18\x01 \x03(\x0c\x12\x30\n\ndurability\x18\x02 \x01(\x0e\x32\x1c.baton.storage.v1.Durability\"C\n\x0e\x41ppendResponse\x12\x31\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1f.baton.storage.v1.AppendOutcome\"w\n\rAppendOutcome\x12\x32\n\x07receipt\x18\x01 \x01(\x0b\x32\x1f.baton.storage.v1.AppendReceiptH\x00\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.baton.common.v1.ErrorH\x00\x42\t\n\x07outcome\"\x93\x01\n\rAppendReceipt\x12\x14\n\x0c\x66irst_offset\x18\x01 \x01(\x03\x12\x10\n\x08position\x18\x02 \x01(\x03\x12\x15\n\rstore_unix_ms\x18\x03 \x01(\x03\x12\x30\n\ndurability\x18\x04 \x01(\x0e\x32\x1c.baton.storage.v1.Durability\x12\x11\n\tduplicate\x18\x05 \x01(\x08\"\x83\x03\n\x0bPullRequest\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\r\n\x05token\x18\x03 \x01(\x03\x12\x0f\n\x07pull_id\x18\x04 \x01(\x04\x12\x12\n\nexpression\x18\x05 \x01(\t\x12\x11\n\tbytes_max\x18\x06 \x01(\r\x12\x14\n\x0cmessages_max\x18\x07 \x01(\r\x12\x0f\n\x07hold_ms\x18\x08 \x01(\r\x12\x15\n\roffsets_epoch\x18\t \x01(\x03\x12\x1f\n\x17subscription_generation\x18\n \x01(\x03\x12(\n\x08progress\x18\x0b \x01(\x0b\x32\x16.baton.offsets.v1.Acks\x12\x13\n\x0boffsets_set\x18\x0c \x01(\t\x12\x11\n\tclient_id\x18\r \x01(\t\x12\x0e\n\x06\x63\x61ller\x18\x0e \x01(\x07\x12\x1c\n\x0freceived_offset\x18\x0f \x01(\x03H\x00\x88\x01\x01\x42\x12\n\x10_received_offset\"\xb5\x02\n\x0cPullResponse\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x62\x61tches\x18\x02 \x03(\x0c\x12\x13\n\x0bnext_offset\x18\x03 \x01(\x03\x12\x1a\n\x12queue_first_offset\x18\x04 \x01(\x03\x12\x19\n\x11queue_next_offset\x18\x05 \x01(\x03\x12\x31\n\x0bredelivered\x18\x06 \x03(\x0b\x32\x1c.baton.common.v1.OffsetRange\x12\x15\n\roffsets_epoch\x18\x07 \x01(\x03\x12\x16\n\x0e\x66iltered_count\x18\x08 \x01(\x03\x12\x12\n\nlost_count\x18\t \x01(\x03\x12\x16\n\x0eprogress_taken\x18\n \x01(\x08\x12\x14\n\x0cnext_node_id\x18\x0b \x01(\t\x12\x13\n\x0boffsets_set\x18\x0c \x01(\t\"@\n\x13QueryOffsetsRequest\x12)\n\x06queues\x18\x01 \x03(\x0b\x32\x19.baton.common.v1.QueueRef\"f\n\x14QueryOffsetsResponse\x12\x37\n\x08outcomes\x18\x01 \x03(\x0b\x32%.baton.storage.v1.QueryOffsetsOutcome\x12\x15\n\rleader_age_ms\x18\x02 \x01(\x03\"|\n\x13QueryOffsetsOutcome\x12\x31\n\x07offsets\x18\x01 \x01(\x0b\x32\x1e.baton.storage.v1.QueueOffsetsH\x00\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.baton.common.v1.ErrorH\x00\x42\t\n\x07outcome\"K\n\x0cQueueOffsets\x12\x14\n\x0c\x66irst_offset\x18\x01 \x01(\x03\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x03\x12\x10\n\x08topic_id\x18\x03 \x01(\x03\"\"\n\x11PurgeTopicRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"\x90\x01\n\x12PurgeTopicResponse\x12\x17\n\x0fpurged_segments\x18\x01 \x01(\x03\x12\x14\n\x0cpurged_bytes\x18\x02 \x01(\x03\x12\x1a\n\x12remaining_segments\x18\x03 \x01(\x03\x12\x17\n\x0fremaining_bytes\x18\x04 \x01(\x03\x12\x16\n\x0e\x65xpiry_unix_ms\x18\x05 \x01(\x03\"\x11\n\x0f\x44\x65scribeRequest\"\xee\x02\n\x10\x44\x65scribeResponse\x12\x0e\n\x06\x62roker\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\x03\x12\x15\n\rnext_position\x18\x03 \x01(\x03\x12\x17\n\x0fsynced_position\x18\x04 \x01(\x03\x12\x13\n\x0bqueue_count\x18\x05 \x01(\x03\x12\x17\n\x0flong_poll_count\x18\x06 \x01(\x03\x12\x16\n\x0e\x61ppended_count\x18\x07 \x01(\x03\x12/\n\ndisk_state\x18\x08 \x01(\x0e\x32\x1b.baton.storage.v1.DiskState\x12\x19\n\x11\x64isk_used_percent\x18\t \x01(\x01\x12\x1f\n\x17\x64isk_seconds_until_full\x18\n \x01(\x03\x12\x17\n\x0fscheduled_count\x18\x0b \x01(\x03\x12\x19\n\x11scrubbed_position\x18\x0c \x01(\x03\x12\x1b\n\x13\x64\x61maged_batch_count\x18\r \x01(\x03*r\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44URABILITY_MEMORY\x10\x01\x12\x16\n\x12\x44URABILITY_FSYNCED\x10\x02\x12\x19\n\x15\x44URABILITY_REPLICATED\x10\x03*\x99\x01\n\tDiskState\x12\x1a\n\x16\x44ISK_STATE_UNSPECIFIED\x10\x00\x12\x11\n\rDISK_STATE_OK\x10\x01\x12\x13\n\x0f\x44ISK_STATE_WARN\x10\x02\x12\x14\n\x10\x44ISK_STATE_CLEAN\x10\x03\x12\x1d\n\x19\x44ISK_STATE_CLEAN_FORCIBLY\x10\x04\x12\x13\n\x0f\x44ISK_STATE_FULL\x10\x05\x32\xaf\x03\n\x0eStorageService\x12K\n\x06\x41ppend\x12\x1f.baton.storage.v1.AppendRequest\x1a .baton.storage.v1.AppendResponse\x12\x45\n\x04Pull\x12\x1d.baton.storage.v1.PullRequest\x1a\x1e.baton.storage.v1.PullResponse\x12]\n\x0cQueryOffsets\x12%.baton.storage.v1.QueryOffsetsRequest\x1a&.baton.storage.v1.QueryOffsetsResponse\x12Q\n\x08\x44\x65scribe\x12!.baton.storage.v1.DescribeRequest\x1a\".baton.storage.v1.DescribeResponse\x12W\n\nPurgeTopic\x12#.baton.storage.v1.PurgeTopicRequest\x1a$.baton.storage.v1.PurgeTopicResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/storage/v1/storage_service.proto\x12\x10\x62\x61ton.storage.v1\x1a\x1b\x62\x61ton/common/v1/error.proto\x1a\x1b\x62\x61ton/common/v1/queue.proto\x1a&baton/offsets/v1/offsets_service.proto\"R\n\rAppendRequest\x12\x0f\n\x07\x62\x61tches\x18\x01 \x03(\x0c\x12\x30\n\ndurability\x18\x02 \x01(\x0e\x32\x1c.baton.storage.v1.Durability\"C\n\x0e\x41ppendResponse\x12\x31\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1f.baton.storage.v1.AppendOutcome\"w\n\rAppendOutcome\x12\x32\n\x07receipt\x18\x01 \x01(\x0b\x32\x1f.baton.storage.v1.AppendReceiptH\x00\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.baton.common.v1.ErrorH\x00\x42\t\n\x07outcome\"\x93\x01\n\rAppendReceipt\x12\x14\n\x0c\x66irst_offset\x18\x01 \x01(\x03\x12\x10\n\x08position\x18\x02 \x01(\x03\x12\x15\n\rstore_unix_ms\x18\x03 \x01(\x03\x12\x30\n\ndurability\x18\x04 \x01(\x0e\x32\x1c.baton.storage.v1.Durability\x12\x11\n\tduplicate\x18\x05 \x01(\x08\"\x83\x03\n\x0bPullRequest\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\r\n\x05token\x18\x03 \x01(\x03\x12\x0f\n\x07pull_id\x18\x04 \x01(\x04\x12\x12\n\nexpression\x18\x05 \x01(\t\x12\x11\n\tbytes_max\x18\x06 \x01(\r\x12\x14\n\x0cmessages_max\x18\x07 \x01(\r\x12\x0f\n\x07hold_ms\x18\x08 \x01(\r\x12\x15\n\roffsets_epoch\x18\t \x01(\x03\x12\x1f\n\x17subscription_generation\x18\n \x01(\x03\x12(\n\x08progress\x18\x0b \x01(\x0b\x32\x16.baton.offsets.v1.Acks\x12\x13\n\x0boffsets_set\x18\x0c \x01(\t\x12\x11\n\tclient_id\x18\r \x01(\t\x12\x0e\n\x06\x63\x61ller\x18\x0e \x01(\x07\x12\x1c\n\x0freceived_offset\x18\x0f \x01(\x03H\x00\x88\x01\x01\x42\x12\n\x10_received_offset\"\xb5\x02\n\x0cPullResponse\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x62\x61tches\x18\x02 \x03(\x0c\x12\x13\n\x0bnext_offset\x18\x03 \x01(\x03\x12\x1a\n\x12queue_first_offset\x18\x04 \x01(\x03\x12\x19\n\x11queue_next_offset\x18\x05 \x01(\x03\x12\x31\n\x0bredelivered\x18\x06 \x03(\x0b\x32\x1c.baton.common.v1.OffsetRange\x12\x15\n\roffsets_epoch\x18\x07 \x01(\x03\x12\x16\n\x0e\x66iltered_count\x18\x08 \x01(\x03\x12\x12\n\nlost_count\x18\t \x01(\x03\x12\x16\n\x0eprogress_taken\x18\n \x01(\x08\x12\x14\n\x0cnext_node_id\x18\x0b \x01(\t\x12\x13\n\x0boffsets_set\x18\x0c \x01(\t\"E\n\x0e\x44\x65liverRequest\x12\x33\n\x08\x63ommands\x18\x01 \x03(\x0b\x32!.baton.storage.v1.DeliveryCommand\"\xc7\x01\n\x0f\x44\x65liveryCommand\x12\x13\n\x0b\x64\x65livery_id\x18\x01 \x01(\x04\x12\x30\n\x05start\x18\x02 \x01(\x0b\x32\x1f.baton.storage.v1.DeliveryStartH\x00\x12\x32\n\x06\x63redit\x18\x03 \x01(\x0b\x32 .baton.storage.v1.DeliveryCreditH\x00\x12.\n\x04stop\x18\x04 \x01(\x0b\x32\x1e.baton.storage.v1.DeliveryStopH\x00\x42\t\n\x07\x63ommand\"n\n\rDeliveryStart\x12+\n\x04pull\x18\x01 \x01(\x0b\x32\x1d.baton.storage.v1.PullRequest\x12\x30\n\x06\x63redit\x18\x02 \x01(\x0b\x32 .baton.storage.v1.DeliveryCredit\"\xd5\x01\n\x0e\x44\x65liveryCredit\x12\x16\n\x0emessages_limit\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_limit\x18\x02 \x01(\x04\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12(\n\x08progress\x18\x04 \x01(\x0b\x32\x16.baton.offsets.v1.Acks\x12\x15\n\roffsets_epoch\x18\x05 \x01(\x03\x12\x13\n\x0boffsets_set\x18\x06 \x01(\t\x12\x1c\n\x0freceived_offset\x18\x07 \x01(\x03H\x00\x88\x01\x01\x42\x12\n\x10_received_offset\"\x0e\n\x0c\x44\x65liveryStop\"B\n\x0f\x44\x65liverResponse\x12/\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1f.baton.storage.v1.DeliveryFrame\"\xa3\x01\n\rDeliveryFrame\x12\x13\n\x0b\x64\x65livery_id\x18\x01 \x01(\x04\x12\x32\n\x08messages\x18\x02 \x01(\x0b\x32\x1e.baton.storage.v1.PullResponseH\x00\x12\'\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.baton.common.v1.ErrorH\x00\x12\x15\n\rcredit_number\x18\x04 \x01(\x04\x42\t\n\x07\x63ontent\"@\n\x13QueryOffsetsRequest\x12)\n\x06queues\x18\x01 \x03(\x0b\x32\x19.baton.common.v1.QueueRef\"f\n\x14QueryOffsetsResponse\x12\x37\n\x08outcomes\x18\x01 \x03(\x0b\x32%.baton.storage.v1.QueryOffsetsOutcome\x12\x15\n\rleader_age_ms\x18\x02 \x01(\x03\"|\n\x13QueryOffsetsOutcome\x12\x31\n\x07offsets\x18\x01 \x01(\x0b\x32\x1e.baton.storage.v1.QueueOffsetsH\x00\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.baton.common.v1.ErrorH\x00\x42\t\n\x07outcome\"K\n\x0cQueueOffsets\x12\x14\n\x0c\x66irst_offset\x18\x01 \x01(\x03\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x03\x12\x10\n\x08topic_id\x18\x03 \x01(\x03\"\"\n\x11PurgeTopicRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"\x90\x01\n\x12PurgeTopicResponse\x12\x17\n\x0fpurged_segments\x18\x01 \x01(\x03\x12\x14\n\x0cpurged_bytes\x18\x02 \x01(\x03\x12\x1a\n\x12remaining_segments\x18\x03 \x01(\x03\x12\x17\n\x0fremaining_bytes\x18\x04 \x01(\x03\x12\x16\n\x0e\x65xpiry_unix_ms\x18\x05 \x01(\x03\"\x11\n\x0f\x44\x65scribeRequest\"\xee\x02\n\x10\x44\x65scribeResponse\x12\x0e\n\x06\x62roker\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\x03\x12\x15\n\rnext_position\x18\x03 \x01(\x03\x12\x17\n\x0fsynced_position\x18\x04 \x01(\x03\x12\x13\n\x0bqueue_count\x18\x05 \x01(\x03\x12\x17\n\x0flong_poll_count\x18\x06 \x01(\x03\x12\x16\n\x0e\x61ppended_count\x18\x07 \x01(\x03\x12/\n\ndisk_state\x18\x08 \x01(\x0e\x32\x1b.baton.storage.v1.DiskState\x12\x19\n\x11\x64isk_used_percent\x18\t \x01(\x01\x12\x1f\n\x17\x64isk_seconds_until_full\x18\n \x01(\x03\x12\x17\n\x0fscheduled_count\x18\x0b \x01(\x03\x12\x19\n\x11scrubbed_position\x18\x0c \x01(\x03\x12\x1b\n\x13\x64\x61maged_batch_count\x18\r \x01(\x03*r\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44URABILITY_MEMORY\x10\x01\x12\x16\n\x12\x44URABILITY_FSYNCED\x10\x02\x12\x19\n\x15\x44URABILITY_REPLICATED\x10\x03*\x99\x01\n\tDiskState\x12\x1a\n\x16\x44ISK_STATE_UNSPECIFIED\x10\x00\x12\x11\n\rDISK_STATE_OK\x10\x01\x12\x13\n\x0f\x44ISK_STATE_WARN\x10\x02\x12\x14\n\x10\x44ISK_STATE_CLEAN\x10\x03\x12\x1d\n\x19\x44ISK_STATE_CLEAN_FORCIBLY\x10\x04\x12\x13\n\x0f\x44ISK_STATE_FULL\x10\x05\x32\x83\x04\n\x0eStorageService\x12K\n\x06\x41ppend\x12\x1f.baton.storage.v1.AppendRequest\x1a .baton.storage.v1.AppendResponse\x12\x45\n\x04Pull\x12\x1d.baton.storage.v1.PullRequest\x1a\x1e.baton.storage.v1.PullResponse\x12R\n\x07\x44\x65liver\x12 .baton.storage.v1.DeliverRequest\x1a!.baton.storage.v1.DeliverResponse(\x01\x30\x01\x12]\n\x0cQueryOffsets\x12%.baton.storage.v1.QueryOffsetsRequest\x1a&.baton.storage.v1.QueryOffsetsResponse\x12Q\n\x08\x44\x65scribe\x12!.baton.storage.v1.DescribeRequest\x1a\".baton.storage.v1.DescribeResponse\x12W\n\nPurgeTopic\x12#.baton.storage.v1.PurgeTopicRequest\x1a$.baton.storage.v1.PurgeTopicResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.storage.v1.storage_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DURABILITY']._serialized_start=2228
-  _globals['_DURABILITY']._serialized_end=2342
-  _globals['_DISKSTATE']._serialized_start=2345
-  _globals['_DISKSTATE']._serialized_end=2498
+  _globals['_DURABILITY']._serialized_start=3079
+  _globals['_DURABILITY']._serialized_end=3193
+  _globals['_DISKSTATE']._serialized_start=3196
+  _globals['_DISKSTATE']._serialized_end=3349
   _globals['_APPENDREQUEST']._serialized_start=158
   _globals['_APPENDREQUEST']._serialized_end=240
   _globals['_APPENDRESPONSE']._serialized_start=242
@@ -50,22 +50,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PULLREQUEST']._serialized_end=970
   _globals['_PULLRESPONSE']._serialized_start=973
   _globals['_PULLRESPONSE']._serialized_end=1282
-  _globals['_QUERYOFFSETSREQUEST']._serialized_start=1284
-  _globals['_QUERYOFFSETSREQUEST']._serialized_end=1348
-  _globals['_QUERYOFFSETSRESPONSE']._serialized_start=1350
-  _globals['_QUERYOFFSETSRESPONSE']._serialized_end=1452
-  _globals['_QUERYOFFSETSOUTCOME']._serialized_start=1454
-  _globals['_QUERYOFFSETSOUTCOME']._serialized_end=1578
-  _globals['_QUEUEOFFSETS']._serialized_start=1580
-  _globals['_QUEUEOFFSETS']._serialized_end=1655
-  _globals['_PURGETOPICREQUEST']._serialized_start=1657
-  _globals['_PURGETOPICREQUEST']._serialized_end=1691
-  _globals['_PURGETOPICRESPONSE']._serialized_start=1694
-  _globals['_PURGETOPICRESPONSE']._serialized_end=1838
-  _globals['_DESCRIBEREQUEST']._serialized_start=1840
-  _globals['_DESCRIBEREQUEST']._serialized_end=1857
-  _globals['_DESCRIBERESPONSE']._serialized_start=1860
-  _globals['_DESCRIBERESPONSE']._serialized_end=2226
-  _globals['_STORAGESERVICE']._serialized_start=2501
-  _globals['_STORAGESERVICE']._serialized_end=2932
+  _globals['_DELIVERREQUEST']._serialized_start=1284
+  _globals['_DELIVERREQUEST']._serialized_end=1353
+  _globals['_DELIVERYCOMMAND']._serialized_start=1356
+  _globals['_DELIVERYCOMMAND']._serialized_end=1555
+  _globals['_DELIVERYSTART']._serialized_start=1557
+  _globals['_DELIVERYSTART']._serialized_end=1667
+  _globals['_DELIVERYCREDIT']._serialized_start=1670
+  _globals['_DELIVERYCREDIT']._serialized_end=1883
+  _globals['_DELIVERYSTOP']._serialized_start=1885
+  _globals['_DELIVERYSTOP']._serialized_end=1899
+  _globals['_DELIVERRESPONSE']._serialized_start=1901
+  _globals['_DELIVERRESPONSE']._serialized_end=1967
+  _globals['_DELIVERYFRAME']._serialized_start=1970
+  _globals['_DELIVERYFRAME']._serialized_end=2133
+  _globals['_QUERYOFFSETSREQUEST']._serialized_start=2135
+  _globals['_QUERYOFFSETSREQUEST']._serialized_end=2199
+  _globals['_QUERYOFFSETSRESPONSE']._serialized_start=2201
+  _globals['_QUERYOFFSETSRESPONSE']._serialized_end=2303
+  _globals['_QUERYOFFSETSOUTCOME']._serialized_start=2305
+  _globals['_QUERYOFFSETSOUTCOME']._serialized_end=2429
+  _globals['_QUEUEOFFSETS']._serialized_start=2431
+  _globals['_QUEUEOFFSETS']._serialized_end=2506
+  _globals['_PURGETOPICREQUEST']._serialized_start=2508
+  _globals['_PURGETOPICREQUEST']._serialized_end=2542
+  _globals['_PURGETOPICRESPONSE']._serialized_start=2545
+  _globals['_PURGETOPICRESPONSE']._serialized_end=2689
+  _globals['_DESCRIBEREQUEST']._serialized_start=2691
+  _globals['_DESCRIBEREQUEST']._serialized_end=2708
+  _globals['_DESCRIBERESPONSE']._serialized_start=2711
+  _globals['_DESCRIBERESPONSE']._serialized_end=3077
+  _globals['_STORAGESERVICE']._serialized_start=3352
+  _globals['_STORAGESERVICE']._serialized_end=3867
 # @@protoc_insertion_point(module_scope)

@@ -401,6 +401,241 @@ class PullResponse(_message.Message):
 Global___PullResponse: _TypeAlias = PullResponse  # noqa: Y015
 
 @_typing.final
+class DeliverRequest(_message.Message):
+    """Request for Deliver."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMANDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeliveryCommand]:
+        """Commands, 1 to 10,000, in order. Commands about deliveries that have ended have no effect."""
+
+    def __init__(
+        self,
+        *,
+        commands: _abc.Iterable[Global___DeliveryCommand] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commands", b"commands"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeliverRequest: _TypeAlias = DeliverRequest  # noqa: Y015
+
+@_typing.final
+class DeliveryCommand(_message.Message):
+    """Command about one delivery."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELIVERY_ID_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    CREDIT_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    delivery_id: _builtins.int
+    """Chosen by the caller, and never used twice in a stream. Required."""
+    @_builtins.property
+    def start(self) -> Global___DeliveryStart:
+        """Begins the delivery."""
+
+    @_builtins.property
+    def credit(self) -> Global___DeliveryCredit:
+        """Raises its credit."""
+
+    @_builtins.property
+    def stop(self) -> Global___DeliveryStop:
+        """Ends it. Frames that are on their way still arrive."""
+
+    def __init__(
+        self,
+        *,
+        delivery_id: _builtins.int = ...,
+        start: Global___DeliveryStart | None = ...,
+        credit: Global___DeliveryCredit | None = ...,
+        stop: Global___DeliveryStop | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "credit", b"credit", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "credit", b"credit", "delivery_id", b"delivery_id", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "credit", "stop"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+
+Global___DeliveryCommand: _TypeAlias = DeliveryCommand  # noqa: Y015
+
+@_typing.final
+class DeliveryStart(_message.Message):
+    """Begins a delivery."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PULL_FIELD_NUMBER: _builtins.int
+    CREDIT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pull(self) -> Global___PullRequest:
+        """Queue, first offset, token and filter. `bytes_max` and `messages_max` limit one frame. `pull_id`,
+        `offsets_epoch`, `offsets_set`, `progress` and `received_offset` are ignored: see `credit`.
+        """
+
+    @_builtins.property
+    def credit(self) -> Global___DeliveryCredit:
+        """The first credit."""
+
+    def __init__(
+        self,
+        *,
+        pull: Global___PullRequest | None = ...,
+        credit: Global___DeliveryCredit | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "pull", b"pull"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "pull", b"pull"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeliveryStart: _TypeAlias = DeliveryStart  # noqa: Y015
+
+@_typing.final
+class DeliveryCredit(_message.Message):
+    """How much a delivery may send, and what the caller states meanwhile."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_LIMIT_FIELD_NUMBER: _builtins.int
+    BYTES_LIMIT_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    OFFSETS_SET_FIELD_NUMBER: _builtins.int
+    RECEIVED_OFFSET_FIELD_NUMBER: _builtins.int
+    messages_limit: _builtins.int
+    """Messages that the delivery may send in all, since its start. It never falls. The last frame keeps
+    the limit.
+    """
+    bytes_limit: _builtins.int
+    """Bytes of batches that the delivery may send in all, since its start. It never falls. The last frame
+    may exceed the limit.
+    """
+    number: _builtins.int
+    """Number of this credit: 1 for that of the start, and rising."""
+    offsets_epoch: _builtins.int
+    """As in PullRequest."""
+    offsets_set: _builtins.str
+    """As in PullRequest."""
+    received_offset: _builtins.int
+    """As in PullRequest."""
+    @_builtins.property
+    def progress(self) -> _offsets_service_pb2.Acks:
+        """As in PullRequest."""
+
+    def __init__(
+        self,
+        *,
+        messages_limit: _builtins.int = ...,
+        bytes_limit: _builtins.int = ...,
+        number: _builtins.int = ...,
+        progress: _offsets_service_pb2.Acks | None = ...,
+        offsets_epoch: _builtins.int = ...,
+        offsets_set: _builtins.str = ...,
+        received_offset: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset", "progress", b"progress", "received_offset", b"received_offset"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset", "bytes_limit", b"bytes_limit", "messages_limit", b"messages_limit", "number", b"number", "offsets_epoch", b"offsets_epoch", "offsets_set", b"offsets_set", "progress", b"progress", "received_offset", b"received_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__received_offset: _TypeAlias = _typing.Literal["received_offset"]  # noqa: Y015
+    _WhichOneofArgType__received_offset: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__received_offset) -> _WhichOneofReturnType__received_offset | None: ...
+
+Global___DeliveryCredit: _TypeAlias = DeliveryCredit  # noqa: Y015
+
+@_typing.final
+class DeliveryStop(_message.Message):
+    """Ends a delivery."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeliveryStop: _TypeAlias = DeliveryStop  # noqa: Y015
+
+@_typing.final
+class DeliverResponse(_message.Message):
+    """Response for Deliver."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeliveryFrame]:
+        """Frames of one moment, of different deliveries or in order."""
+
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[Global___DeliveryFrame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeliverResponse: _TypeAlias = DeliverResponse  # noqa: Y015
+
+@_typing.final
+class DeliveryFrame(_message.Message):
+    """Part of one delivery."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELIVERY_ID_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    CREDIT_NUMBER_FIELD_NUMBER: _builtins.int
+    delivery_id: _builtins.int
+    """Delivery that the frame belongs to."""
+    credit_number: _builtins.int
+    """Number of the newest credit that had arrived when the frame was read. Its `progress` and
+    `received_offset` were recorded with this frame, unless an earlier frame has the same number.
+    """
+    @_builtins.property
+    def messages(self) -> Global___PullResponse:
+        """The next messages; the response of Pull at the offset where the frame before ended."""
+
+    @_builtins.property
+    def error(self) -> _error_pb2.Error:
+        """Why the delivery has ended."""
+
+    def __init__(
+        self,
+        *,
+        delivery_id: _builtins.int = ...,
+        messages: Global___PullResponse | None = ...,
+        error: _error_pb2.Error | None = ...,
+        credit_number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "error", b"error", "messages", b"messages"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "credit_number", b"credit_number", "delivery_id", b"delivery_id", "error", b"error", "messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["messages", "error"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___DeliveryFrame: _TypeAlias = DeliveryFrame  # noqa: Y015
+
+@_typing.final
 class QueryOffsetsRequest(_message.Message):
     """Request for QueryOffsets."""
 

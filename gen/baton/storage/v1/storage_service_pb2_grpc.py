@@ -45,6 +45,11 @@ class StorageServiceStub:
                 request_serializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.PullRequest.SerializeToString,
                 response_deserializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.PullResponse.FromString,
                 _registered_method=True)
+        self.Deliver = channel.stream_stream(
+                '/baton.storage.v1.StorageService/Deliver',
+                request_serializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.DeliverRequest.SerializeToString,
+                response_deserializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.DeliverResponse.FromString,
+                _registered_method=True)
         self.QueryOffsets = channel.unary_unary(
                 '/baton.storage.v1.StorageService/QueryOffsets',
                 request_serializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.QueryOffsetsRequest.SerializeToString,
@@ -109,6 +114,27 @@ class StorageServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Deliver(self, request_iterator, context):
+        """Delivers the messages of many queues over one stream: as if each queue were pulled again at once
+        after each response, within the credit of the caller. A consumer has one stream per node.
+
+        A delivery is the reading of one queue: it begins with `start`, and ends with `stop`, with an error
+        frame, or with the stream. Its frames are contiguous: each begins at the `next_offset` of the one
+        before. Each frame is recorded at offsets, under the token of its delivery, before it is sent; one
+        call records the frames of all streams. A delivery without messages sends a frame without batches
+        every `hold_ms`. A delivery waits, and sends nothing, while it has no credit or its caller has
+        reached a quota.
+
+        Error frames: the errors of Pull, and PERMISSION_DENIED (PERMISSION_DENIED: a grant is missing, or
+        was revoked), INVALID_ARGUMENT (also for a `delivery_id` that is in use). Other deliveries of the
+        stream go on.
+
+        Statuses: INVALID_ARGUMENT (LIMIT_EXCEEDED: too many deliveries), UNAVAILABLE (NOT_SERVING).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def QueryOffsets(self, request, context):
         """Returns first and next offsets of queues.
 
@@ -161,6 +187,11 @@ def add_StorageServiceServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.PullRequest.FromString,
                     response_serializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.PullResponse.SerializeToString,
+            ),
+            'Deliver': grpc.stream_stream_rpc_method_handler(
+                    servicer.Deliver,
+                    request_deserializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.DeliverRequest.FromString,
+                    response_serializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.DeliverResponse.SerializeToString,
             ),
             'QueryOffsets': grpc.unary_unary_rpc_method_handler(
                     servicer.QueryOffsets,
@@ -233,6 +264,33 @@ class StorageService:
             '/baton.storage.v1.StorageService/Pull',
             baton_dot_storage_dot_v1_dot_storage__service__pb2.PullRequest.SerializeToString,
             baton_dot_storage_dot_v1_dot_storage__service__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Deliver(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.storage.v1.StorageService/Deliver',
+            baton_dot_storage_dot_v1_dot_storage__service__pb2.DeliverRequest.SerializeToString,
+            baton_dot_storage_dot_v1_dot_storage__service__pb2.DeliverResponse.FromString,
             options,
             channel_credentials,
             insecure,

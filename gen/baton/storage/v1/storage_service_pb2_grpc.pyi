@@ -68,6 +68,23 @@ class StorageServiceStub:
     caller has reached its quota), UNAVAILABLE (DELIVERY_UNRECORDED, NO_QUORUM, NOT_SERVING),
     DATA_LOSS (a stored checksum does not match).
     """
+    Deliver: _grpc.StreamStreamMultiCallable[_storage_service_pb2.DeliverRequest, _storage_service_pb2.DeliverResponse]
+    """Delivers the messages of many queues over one stream: as if each queue were pulled again at once
+    after each response, within the credit of the caller. A consumer has one stream per node.
+
+    A delivery is the reading of one queue: it begins with `start`, and ends with `stop`, with an error
+    frame, or with the stream. Its frames are contiguous: each begins at the `next_offset` of the one
+    before. Each frame is recorded at offsets, under the token of its delivery, before it is sent; one
+    call records the frames of all streams. A delivery without messages sends a frame without batches
+    every `hold_ms`. A delivery waits, and sends nothing, while it has no credit or its caller has
+    reached a quota.
+
+    Error frames: the errors of Pull, and PERMISSION_DENIED (PERMISSION_DENIED: a grant is missing, or
+    was revoked), INVALID_ARGUMENT (also for a `delivery_id` that is in use). Other deliveries of the
+    stream go on.
+
+    Statuses: INVALID_ARGUMENT (LIMIT_EXCEEDED: too many deliveries), UNAVAILABLE (NOT_SERVING).
+    """
     QueryOffsets: _grpc.UnaryUnaryMultiCallable[_storage_service_pb2.QueryOffsetsRequest, _storage_service_pb2.QueryOffsetsResponse]
     """Returns first and next offsets of queues.
 
@@ -136,6 +153,23 @@ class StorageServiceAsyncStub(StorageServiceStub):
     PAUSED, MODE_CHANGED), RESOURCE_EXHAUSTED (OVERLOADED: too many long polls; THROTTLED: the
     caller has reached its quota), UNAVAILABLE (DELIVERY_UNRECORDED, NO_QUORUM, NOT_SERVING),
     DATA_LOSS (a stored checksum does not match).
+    """
+    Deliver: _aio.StreamStreamMultiCallable[_storage_service_pb2.DeliverRequest, _storage_service_pb2.DeliverResponse]  # type: ignore[assignment]
+    """Delivers the messages of many queues over one stream: as if each queue were pulled again at once
+    after each response, within the credit of the caller. A consumer has one stream per node.
+
+    A delivery is the reading of one queue: it begins with `start`, and ends with `stop`, with an error
+    frame, or with the stream. Its frames are contiguous: each begins at the `next_offset` of the one
+    before. Each frame is recorded at offsets, under the token of its delivery, before it is sent; one
+    call records the frames of all streams. A delivery without messages sends a frame without batches
+    every `hold_ms`. A delivery waits, and sends nothing, while it has no credit or its caller has
+    reached a quota.
+
+    Error frames: the errors of Pull, and PERMISSION_DENIED (PERMISSION_DENIED: a grant is missing, or
+    was revoked), INVALID_ARGUMENT (also for a `delivery_id` that is in use). Other deliveries of the
+    stream go on.
+
+    Statuses: INVALID_ARGUMENT (LIMIT_EXCEEDED: too many deliveries), UNAVAILABLE (NOT_SERVING).
     """
     QueryOffsets: _aio.UnaryUnaryMultiCallable[_storage_service_pb2.QueryOffsetsRequest, _storage_service_pb2.QueryOffsetsResponse]  # type: ignore[assignment]
     """Returns first and next offsets of queues.
@@ -214,6 +248,29 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
         PAUSED, MODE_CHANGED), RESOURCE_EXHAUSTED (OVERLOADED: too many long polls; THROTTLED: the
         caller has reached its quota), UNAVAILABLE (DELIVERY_UNRECORDED, NO_QUORUM, NOT_SERVING),
         DATA_LOSS (a stored checksum does not match).
+        """
+
+    @_abc_1.abstractmethod
+    def Deliver(
+        self,
+        request_iterator: _MaybeAsyncIterator[_storage_service_pb2.DeliverRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_storage_service_pb2.DeliverResponse], _abc.AsyncIterator[_storage_service_pb2.DeliverResponse]]:
+        """Delivers the messages of many queues over one stream: as if each queue were pulled again at once
+        after each response, within the credit of the caller. A consumer has one stream per node.
+
+        A delivery is the reading of one queue: it begins with `start`, and ends with `stop`, with an error
+        frame, or with the stream. Its frames are contiguous: each begins at the `next_offset` of the one
+        before. Each frame is recorded at offsets, under the token of its delivery, before it is sent; one
+        call records the frames of all streams. A delivery without messages sends a frame without batches
+        every `hold_ms`. A delivery waits, and sends nothing, while it has no credit or its caller has
+        reached a quota.
+
+        Error frames: the errors of Pull, and PERMISSION_DENIED (PERMISSION_DENIED: a grant is missing, or
+        was revoked), INVALID_ARGUMENT (also for a `delivery_id` that is in use). Other deliveries of the
+        stream go on.
+
+        Statuses: INVALID_ARGUMENT (LIMIT_EXCEEDED: too many deliveries), UNAVAILABLE (NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
