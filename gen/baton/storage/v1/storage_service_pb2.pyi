@@ -476,13 +476,14 @@ class DeliveryStart(_message.Message):
     CREDIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pull(self) -> Global___PullRequest:
-        """Queue, first offset, token and filter. `bytes_max` and `messages_max` limit one frame. `pull_id`,
-        `offsets_epoch`, `offsets_set`, `progress` and `received_offset` are ignored: see `credit`.
+        """Queue, first offset, token and filter. `bytes_max` and `messages_max` limit one frame; `hold_ms` of
+        0 means 15,000. `pull_id`, `offsets_epoch`, `offsets_set`, `progress` and `received_offset` are
+        ignored: see `credit`. Required.
         """
 
     @_builtins.property
     def credit(self) -> Global___DeliveryCredit:
-        """The first credit."""
+        """The first credit. Required."""
 
     def __init__(
         self,
@@ -603,12 +604,18 @@ class DeliveryFrame(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     CREDIT_NUMBER_FIELD_NUMBER: _builtins.int
+    MESSAGES_SENT_FIELD_NUMBER: _builtins.int
+    BYTES_SENT_FIELD_NUMBER: _builtins.int
     delivery_id: _builtins.int
     """Delivery that the frame belongs to."""
     credit_number: _builtins.int
     """Number of the newest credit that had arrived when the frame was read. Its `progress` and
     `received_offset` were recorded with this frame, unless an earlier frame has the same number.
     """
+    messages_sent: _builtins.int
+    """Messages that the delivery has sent since its start, with this frame: those that passed the filter."""
+    bytes_sent: _builtins.int
+    """Bytes of batches that the delivery has sent since its start, with this frame."""
     @_builtins.property
     def messages(self) -> Global___PullResponse:
         """The next messages; the response of Pull at the offset where the frame before ended."""
@@ -624,10 +631,12 @@ class DeliveryFrame(_message.Message):
         messages: Global___PullResponse | None = ...,
         error: _error_pb2.Error | None = ...,
         credit_number: _builtins.int = ...,
+        messages_sent: _builtins.int = ...,
+        bytes_sent: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "error", b"error", "messages", b"messages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "credit_number", b"credit_number", "delivery_id", b"delivery_id", "error", b"error", "messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "content", b"content", "credit_number", b"credit_number", "delivery_id", b"delivery_id", "error", b"error", "messages", b"messages", "messages_sent", b"messages_sent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["messages", "error"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
