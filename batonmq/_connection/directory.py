@@ -210,10 +210,18 @@ class Directory:
         Raises:
             Unreachable: The broker is not registered, or no nameserver responds.
         """
+        return self.storage_at(await self.reader_address(broker, node_id))
+
+    async def reader_address(self, broker: str, node_id: str) -> str:
+        """As `reader`, but return the address of the node."""
         for node in self._of_broker(broker):
             if node.node_id == node_id:
-                return storage_grpc.StorageServiceStub(self._channel(node.address))
-        return await self.storage(broker)
+                return node.address
+        return await self._address(pb.SERVICE_KIND_STORAGE, broker)
+
+    def storage_at(self, address: str) -> storage_grpc.StorageServiceAsyncStub:
+        """Return a stub for the storage node at an address."""
+        return storage_grpc.StorageServiceStub(self._channel(address))
 
     def next_reader(self, broker: str, node_id: str) -> str:
         """Return the node to use after `node_id` failed: each node in turn, then the leader."""

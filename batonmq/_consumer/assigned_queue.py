@@ -64,8 +64,10 @@ class AssignedQueue:
         useful: Whether a pull or a commit under this grant succeeded.
         position_known: Offsets set and epoch that know under this token how far messages were
             received (protocol section 6.8).
-        stated_set: Offsets set to which a commit has stated the position since the pull under way
-            was sent; empty for none. A delivery that another set has recorded is not used then.
+        stated_set: Offsets set to which a commit has stated the position since the delivery under
+            way began; empty for none. A frame that another set has recorded is not used then.
+        credit_due_at: The storage node gets more credit once only so many messages wait; -1: other
+            events decide.
         buffer: Messages that wait for a handler.
         flow: The flow limit that delays the next pull; None without one.
         paused: Whether the application has paused the queue.
@@ -89,6 +91,7 @@ class AssignedQueue:
         self.stated_set = ""
         self.buffer = MessageBuffer(session.budget)
         self.flow: FlowReason | None = None
+        self.credit_due_at = -1
         self.paused = ref in session.paused
         self.on_work_dropped: Callable[[], None] = lambda: None
         self.wakeup, self.freed = Wakeup(), asyncio.Event()
@@ -150,8 +153,8 @@ class AssignedQueue:
         else:
             self.fence()
 
-    def pulled(self, sent_ms: int) -> None:
-        """Note that a pull that was sent at `sent_ms` returned or skipped messages."""
+    def received(self, sent_ms: int) -> None:
+        """Note that messages were delivered or skipped after a call that was sent at `sent_ms`."""
         self.useful = True
         if self.with_ownership:
             self.lease.renew(sent_ms)
@@ -214,10 +217,9 @@ class AssignedQueue:
     def _taken(self, *, room_freed: bool) -> None:
         if room_freed:
             self._session.notify_room()
-        if self.flow is not None:
-            half_empty = 2 * len(self.buffer) <= self._session.settings.buffer_messages_max
-            if half_empty:
-                self.wakeup.notify()
+        if len(self.buffer) <= self.credit_due_at:
+            self.credit_due_at = -1
+            self.wakeup.notify()
 
     def counts(self, messages: ReceivedMessage | MessageBatch) -> bool:
         """Whether the result of handling messages still matters."""

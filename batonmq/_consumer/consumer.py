@@ -22,6 +22,7 @@ from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.batched_calls import BatchedCalls
 from batonmq._consumer.consumer_gauges import ConsumerGauges
 from batonmq._consumer.consumer_settings import CONSUME_FROM, MODELS, ConsumerSettings
+from batonmq._consumer.delivery_streams import DeliveryStreams
 from batonmq._consumer.handler_adapters import (
     BatchAdapter,
     BatchHandler,
@@ -180,6 +181,7 @@ class Consumer:
         self._ack_committer = AckCommitter(self._session, self._queues)
         self._watching_locks = False
         self._retry_sender = RetrySender(self._session, self._spawn)
+        self._streams = DeliveryStreams(self._session.directory, self._spawn)
         self._dispatcher: MessageDispatcher | None = None
         self._handle_timeout_ms = self._session.settings.handle_timeout_ms
         self._failed: MessageFailed | None = None
@@ -396,7 +398,9 @@ class Consumer:
         return asyncio.get_running_loop().time()
 
     def _spawn(self, loop: Coroutine[object, object, None]) -> None:
-        self._loops.append(self._tasks.create_task(loop))
+        task = self._tasks.create_task(loop)
+        self._loops.append(task)
+        task.add_done_callback(self._loops.remove)
 
     async def _join(self) -> None:
         """Join the group; the first member creates the group's retry topic."""
@@ -456,7 +460,7 @@ class Consumer:
 
     async def _run_queue(self, queue: AssignedQueue) -> None:
         try:
-            await QueueRunner(self._session, self._calls, queue).run()
+            await QueueRunner(self._session, self._calls, self._streams, queue).run()
         finally:
             self._rotation.remove(queue)
             del self._queues[queue.ref]

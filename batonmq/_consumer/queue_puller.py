@@ -1,4 +1,4 @@
-"""Pulls one queue from storage into its buffer."""
+"""Receives the messages of one queue from storage into its buffer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from itertools import chain
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.aio import unless
-from batonmq._common.rpc import answered
-from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.delivered_run import Delivery
-from batonmq._consumer.group_view import GroupView
+from batonmq._consumer.delivery_streams import DeliveryStreams
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.queue_delivery import QueueDelivery, Statement
 from batonmq._consumer.retry_sender import restore_original
 from batonmq._consumer.session import Session, ranges_from_pb, ranges_to_pb
 from batonmq._consumer.wakeup import Condition
+from batonmq._core.delivery_credit import DeliveryCredit
 from batonmq._core.flow_control import FlowReason, blocking_limit
 from batonmq._core.queue_progress import Acks, QueueProgress
 from batonmq._core.ranges import Range
@@ -50,28 +50,28 @@ class QueuePuller:
     """Fills the buffer of one queue while the queue is owned.
 
     Attributes:
-        outdated: The pull under way has to be given up: the application or an operator paused, or
-            the group filters the topic in another way now.
+        outdated: The delivery under way has to end: the application or an operator paused, or the
+            group has another subscription now.
     """
 
-    def __init__(self, session: Session, queue: AssignedQueue) -> None:
-        self._session, self._queue = session, queue
+    def __init__(self, session: Session, streams: DeliveryStreams, queue: AssignedQueue) -> None:
+        self._session, self._streams, self._queue = session, streams, queue
         self._filter: Filter = TagFilter(None)
+        self._generation = self._failures = 0
         self._reader = ReaderChoice()
         self._topic_unreadable = False
         self.outdated = Condition(queue.wakeup, self._is_outdated)
 
     async def run(self) -> None:
-        """Pull until no message may be started; fence the queue if its token is refused."""
-        session, queue, failures = self._session, self._queue, 0
-        self._topic_unreadable = False
+        """Receive until no message may be started; fence the queue if its token is refused."""
+        session, queue = self._session, self._queue
+        self._failures, self._topic_unreadable = 0, False
         while await self._wait_until_due():
             view = session.view
             self._filter = view.filters[queue.ref.topic]
+            self._generation = view.subscription_generation
             try:
-                await unless(self.outdated, self._pull(view))
-                failures = 0
-                self._note_readable(None)
+                await unless(self.outdated, self._deliver())
             except OWNERSHIP_LOST as error:
                 queue.refuse(error)
             except BatonError as error:
@@ -84,8 +84,8 @@ class QueuePuller:
                     broker = queue.ref.broker
                     next_node_id = session.directory.next_reader(broker, self._reader.node_id)
                     self._reader.failed(next_node_id)
-                await session.directory.pause(error, failures)
-                failures = 0 if isinstance(error, Paused) else failures + 1
+                await session.directory.pause(error, self._failures)
+                self._failures = 0 if isinstance(error, Paused) else self._failures + 1
 
     async def _wait_until_due(self) -> bool:
         """Wait for room, the end of a pause, and the record of the grant's subscription.
@@ -101,12 +101,9 @@ class QueuePuller:
             record_old = record_old or queue.ref.topic not in view.filters
             if not (queue.flow or record_old or view.paused):
                 return True
-            if queue.flow == "span":
-                session.commit_soon.set()
+            self._ask_for_room()
             if record_old:
                 session.heartbeat_soon.set()
-            if queue.flow == "bytes":
-                session.waiting_for_room[queue.wakeup] = None
             await queue.wakeup.wait()
         return False
 
@@ -124,45 +121,77 @@ class QueuePuller:
     def _is_outdated(self) -> bool:
         queue, view = self._queue, self._session.view
         changed = view.filters.get(queue.ref.topic) != self._filter
+        changed = changed or view.subscription_generation != self._generation
         return queue.paused or bool(view.paused) or changed
 
-    async def _pull(self, view: GroupView) -> None:
-        """Pull once by `view`. An answer that arrives after the ownership ended is dropped.
+    async def _deliver(self) -> None:
+        """Receive by one delivery, until it ends. What arrives later is dropped.
 
-        Unconfirmed acks travel in the request (protocol section 6, rule 6); the answer says whether
-        they were accepted.
+        Unconfirmed acks travel with the credit (protocol section 6, rule 6); the next frame shows
+        whether they were accepted.
 
         Raises:
-            BatonError: storage refused, or the answer is damaged.
+            BatonError: storage refused, or a frame is damaged.
         """
         session, queue, progress = self._session, self._queue, self._queue.progress
         assert progress is not None
-        acks = self._acks_to_send(progress)
-        request = self._request(progress, acks, view)
+        node_id, broker = self._reader.node_id, queue.ref.broker
+        stream = await self._streams.of(broker, node_id)
+        delivery = QueueDelivery(stream, node_id, session.limits.messages_max, queue.wakeup.notify)
         queue.stated_set = ""
-        stub = await session.directory.reader(queue.ref.broker, self._reader.node_id)
-        sent_ms = session.clock.monotonic_ms()
-        timeout_s = request.hold_ms / 1000 + CALL_TIMEOUT_S
-        answer = await answered(stub.Pull(request, timeout=timeout_s))
-        received = answer.next_offset > request.offset
+        messages_room, bytes_room = self._room(progress)
+        delivery.credit.offer(messages_room, bytes_room, idle=True)
+        credit, statement = self._state(progress, delivery.credit)
+        delivery.begin(
+            self._request(progress),
+            credit,
+            statement,
+            lambda frame: self._receive_frame(progress, delivery, frame),
+        )
+        try:
+            while not delivery.ended:
+                if delivery.silent:
+                    delivery.silent = False
+                    self._reader.checked(has_leader=await session.directory.has_leader(broker))
+                    if self._reader.node_id != node_id:
+                        return
+                    continue
+                self._offer_credit(progress, delivery)
+                await queue.wakeup.wait()
+            if delivery.error is not None:
+                raise delivery.error
+        finally:
+            queue.credit_due_at = -1
+            delivery.stop()
+
+    def _receive_frame(
+        self, progress: QueueProgress, delivery: QueueDelivery, frame: pb.DeliveryFrame
+    ) -> None:
+        session, queue, answer = self._session, self._queue, frame.messages
+        if delivery.ended or queue.progress is not progress:
+            return
+        self._failures = 0
+        self._note_readable(None)
+        statement, acks = delivery.receive(frame)
+        received = answer.next_offset > progress.next_offset
         now_ms = session.clock.monotonic_ms()
         if self._reader.answered(answer.next_node_id, now_ms, received=received):
-            has_leader = await session.directory.has_leader(queue.ref.broker)
-            self._reader.checked(has_leader=has_leader)
-        if queue.progress is not progress or answer.pull_id != request.pull_id:
-            return
+            delivery.look()
         if queue.with_ownership and not session.epochs.observe(
             answer.offsets_set, answer.offsets_epoch
         ):
-            return  # an older epoch recorded the delivery
+            delivery.end()  # an older epoch recorded the delivery
+            return
         if answer.offsets_set and queue.stated_set not in ("", answer.offsets_set):
-            return  # the group has moved since, and the new set does not know of the delivery
-        named = request.offsets_set, request.offsets_epoch
-        if received and named == (answer.offsets_set, answer.offsets_epoch):
-            queue.position_known = named
+            delivery.end()  # the group has moved since; the new set has no record of the delivery
+            return
+        if received and statement.epoch == (answer.offsets_set, answer.offsets_epoch):
+            queue.position_known = statement.epoch
         if acks is not None and answer.progress_taken:
-            queue.committed(progress, acks, sent_ms)
-        if answer.next_offset <= progress.next_offset or not queue.may_start():
+            queue.committed(progress, acks, statement.sent_ms)
+        if answer.next_node_id != delivery.node_id:
+            delivery.end()
+        if not received or not queue.may_start():
             return
         if answer.lost_count:
             log.warning(
@@ -172,28 +201,71 @@ class QueuePuller:
                 progress.next_offset,
                 answer.lost_count,
             )
-        queue.pulled(sent_ms)
-        self._receive(progress, answer)
+        queue.received(statement.sent_ms)
+        try:
+            self._receive(progress, answer)
+        except BatonError as error:
+            delivery.fail(error)
+            return
+        self._offer_credit(progress, delivery)
 
-    def _request(
-        self, progress: QueueProgress, acks: Acks | None, view: GroupView
-    ) -> pb.PullRequest:
+    def _room(self, progress: QueueProgress) -> tuple[int, int]:
+        """Return the messages and the bytes that there is room for."""
+        session, queue = self._session, self._queue
+        waiting_room = session.limits.messages_max - len(queue.buffer)
+        messages = max(0, min(waiting_room, session.limits.span_max - progress.span))
+        return messages, 0 if queue.buffer.waiting_bytes.blocked else session.budget.share()
+
+    def _offer_credit(self, progress: QueueProgress, delivery: QueueDelivery) -> None:
+        """Give the node more credit if there is room; else see that room is noticed."""
+        session, queue, credit = self._session, self._queue, delivery.credit
+        if delivery.ended or queue.progress is not progress:
+            return
+        queue.flow = self._flow_reason(progress)
+        self._ask_for_room()
+        if credit.offer(*self._room(progress), idle=not queue.buffer):
+            delivery.raise_credit(*self._state(progress, credit))
+        queue.credit_due_at = credit.due_at(session.limits.messages_max)
+
+    def _ask_for_room(self) -> None:
+        session, queue = self._session, self._queue
+        if queue.flow == "span":
+            session.commit_soon.set()
+        if queue.flow == "bytes":
+            session.waiting_for_room[queue.wakeup] = None
+
+    def _request(self, progress: QueueProgress) -> pb.PullRequest:
         session, queue, settings = self._session, self._queue, self._session.settings
         return pb.PullRequest(
             queue=queue.key,
             offset=progress.next_offset,
             token=queue.token,
-            pull_id=session.random.getrandbits(63),
             expression=self._filter.canonical(),
-            subscription_generation=view.subscription_generation,
+            subscription_generation=self._generation,
             bytes_max=min(settings.pull_bytes_max, session.budget.share()),
-            messages_max=min(settings.pull_messages_max, settings.span_max - progress.span),
+            messages_max=settings.pull_messages_max,
             hold_ms=self._reader.hold_ms(settings.pull_hold_ms),
-            offsets_epoch=session.epochs.of(session.epochs.newest_set),
-            offsets_set=session.epochs.newest_set,
-            progress=None if acks is None else _acks_to_pb(progress, acks),
             client_id=session.incarnation.client_id,
-            received_offset=progress.received_offset if queue.with_ownership else None,
+        )
+
+    def _state(
+        self, progress: QueueProgress, credit: DeliveryCredit
+    ) -> tuple[pb.DeliveryCredit, Statement]:
+        """Return a credit with what this consumer states now: its acks, its position, its epoch."""
+        session, queue, epochs = self._session, self._queue, self._session.epochs
+        acks = self._acks_to_send(progress)
+        statement = Statement(credit.number, session.clock.monotonic_ms(), acks, epochs.newest)
+        return (
+            pb.DeliveryCredit(
+                number=credit.number,
+                messages_limit=credit.messages_limit,
+                bytes_limit=credit.bytes_limit,
+                progress=None if acks is None else _acks_to_pb(progress, acks),
+                offsets_epoch=epochs.of(epochs.newest_set),
+                offsets_set=epochs.newest_set,
+                received_offset=progress.received_offset if queue.with_ownership else None,
+            ),
+            statement,
         )
 
     def _count_received(self, progress: QueueProgress, wanted: Sequence[Range]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from batonmq._common.aio import unless
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.batched_calls import BatchedCalls
+from batonmq._consumer.delivery_streams import DeliveryStreams
 from batonmq._consumer.queue_acquirer import QueueAcquirer
 from batonmq._consumer.queue_puller import QueuePuller
 from batonmq._consumer.queue_releaser import QueueReleaser
@@ -16,7 +17,13 @@ from batonmq.errors import Fenced
 class QueueRunner:
     """Takes one queue from its assignment to its release."""
 
-    def __init__(self, session: Session, calls: BatchedCalls, queue: AssignedQueue) -> None:
+    def __init__(
+        self,
+        session: Session,
+        calls: BatchedCalls,
+        streams: DeliveryStreams,
+        queue: AssignedQueue,
+    ) -> None:
         self._session, self._queue = session, queue
         self._acquirer = QueueAcquirer(
             session,
@@ -26,7 +33,7 @@ class QueueRunner:
             freed=queue.freed,
             progress=lambda: queue.progress,
         )
-        self._puller = QueuePuller(session, queue)
+        self._puller = QueuePuller(session, streams, queue)
         self._releaser = QueueReleaser(session, calls, queue.ref)
 
     async def run(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from batonmq.errors import NotLeader
+from batonmq.errors import BatonError, NotLeader
 from batonmq_server.runtime.app import Loop
 from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.runtime.service_runtime import Runtime
@@ -32,7 +32,8 @@ from batonmq_server.storage.retention_losses import RetentionLosses
 from batonmq_server.storage.schedule_server import ScheduleServicer
 from batonmq_server.storage.scheduled_deliverer import ScheduledDeliverer
 from batonmq_server.storage.scrubber import Scrubber
-from batonmq_server.storage.server import StorageServicer, StorageServicerParts
+from batonmq_server.storage.server import StorageServicer
+from batonmq_server.storage.servicer_parts import StorageServicerParts
 from batonmq_server.storage.topic_cache import TopicCache
 from batonmq_server.storage.topic_purger import TopicPurger
 
@@ -89,7 +90,12 @@ class StorageComponents:
     def fail_waiting_calls(self, why: str) -> None:
         """Fail all waiting calls, because this node is no longer the leader."""
         self.flusher.fail_waiters(why)
-        self.pulls.end(NotLeader(why, retry_after_ms=100))
+        self.end_reads(NotLeader(why, retry_after_ms=100))
+
+    def end_reads(self, error: BatonError) -> None:
+        """End all waiting pulls and all streams of deliveries with `error`."""
+        self.pulls.end(error)
+        self.servicer.streams.end(error)
 
 
 def build_components(
@@ -229,6 +235,7 @@ def build_components(
         loops=(
             flusher.run,
             pulls.run,
+            servicer.streams.run,
             checkpointer.run,
             scrubber.run,
             cleaner.run,

@@ -226,5 +226,5 @@ class LogCopy:
         assert components is not None
         self._closing.set()
         components.flusher.close(_CHANGING)
-        components.pulls.end(NotServing(_CHANGING, retry_after_ms=100))
+        components.end_reads(NotServing(_CHANGING, retry_after_ms=100))
         await self._idle.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc.aio
@@ -127,6 +127,13 @@ class CurrentServicer:
     ) -> None:
         self._role, self._pick, self._on_followers = role, pick, on_followers
         self._at_leader = LeaderServicer(role, lambda: pick(role.leading_components))
+
+    def Deliver(self, requests: Any, context: Context) -> AsyncIterator[Any]:
+        """Deliver at any node; see StorageService."""
+        answers: AsyncIterator[Any] = self._pick(self._role.copy.components).Deliver(
+            requests, context
+        )
+        return answers
 
     def __getattr__(self, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
         if method not in self._on_followers:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -11,84 +10,27 @@ import grpc.aio
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
-from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq._core.names import METRICS_TOPIC, check_topic
-from batonmq._core.records import read_header
-from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
+from batonmq.errors import BatonError
 from batonmq_server.runtime.access.owner import owner_of
-from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.storage import validation
-from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
-from batonmq_server.storage.core.retention import Retention
 from batonmq_server.storage.core.store import (
     CheckedBatch,
     LocalTopic,
-    MessageStore,
-    ReadResult,
     check,
     check_queue,
-    check_readable,
 )
-from batonmq_server.storage.damage_tracker import DamageTracker
-from batonmq_server.storage.delivery_recorder import PendingDelivery, RecordedDelivery
-from batonmq_server.storage.delivery_router import DeliveryRouter
-from batonmq_server.storage.flusher import Flusher
-from batonmq_server.storage.long_polls import LongPolls
-from batonmq_server.storage.metric_stream import APPEND, PULL, StorageMetricStream
-from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node_role import NodeRole
-from batonmq_server.storage.retention_losses import RetentionLosses
-from batonmq_server.storage.topic_cache import TopicCache
-from batonmq_server.storage.topic_purger import PurgeResult
+from batonmq_server.storage.deliverer import Deliverer
+from batonmq_server.storage.delivery_streams import DeliveryStreams
+from batonmq_server.storage.metric_stream import APPEND
+from batonmq_server.storage.servicer_parts import StorageServicerParts
 
 SECONDS_MAX = 10 * 365 * 24 * 3_600
 """An estimate of more than ten years until the disk is full is reported as 0: not in sight."""
-
-FOLLOWER_HOLD_MS = 1_000
-"""A long poll at a follower looks this often whether the set has a leader meanwhile."""
-
-Repair = Callable[[QueueKey, int, DataLoss], Awaitable[None]]
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageServicerParts:
-    """The components that the servicer calls.
-
-    Attributes:
-        broker: Broker name: the replica set, or a node without replicas.
-        syncs_at_once: Whether a request without a durability waits for the sync. A node of a
-            replica set always waits.
-        repair: Rebuilds the index that a failed read at an offset uses; raises an error if that is
-            not possible.
-        purge: Removes what deleted topics of a name have left in the log.
-        scrubbed: Returns the position that the current round of the scrub has reached.
-        identity_of: Returns the identity of a caller; empty without access control.
-    """
-
-    broker: str
-    syncs_at_once: bool
-    store: MessageStore
-    appender: Appender
-    topics: TopicCache
-    gates: GroupGates
-    flusher: Flusher
-    pulls: LongPolls
-    deliveries: DeliveryRouter
-    retention: Retention
-    role: NodeRole
-    losses: RetentionLosses
-    damage: DamageTracker
-    repair: Repair
-    purge: Callable[[str], Awaitable[PurgeResult]]
-    scrubbed: Callable[[], int]
-    metrics: StorageMetrics
-    stream: StorageMetricStream
-    clock: Clock
-    identity_of: Callable[[Context], str]
 
 
 class StorageServicer(pb_grpc.StorageServiceServicer):
@@ -96,6 +38,8 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
 
     def __init__(self, parts: StorageServicerParts) -> None:
         self._parts, self._store, self._appender = parts, parts.store, parts.appender
+        self.deliverer = Deliverer(parts)
+        self.streams = DeliveryStreams(self.deliverer, parts)
 
     async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendResponse:
         """See the proto."""
@@ -121,42 +65,16 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
     async def Pull(self, request: pb.PullRequest, context: Context) -> pb.PullResponse:
         """See the proto."""
         pull = validation.parse_pull(request, self._parts.broker)
-        clock, role, stream = self._parts.clock, self._parts.role, self._parts.stream
-        begin_s = stream.now_s()
-        end_ms = clock.monotonic_ms() + pull.hold_ms
-        while True:
-            if role.is_follower:
-                pull = replace(pull, progress=None)  # followers take none: protocol 6.6
-            key = await self._find_readable(pull.owner.topic, pull.owner.queue_id)
-            self._check_group(pull)
-            try:
-                reading = self._read(key, pull)
-            except DataLoss as error:
-                try:
-                    await self._parts.repair(key, pull.spec.offset, error)
-                except DataLoss as lost:
-                    self._parts.damage.report_error(lost)
-                    raise
-                continue
-            if reading is not None:
-                break
-            if (outdated := role.outdated()) is not None:
-                raise outdated
-            hold_ms = end_ms - clock.monotonic_ms()
-            if role.is_follower:
-                if not role.next_read_node(0):
-                    raise NotLeader("this follower has a leader; pull from it", retry_after_ms=50)
-                hold_ms = min(hold_ms, FOLLOWER_HOLD_MS)  # then asks for its role again
-            if hold_ms <= 0:
-                return self._answer(request.pull_id, key, pull, None, None)
-            await self._parts.pulls.wait(key, pull.owner, hold_ms)
-            begin_s = stream.now_s()
-            pull = replace(pull, progress=None)  # outdated after the wait: protocol 6.6
-        verdict = await self._record(pull, reading) if pull.owner.token else None
-        self._count_delivered(pull, key, reading, verdict)
-        if stream.hub.watched and pull.owner.topic != METRICS_TOPIC:
-            stream.observe_since(PULL, begin_s)
-        return self._answer(request.pull_id, key, pull, reading, verdict)
+        end_ms = self._parts.clock.monotonic_ms() + pull.hold_ms
+        answer, _ = await self.deliverer.deliver(pull, end_ms)
+        answer.pull_id = request.pull_id
+        return answer
+
+    def Deliver(
+        self, requests: AsyncIterator[pb.DeliverRequest], context: Context
+    ) -> AsyncIterator[pb.DeliverResponse]:
+        """See the proto."""
+        return self.streams.serve(requests, context)
 
     async def QueryOffsets(
         self, request: pb.QueryOffsetsRequest, context: Context
@@ -205,11 +123,6 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
     async def _find(self, topic: str, queue_id: int) -> QueueKey:
         return check_queue(topic, await self._parts.topics.find(topic), queue_id)
 
-    async def _find_readable(self, topic: str, queue_id: int) -> QueueKey:
-        queues = await self._parts.topics.find(topic)
-        check_readable(topic, queues)
-        return check_queue(topic, queues, queue_id)
-
     def _append(
         self,
         batches: Sequence[CheckedBatch],
@@ -221,42 +134,6 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         outcomes = self._appender.append(batches, present, members_min)
         self._appender.count_appended(batches, outcomes)
         return outcomes
-
-    def _check_group(self, pull: validation.ParsedPull) -> None:
-        """Raise unless the group may pull with, or without, a token now (protocol 6.1, 15)."""
-        gates, group = self._parts.gates, pull.owner.group
-        if pull.owner.token:
-            gates.check_owned(group)
-        else:
-            gates.check_unowned(group)
-        gates.check_running(group)
-
-    async def _record(self, pull: validation.ParsedPull, reading: ReadResult) -> RecordedDelivery:
-        delivery = PendingDelivery(
-            pull.owner,
-            pull.spec.offset,
-            reading.next_offset,
-            pull.offsets_epoch,
-            pull.subscription_generation,
-            pull.progress,
-            pull.offsets_set,
-            pull.received_offset,
-        )
-        try:
-            return await self._parts.deliveries.record(delivery)
-        except BatonError as error:
-            self._parts.metrics.unrecorded_deliveries.labels(error.reason).inc()
-            raise
-
-    def _read(self, key: QueueKey, pull: validation.ParsedPull) -> ReadResult | None:
-        try:
-            return self._store.pull(key, pull.spec)
-        except OffsetAheadOfLog as error:
-            if not self._parts.role.is_follower:
-                raise
-            raise NotLeader(
-                f"this follower lags behind the leader: {error.message}", retry_after_ms=100
-            ) from error
 
     async def _offsets(self, queue: queue_pb2.QueueRef) -> pb.QueryOffsetsOutcome:
         try:
@@ -287,62 +164,6 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
                 duplicate=outcome.duplicate,
             )
         )
-
-    def _answer(
-        self,
-        pull_id: int,
-        key: QueueKey,
-        pull: validation.ParsedPull,
-        reading: ReadResult | None,
-        verdict: RecordedDelivery | None,
-    ) -> pb.PullResponse:
-        visible = self._store.offsets(key)
-        if verdict is not None:
-            offsets_set, epoch = verdict.offsets_set, verdict.offsets_epoch
-        elif pull.owner.token:
-            offsets_set, epoch = self._parts.deliveries.seen_epoch(pull.owner.group)
-        else:
-            offsets_set, epoch = pull.offsets_set, 0
-        return pb.PullResponse(
-            pull_id=pull_id,
-            batches=reading.batches if reading else (),
-            next_offset=reading.next_offset if reading else pull.spec.offset,
-            queue_first_offset=visible.first_offset,
-            queue_next_offset=visible.next_offset,
-            redelivered=verdict.redelivered if verdict else (),
-            offsets_epoch=epoch,
-            offsets_set=offsets_set,
-            filtered_count=reading.filtered_count if reading else 0,
-            lost_count=reading.lost_count if reading else 0,
-            progress_taken=verdict is not None and pull.progress is not None,
-            next_node_id=self._parts.role.next_read_node(self._behind_bytes(reading)),
-        )
-
-    def _behind_bytes(self, reading: ReadResult | None) -> int:
-        """Return how many bytes of the log are newer than the delivered batches."""
-        if reading is None or not reading.batches:
-            return 0
-        return self._store.readable_position - read_header(reading.batches[-1]).position
-
-    def _count_delivered(
-        self,
-        pull: validation.ParsedPull,
-        key: QueueKey,
-        reading: ReadResult,
-        verdict: RecordedDelivery | None,
-    ) -> None:
-        offset = pull.spec.offset
-        self._parts.losses.note(pull.owner, key, offset, offset + reading.lost_count)
-        self._parts.metrics.delivered_messages.inc(reading.message_count)
-        self._parts.metrics.filtered_messages.inc(reading.filtered_count)
-        if self._parts.gates.get(pull.owner.group) is not None:
-            size = sum(map(len, reading.batches))
-            self._parts.metrics.traffic.delivered(
-                pull.owner.topic, pull.owner.group, reading.message_count, size
-            )
-        if self._parts.stream.hub.watched and pull.owner.topic != METRICS_TOPIC:
-            redelivered = verdict.redelivered if verdict else ()
-            self._parts.stream.delivered(pull.owner, pull.client_id, offset, reading, redelivered)
 
 
 def _in_sight(seconds: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from baton.common.v1 import queue_pb2
@@ -24,6 +24,8 @@ PULL_BYTES_DEFAULT = 1024 * 1024
 PULL_MESSAGES_MAX = 65_535
 PULL_MESSAGES_DEFAULT = 1_000
 HOLD_MS_MAX = 30_000
+DELIVERY_HOLD_MS = 15_000
+COMMANDS_MAX = 10_000
 QUERY_QUEUES_MAX = 10_000
 QUEUE_ID_MAX = 65_535
 
@@ -47,6 +49,23 @@ class ParsedPull:
     offsets_set: str
     client_id: str = ""
     received_offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCredit:
+    """What a delivery may send since its start, and what its caller states.
+
+    Attributes:
+        progress, offsets_epoch, offsets_set, received_offset: As in `ParsedPull`.
+    """
+
+    number: int
+    messages_limit: int
+    bytes_limit: int
+    progress: offsets_pb.Acks | None
+    offsets_epoch: int
+    offsets_set: str
+    received_offset: int | None
 
 
 def parse_batches(request: pb.AppendRequest, *, replicated: bool = False) -> list[bytes]:
@@ -113,7 +132,50 @@ def parse_pull(request: pb.PullRequest, broker: str) -> ParsedPull:
     )
 
 
-def _received_offset(request: pb.PullRequest) -> int | None:
+def parse_delivery(start: pb.DeliveryStart, broker: str) -> ParsedPull:
+    """Parse the start of a delivery, without its credit.
+
+    Raises:
+        BatonError: as `parse_pull`.
+    """
+    pull = parse_pull(start.pull, broker)
+    return replace(pull, hold_ms=pull.hold_ms or DELIVERY_HOLD_MS, progress=None)
+
+
+def parse_credit(credit: pb.DeliveryCredit) -> ParsedCredit:
+    """Parse a credit; offsets checks the acks.
+
+    Raises:
+        InvalidArgument, InvalidName: a field is invalid.
+    """
+    _check_least("number", credit.number, 1)
+    _check_least("offsets_epoch", credit.offsets_epoch, 0)
+    return ParsedCredit(
+        credit.number,
+        credit.messages_limit,
+        credit.bytes_limit,
+        credit.progress if credit.HasField("progress") else None,
+        credit.offsets_epoch,
+        check_offsets_set(credit.offsets_set) if credit.offsets_set else "",
+        _received_offset(credit),
+    )
+
+
+def check_commands(count: int) -> None:
+    """Check the number of commands of a request.
+
+    Raises:
+        InvalidArgument: there is no command.
+        LimitExceeded: too many commands.
+    """
+    if not count:
+        raise InvalidArgument(
+            "commands must have at least one command", facts={"field": "commands"}
+        )
+    check_limit("commands", count, COMMANDS_MAX)
+
+
+def _received_offset(request: pb.PullRequest | pb.DeliveryCredit) -> int | None:
     if not request.HasField("received_offset"):
         return None
     _check_least("received_offset", request.received_offset, 0)

@@ -1,0 +1,104 @@
+"""One delivery of a queue by stream: what was stated with which credit, and how it ends."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._consumer.delivery_streams import DeliveryStream, OpenDelivery
+from batonmq._core.delivery_credit import DeliveryCredit
+from batonmq._core.queue_progress import Acks
+from batonmq.errors import BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What the consumer has stated with one credit.
+
+    Attributes:
+        sent_ms: Monotonic time at which it was sent.
+        acks: The acks that it carried; None for none.
+        epoch: Offsets set and epoch that it named.
+    """
+
+    number: int
+    sent_ms: int
+    acks: Acks | None
+    epoch: tuple[str, int]
+
+
+class QueueDelivery:
+    """The delivery that is under way; frames count as long as it has not ended.
+
+    Args:
+        node_id: The node, as the consumer calls it; empty for the leader.
+        notify: Called when the delivery ends, or needs to be looked at.
+
+    Attributes:
+        credit: Its credit.
+        error: Why it has ended, if an error has.
+        ended: Another delivery must begin.
+        silent: The node is a follower that has had nothing for long: look the leader up.
+    """
+
+    def __init__(
+        self, stream: DeliveryStream, node_id: str, window: int, notify: Callable[[], None]
+    ) -> None:
+        self._stream, self.node_id, self._notify = stream, node_id, notify
+        self.credit = DeliveryCredit(window)
+        self.error: BatonError | None = None
+        self.ended = self.silent = False
+        self._statements: deque[Statement] = deque()
+        self._open: OpenDelivery | None = None
+
+    def begin(
+        self,
+        pull: pb.PullRequest,
+        credit: pb.DeliveryCredit,
+        statement: Statement,
+        on_frame: Callable[[pb.DeliveryFrame], None],
+    ) -> None:
+        """Begin the delivery with its first credit."""
+        self._statements.append(statement)
+        start = pb.DeliveryStart(pull=pull, credit=credit)
+        self._open = self._stream.start(start, on_frame, self.fail)
+
+    def raise_credit(self, credit: pb.DeliveryCredit, statement: Statement) -> None:
+        """Send a new credit."""
+        assert self._open is not None
+        self._statements.append(statement)
+        self._stream.raise_credit(self._open, credit)
+
+    def receive(self, frame: pb.DeliveryFrame) -> tuple[Statement, Acks | None]:
+        """Note a frame; return the statement that its record included.
+
+        Returns:
+            The statement, and the newest acks that were stated with it or before.
+        """
+        self.credit.receive(frame.messages_sent, frame.bytes_sent)
+        statements, acks = self._statements, None
+        while len(statements) > 1 and statements[1].number <= frame.credit_number:
+            acks = statements.popleft().acks or acks
+        return statements[0], statements[0].acks or acks
+
+    def end(self) -> None:
+        """End the delivery: use no more frames, and begin another one."""
+        self.ended = True
+        self._notify()
+
+    def fail(self, error: BatonError) -> None:
+        """End the delivery by an error."""
+        self.error = self.error or error
+        self.end()
+
+    def look(self) -> None:
+        """Have the leader looked up."""
+        self.silent = True
+        self._notify()
+
+    def stop(self) -> None:
+        """Tell the node that the delivery has ended."""
+        if self._open is not None:
+            self._stream.stop(self._open)

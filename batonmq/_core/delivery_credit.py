@@ -1,0 +1,58 @@
+"""The credit of a delivery: how much a storage node may send, and when it gets more. Pure."""
+
+from __future__ import annotations
+
+
+class DeliveryCredit:
+    """The credit of one delivery; limits count from its start and never fall.
+
+    More credit is given in steps of half a window, so that a handler that takes one message after
+    the other does not cause a call for each.
+
+    Args:
+        messages_window: Messages that may wait in the client.
+
+    Attributes:
+        number: Number of the newest credit; 0 before the first.
+        messages_limit, bytes_limit: Its limits.
+    """
+
+    def __init__(self, messages_window: int) -> None:
+        self._messages_step = max(1, messages_window // 2)
+        self.number = self.messages_limit = self.bytes_limit = 0
+        self._messages_received = self._bytes_received = 0
+
+    @property
+    def messages_left(self) -> int:
+        """Messages that the node may still send, or has sent and are on their way."""
+        return self.messages_limit - self._messages_received
+
+    def receive(self, messages_sent: int, bytes_sent: int) -> None:
+        """Note what the node has sent since the start, as its newest frame says."""
+        self._messages_received, self._bytes_received = messages_sent, bytes_sent
+
+    def offer(self, messages_room: int, bytes_room: int, *, idle: bool) -> bool:
+        """Raise the limits if it is worth a call; return whether they were raised.
+
+        Args:
+            messages_room: Messages that the client has room for, without those that wait.
+            bytes_room: Bytes that it has room for; 0 if it has to wait for room.
+            idle: Whether no message waits for a handler, so that any credit is worth a call.
+        """
+        messages = max(self.messages_limit, self._messages_received + messages_room)
+        size = max(self.bytes_limit, self._bytes_received + bytes_room)
+        more_messages, more_bytes = messages - self.messages_limit, size - self.bytes_limit
+        due = (
+            more_messages >= self._messages_step
+            or 2 * more_bytes >= bytes_room > 0
+            or (idle and self.messages_left <= 0 < more_messages)
+        )
+        if self.number and not due:
+            return False
+        self.number += 1
+        self.messages_limit, self.bytes_limit = messages, size
+        return True
+
+    def due_at(self, messages_max: int) -> int:
+        """Return the number of waiting messages at which more credit is worth a call."""
+        return messages_max - self.messages_left - self._messages_step

@@ -1,0 +1,185 @@
+"""Delivers the next messages of a queue: read, record at offsets, answer (protocol section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._core.names import METRICS_TOPIC
+from batonmq._core.records import read_header
+from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
+from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.core.store import ReadResult, check_queue, check_readable
+from batonmq_server.storage.delivery_recorder import PendingDelivery, RecordedDelivery
+from batonmq_server.storage.metric_stream import PULL
+from batonmq_server.storage.servicer_parts import StorageServicerParts
+from batonmq_server.storage.validation import ParsedPull
+
+FOLLOWER_HOLD_MS = 1_000
+"""A long poll at a follower looks this often whether the set has a leader meanwhile."""
+
+
+def without_progress(pull: ParsedPull) -> ParsedPull:
+    """Return a pull that has waited: its acks are outdated (protocol 6.6)."""
+    return replace(pull, progress=None)
+
+
+class Deliverer:
+    """Answers pulls, and makes the frames of deliveries by stream."""
+
+    def __init__(self, parts: StorageServicerParts) -> None:
+        self._parts, self._store = parts, parts.store
+
+    async def deliver(
+        self,
+        pull: ParsedPull,
+        end_ms: int,
+        after_wait: Callable[[ParsedPull], ParsedPull] = without_progress,
+    ) -> tuple[pb.PullResponse, ReadResult | None]:
+        """Return the next messages, after they were recorded; wait for them until `end_ms`.
+
+        The caller must send the response without waiting for anything else.
+
+        Args:
+            end_ms: Monotonic time at which a response without messages is returned.
+            after_wait: Returns the pull to continue with when messages may have arrived.
+
+        Returns:
+            The response, and what was read for it; None if there was no message.
+
+        Raises:
+            BatonError: as Pull; nothing may be sent.
+        """
+        clock, role, stream = self._parts.clock, self._parts.role, self._parts.stream
+        begin_s = stream.now_s()
+        while True:
+            if role.is_follower:
+                pull = without_progress(pull)  # followers take no acks: protocol 6.6
+            topic, queue_id = pull.owner.topic, pull.owner.queue_id
+            queues = await self._parts.topics.find(topic)
+            check_readable(topic, queues)
+            key = check_queue(topic, queues, queue_id)
+            self._check_group(pull)
+            try:
+                reading = self._read(key, pull)
+            except DataLoss as error:
+                try:
+                    await self._parts.repair(key, pull.spec.offset, error)
+                except DataLoss as lost:
+                    self._parts.damage.report_error(lost)
+                    raise
+                continue
+            if reading is not None:
+                break
+            if (outdated := role.outdated()) is not None:
+                raise outdated
+            hold_ms = end_ms - clock.monotonic_ms()
+            if role.is_follower:
+                if not role.next_read_node(0):
+                    raise NotLeader("this follower has a leader; pull from it", retry_after_ms=50)
+                hold_ms = min(hold_ms, FOLLOWER_HOLD_MS)  # then the role is looked at again
+            if hold_ms <= 0:
+                return self._answer(key, pull, None, None), None
+            await self._parts.pulls.wait(key, pull.owner, hold_ms)
+            begin_s = stream.now_s()
+            pull = after_wait(pull)
+        verdict = await self._record(pull, reading) if pull.owner.token else None
+        self._count(pull, key, reading, verdict)
+        if stream.hub.watched and pull.owner.topic != METRICS_TOPIC:
+            stream.observe_since(PULL, begin_s)
+        return self._answer(key, pull, reading, verdict), reading
+
+    def names_another_node(self, next_node_id: str) -> bool:
+        """Return whether a response tells the consumer to read from another node next."""
+        return bool(next_node_id) != self._parts.role.is_follower
+
+    def _check_group(self, pull: ParsedPull) -> None:
+        """Raise unless the group may pull with, or without, a token now (protocol 6.1, 15)."""
+        gates, group = self._parts.gates, pull.owner.group
+        if pull.owner.token:
+            gates.check_owned(group)
+        else:
+            gates.check_unowned(group)
+        gates.check_running(group)
+
+    async def _record(self, pull: ParsedPull, reading: ReadResult) -> RecordedDelivery:
+        delivery = PendingDelivery(
+            pull.owner,
+            pull.spec.offset,
+            reading.next_offset,
+            pull.offsets_epoch,
+            pull.subscription_generation,
+            pull.progress,
+            pull.offsets_set,
+            pull.received_offset,
+        )
+        try:
+            return await self._parts.deliveries.record(delivery)
+        except BatonError as error:
+            self._parts.metrics.unrecorded_deliveries.labels(error.reason).inc()
+            raise
+
+    def _read(self, key: QueueKey, pull: ParsedPull) -> ReadResult | None:
+        try:
+            return self._store.pull(key, pull.spec)
+        except OffsetAheadOfLog as error:
+            if not self._parts.role.is_follower:
+                raise
+            raise NotLeader(
+                f"this follower lags behind the leader: {error.message}", retry_after_ms=100
+            ) from error
+
+    def _answer(
+        self,
+        key: QueueKey,
+        pull: ParsedPull,
+        reading: ReadResult | None,
+        verdict: RecordedDelivery | None,
+    ) -> pb.PullResponse:
+        visible = self._store.offsets(key)
+        if verdict is not None:
+            offsets_set, epoch = verdict.offsets_set, verdict.offsets_epoch
+        elif pull.owner.token:
+            offsets_set, epoch = self._parts.deliveries.seen_epoch(pull.owner.group)
+        else:
+            offsets_set, epoch = pull.offsets_set, 0
+        return pb.PullResponse(
+            batches=reading.batches if reading else (),
+            next_offset=reading.next_offset if reading else pull.spec.offset,
+            queue_first_offset=visible.first_offset,
+            queue_next_offset=visible.next_offset,
+            redelivered=verdict.redelivered if verdict else (),
+            offsets_epoch=epoch,
+            offsets_set=offsets_set,
+            filtered_count=reading.filtered_count if reading else 0,
+            lost_count=reading.lost_count if reading else 0,
+            progress_taken=verdict is not None and pull.progress is not None,
+            next_node_id=self._parts.role.next_read_node(self._behind_bytes(reading)),
+        )
+
+    def _behind_bytes(self, reading: ReadResult | None) -> int:
+        """Return how many bytes of the log are newer than the delivered batches."""
+        if reading is None or not reading.batches:
+            return 0
+        return self._store.readable_position - read_header(reading.batches[-1]).position
+
+    def _count(
+        self,
+        pull: ParsedPull,
+        key: QueueKey,
+        reading: ReadResult,
+        verdict: RecordedDelivery | None,
+    ) -> None:
+        offset = pull.spec.offset
+        self._parts.losses.note(pull.owner, key, offset, offset + reading.lost_count)
+        self._parts.metrics.delivered_messages.inc(reading.message_count)
+        self._parts.metrics.filtered_messages.inc(reading.filtered_count)
+        if self._parts.gates.get(pull.owner.group) is not None:
+            size = sum(map(len, reading.batches))
+            self._parts.metrics.traffic.delivered(
+                pull.owner.topic, pull.owner.group, reading.message_count, size
+            )
+        if self._parts.stream.hub.watched and pull.owner.topic != METRICS_TOPIC:
+            redelivered = verdict.redelivered if verdict else ()
+            self._parts.stream.delivered(pull.owner, pull.client_id, offset, reading, redelivered)

@@ -1,0 +1,316 @@
+"""Deliver: the messages of many queues over one stream, within the credit of the caller.
+
+Each delivery is a task that delivers again and again, as a consumer that pulls in a loop would:
+each frame is recorded under its token before it is sent. Frames that become ready in the same turn
+of the event loop leave in one response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc.aio
+
+from baton.common.v1 import queue_pb2
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.rpc import error_to_pb
+from batonmq.errors import BatonError, InvalidArgument, NotServing
+from batonmq_server.storage import validation
+from batonmq_server.storage.deliverer import Deliverer
+from batonmq_server.storage.servicer_parts import StorageServicerParts
+from batonmq_server.storage.validation import ParsedCredit, ParsedPull
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+DELIVERIES_MAX = 10_000
+"""Deliveries of one stream, at most."""
+RESPONSE_BYTES_MAX = 4 * 1024 * 1024
+"""Frames with more bytes of batches leave in several responses; a larger frame leaves alone."""
+HOLD_ALIGNMENT_MS = 1_000
+"""Deliveries without messages send their frames at multiples of this time, so that they share
+responses."""
+
+
+class DeliveryStreams:
+    """Serves the streams of one open data directory."""
+
+    def __init__(self, deliverer: Deliverer, parts: StorageServicerParts) -> None:
+        self.deliverer, self.parts = deliverer, parts
+        self._open: dict[_DeliveryStream, None] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Run the tasks of all streams until cancelled; run it as one task."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                await asyncio.Event().wait()
+        finally:
+            self._tasks = None
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task of a stream; it must not raise an error.
+
+        Raises:
+            NotServing: the directory is being opened or closed.
+        """
+        if self._tasks is None:
+            work.close()
+            raise NotServing("the node is starting or stopping", retry_after_ms=100)
+        return self._tasks.create_task(work)
+
+    async def serve(
+        self, requests: AsyncIterator[pb.DeliverRequest], context: Context
+    ) -> AsyncIterator[pb.DeliverResponse]:
+        """See Deliver in the proto."""
+        stream = _DeliveryStream(self, context)
+        reading = self.spawn(stream.read(requests))
+        self._open[stream] = None
+        unsubscribe = self.parts.access.subscribe(stream.check_access)
+        try:
+            async for response in stream.responses():
+                yield response
+        finally:
+            reading.cancel()
+            unsubscribe()
+            del self._open[stream]
+            stream.close()
+
+    def end(self, error: BatonError) -> None:
+        """End all streams with `error`."""
+        for stream in self._open:
+            stream.fail(error)
+
+
+class _Delivery:
+    """One queue that is delivered: where it continues, and its credit.
+
+    Attributes:
+        queue: The queue, for the check of its permission.
+        funded: Set while there is credit.
+    """
+
+    def __init__(self, queue: queue_pb2.GroupQueue, pull: ParsedPull, credit: ParsedCredit) -> None:
+        self.queue, self._pull, self._credit = queue, pull, credit
+        self._stated = 0
+        self.messages_sent = self.bytes_sent = self.credit_number = 0
+        self.funded = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self._note_credit()
+
+    def raise_credit(self, credit: ParsedCredit) -> None:
+        """Replace the credit by a newer one; limits never fall."""
+        if credit.number <= self._credit.number:
+            raise InvalidArgument(
+                f"credit {credit.number} follows credit {self._credit.number}",
+                facts={"field": "number"},
+            )
+        self._credit = replace(
+            credit,
+            messages_limit=max(credit.messages_limit, self._credit.messages_limit),
+            bytes_limit=max(credit.bytes_limit, self._credit.bytes_limit),
+        )
+        self._note_credit()
+
+    def next_pull(self, bytes_max: int | None) -> ParsedPull:
+        """Return what to deliver next, with the newest statement of the caller.
+
+        Acks are passed on once.
+
+        Args:
+            bytes_max: Limit of the caller's quota; None for none.
+        """
+        pull, credit = self._pull, self._credit
+        spec, self.credit_number = pull.spec, credit.number
+        messages_max = min(spec.messages_max, credit.messages_limit - self.messages_sent)
+        limit = min(spec.bytes_max, credit.bytes_limit - self.bytes_sent)
+        if bytes_max is not None:
+            limit = min(limit, bytes_max)
+        return replace(
+            pull,
+            spec=replace(spec, messages_max=max(1, messages_max), bytes_max=max(1, limit)),
+            offsets_epoch=credit.offsets_epoch,
+            offsets_set=credit.offsets_set,
+            progress=credit.progress if credit.number > self._stated else None,
+            received_offset=credit.received_offset,
+        )
+
+    def sent(self, answer: pb.PullResponse, message_count: int) -> None:
+        """Note that a frame with `answer` is sent."""
+        if answer.progress_taken:
+            self._stated = self.credit_number
+        self.messages_sent += message_count
+        self.bytes_sent += sum(map(len, answer.batches))
+        self._pull = replace(self._pull, spec=replace(self._pull.spec, offset=answer.next_offset))
+        self._note_credit()
+
+    def _note_credit(self) -> None:
+        credit = self._credit
+        if self.messages_sent < credit.messages_limit and self.bytes_sent < credit.bytes_limit:
+            self.funded.set()
+        else:
+            self.funded.clear()
+
+
+class _DeliveryStream:
+    """One stream: its deliveries, and the frames that are ready to leave."""
+
+    def __init__(self, owner: DeliveryStreams, context: Context) -> None:
+        self._owner, self._context, self._parts = owner, context, owner.parts
+        self._deliveries: dict[int, _Delivery] = {}
+        self._frames: list[pb.DeliveryFrame] = []
+        self._ready = asyncio.Event()
+        self._error: Exception | None = None
+        self._read_all = False
+
+    async def read(self, requests: AsyncIterator[pb.DeliverRequest]) -> None:
+        """Carry out the commands of the caller, until it sends no more."""
+        try:
+            async for request in requests:
+                validation.check_commands(len(request.commands))
+                for command in request.commands:
+                    self._carry_out(command)
+            self._read_all = True
+            self._ready.set()
+        except Exception as error:  # noqa: BLE001  it ends the stream
+            self.fail(error)
+
+    async def responses(self) -> AsyncIterator[pb.DeliverResponse]:
+        """Yield the frames that are ready, until the stream ends.
+
+        Raises:
+            Exception: the error that ended the stream.
+        """
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            frames, self._frames = self._frames, []
+            for part in _responses(frames):
+                yield part
+            if self._error is not None:
+                raise self._error
+            if self._read_all:
+                return
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error, after the frames that are ready."""
+        if self._error is None:
+            self._error = error
+            self._ready.set()
+
+    def close(self) -> None:
+        """End all deliveries."""
+        for delivery in self._deliveries.values():
+            if delivery.task is not None:
+                delivery.task.cancel()
+        self._deliveries.clear()
+
+    def check_access(self) -> None:
+        """End the deliveries that the caller may not read any more."""
+        for number, delivery in list(self._deliveries.items()):
+            try:
+                self._parts.access.check(self._context, delivery.queue)
+            except BatonError as error:
+                self._stop(number)
+                self._put_error(number, error)
+
+    def _carry_out(self, command: pb.DeliveryCommand) -> None:
+        number, kind = command.delivery_id, command.WhichOneof("command")
+        if kind == "start":
+            if number in self._deliveries or len(self._deliveries) >= DELIVERIES_MAX:
+                validation.check_limit("deliveries", len(self._deliveries) + 1, DELIVERIES_MAX)
+                raise InvalidArgument(
+                    f"delivery {number} has begun already", facts={"field": "delivery_id"}
+                )
+            try:
+                self._start(number, command.start)
+            except BatonError as error:
+                self._put_error(number, error)
+            return
+        delivery = self._deliveries.get(number)
+        if kind == "stop":
+            self._stop(number)
+        elif kind is None:
+            raise InvalidArgument("a command is missing", facts={"field": "command"})
+        elif delivery is not None:
+            try:
+                delivery.raise_credit(validation.parse_credit(command.credit))
+            except BatonError as error:
+                self._stop(number)
+                self._put_error(number, error)
+
+    def _start(self, number: int, start: pb.DeliveryStart) -> None:
+        pull = validation.parse_delivery(start, self._parts.broker)
+        credit = validation.parse_credit(start.credit)
+        self._parts.access.check(self._context, start.pull.queue)
+        delivery = self._deliveries[number] = _Delivery(start.pull.queue, pull, credit)
+        delivery.task = self._owner.spawn(self._run(number, delivery, pull.hold_ms))
+
+    def _stop(self, number: int) -> None:
+        delivery = self._deliveries.pop(number, None)
+        if delivery is not None and delivery.task is not None:
+            delivery.task.cancel()
+
+    async def _run(self, number: int, delivery: _Delivery, hold_ms: int) -> None:
+        """Deliver until the delivery ends."""
+        try:
+            while True:
+                await delivery.funded.wait()
+                if not await self._deliver(number, delivery, hold_ms):
+                    break
+        except BatonError as error:
+            self._put_error(number, error)
+        except Exception as error:  # noqa: BLE001  the stream ends with it
+            self.fail(error)
+        if self._deliveries.get(number) is delivery:
+            del self._deliveries[number]
+
+    async def _deliver(self, number: int, delivery: _Delivery, hold_ms: int) -> bool:
+        """Send one frame; return whether another one may follow."""
+        access, context, deliverer = self._parts.access, self._context, self._owner.deliverer
+        while wait_ms := access.wait_ms(context):  # noqa: ASYNC110  the limit may be raised
+            await asyncio.sleep(wait_ms / 1000)
+        bytes_max = access.bytes_max(context)
+        end_ms = _aligned(self._parts.clock.monotonic_ms() + hold_ms)
+        answer, reading = await deliverer.deliver(
+            delivery.next_pull(bytes_max), end_ms, lambda _: delivery.next_pull(bytes_max)
+        )
+        delivery.sent(answer, reading.message_count if reading is not None else 0)
+        access.charge(context, answer)
+        self._put(
+            pb.DeliveryFrame(
+                delivery_id=number,
+                messages=answer,
+                credit_number=delivery.credit_number,
+                messages_sent=delivery.messages_sent,
+                bytes_sent=delivery.bytes_sent,
+            )
+        )
+        return not deliverer.names_another_node(answer.next_node_id)
+
+    def _put_error(self, number: int, error: BatonError) -> None:
+        self._put(pb.DeliveryFrame(delivery_id=number, error=error_to_pb(error)))
+
+    def _put(self, frame: pb.DeliveryFrame) -> None:
+        self._frames.append(frame)
+        self._ready.set()
+
+
+def _responses(frames: Sequence[pb.DeliveryFrame]) -> Iterator[pb.DeliverResponse]:
+    """Yield `frames` in responses of a bounded size."""
+    begin = size = 0
+    for index, frame in enumerate(frames):
+        frame_bytes = sum(map(len, frame.messages.batches))
+        if index > begin and size + frame_bytes > RESPONSE_BYTES_MAX:
+            yield pb.DeliverResponse(frames=frames[begin:index])
+            begin, size = index, 0
+        size += frame_bytes
+    if begin < len(frames):
+        yield pb.DeliverResponse(frames=frames[begin:])
+
+
+def _aligned(time_ms: int) -> int:
+    """Return the next multiple of HOLD_ALIGNMENT_MS at or after a time."""
+    return -(-time_ms // HOLD_ALIGNMENT_MS) * HOLD_ALIGNMENT_MS
