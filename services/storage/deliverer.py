@@ -36,6 +36,7 @@ class Deliverer:
         pull: ParsedPull,
         end_ms: int,
         after_wait: Callable[[ParsedPull], ParsedPull] = without_progress,
+        new_answer: Callable[[], pb.PullResponse] = pb.PullResponse,
     ) -> tuple[pb.PullResponse, ReadResult | None]:
         """Return the next messages, after they were recorded; wait for them until `end_ms`.
 
@@ -44,6 +45,7 @@ class Deliverer:
         Args:
             end_ms: Monotonic time at which a response without messages is returned.
             after_wait: Returns the pull to continue with when messages may have arrived.
+            new_answer: Returns the empty message to fill, so that no response is copied.
 
         Returns:
             The response, and what was read for it; None if there was no message.
@@ -80,7 +82,7 @@ class Deliverer:
                     raise NotLeader("this follower has a leader; pull from it", retry_after_ms=50)
                 hold_ms = min(hold_ms, FOLLOWER_HOLD_MS)  # then the role is looked at again
             if hold_ms <= 0:
-                return self._answer(key, pull, None, None), None
+                return self._fill(new_answer(), key, pull, None, None), None
             await self._parts.pulls.wait(key, pull.owner, hold_ms)
             begin_s = stream.now_s()
             pull = after_wait(pull)
@@ -88,7 +90,7 @@ class Deliverer:
         self._count(pull, key, reading, verdict)
         if stream.hub.watched and pull.owner.topic != METRICS_TOPIC:
             stream.observe_since(PULL, begin_s)
-        return self._answer(key, pull, reading, verdict), reading
+        return self._fill(new_answer(), key, pull, reading, verdict), reading
 
     def names_another_node(self, next_node_id: str) -> bool:
         """Return whether a response tells the consumer to read from another node next."""
@@ -130,8 +132,9 @@ class Deliverer:
                 f"this follower lags behind the leader: {error.message}", retry_after_ms=100
             ) from error
 
-    def _answer(
+    def _fill(
         self,
+        answer: pb.PullResponse,
         key: QueueKey,
         pull: ParsedPull,
         reading: ReadResult | None,
@@ -139,24 +142,23 @@ class Deliverer:
     ) -> pb.PullResponse:
         visible = self._store.offsets(key)
         if verdict is not None:
-            offsets_set, epoch = verdict.offsets_set, verdict.offsets_epoch
+            answer.offsets_set, answer.offsets_epoch = verdict.offsets_set, verdict.offsets_epoch
+            answer.redelivered.extend(verdict.redelivered)
         elif pull.owner.token:
-            offsets_set, epoch = self._parts.deliveries.seen_epoch(pull.owner.group)
+            seen = self._parts.deliveries.seen_epoch(pull.owner.group)
+            answer.offsets_set, answer.offsets_epoch = seen
         else:
-            offsets_set, epoch = pull.offsets_set, 0
-        return pb.PullResponse(
-            batches=reading.batches if reading else (),
-            next_offset=reading.next_offset if reading else pull.spec.offset,
-            queue_first_offset=visible.first_offset,
-            queue_next_offset=visible.next_offset,
-            redelivered=verdict.redelivered if verdict else (),
-            offsets_epoch=epoch,
-            offsets_set=offsets_set,
-            filtered_count=reading.filtered_count if reading else 0,
-            lost_count=reading.lost_count if reading else 0,
-            progress_taken=verdict is not None and pull.progress is not None,
-            next_node_id=self._parts.role.next_read_node(self._behind_bytes(reading)),
-        )
+            answer.offsets_set = pull.offsets_set
+        answer.next_offset = pull.spec.offset
+        if reading is not None:
+            answer.batches.extend(reading.batches)
+            answer.next_offset = reading.next_offset
+            answer.filtered_count, answer.lost_count = reading.filtered_count, reading.lost_count
+        answer.queue_first_offset = visible.first_offset
+        answer.queue_next_offset = visible.next_offset
+        answer.progress_taken = verdict is not None and pull.progress is not None
+        answer.next_node_id = self._parts.role.next_read_node(self._behind_bytes(reading))
+        return answer
 
     def _behind_bytes(self, reading: ReadResult | None) -> int:
         """Return how many bytes of the log are newer than the delivered batches."""

@@ -8,7 +8,7 @@ of the event loop leave in one response.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 DELIVERIES_MAX = 10_000
 """Deliveries of one stream, at most."""
 RESPONSE_BYTES_MAX = 4 * 1024 * 1024
-"""Frames with more bytes of batches leave in several responses; a larger frame leaves alone."""
+"""A response with more bytes of batches gets no more frames."""
 HOLD_ALIGNMENT_MS = 1_000
 """Deliveries without messages send their frames at multiples of this time, so that they share
 responses."""
@@ -137,12 +137,12 @@ class _Delivery:
             received_offset=credit.received_offset,
         )
 
-    def sent(self, answer: pb.PullResponse, message_count: int) -> None:
+    def sent(self, answer: pb.PullResponse, message_count: int, byte_count: int) -> None:
         """Note that a frame with `answer` is sent."""
         if answer.progress_taken:
             self._stated = self.credit_number
         self.messages_sent += message_count
-        self.bytes_sent += sum(map(len, answer.batches))
+        self.bytes_sent += byte_count
         self._pull = replace(self._pull, spec=replace(self._pull.spec, offset=answer.next_offset))
         self._note_credit()
 
@@ -160,7 +160,8 @@ class _DeliveryStream:
     def __init__(self, owner: DeliveryStreams, context: Context) -> None:
         self._owner, self._context, self._parts = owner, context, owner.parts
         self._deliveries: dict[int, _Delivery] = {}
-        self._frames: list[pb.DeliveryFrame] = []
+        self._ready_responses: list[pb.DeliverResponse] = []
+        self._bytes = 0
         self._ready = asyncio.Event()
         self._error: Exception | None = None
         self._read_all = False
@@ -186,9 +187,9 @@ class _DeliveryStream:
         while True:
             await self._ready.wait()
             self._ready.clear()
-            frames, self._frames = self._frames, []
-            for part in _responses(frames):
-                yield part
+            responses, self._ready_responses = self._ready_responses, []
+            for response in responses:
+                yield response
             if self._error is not None:
                 raise self._error
             if self._read_all:
@@ -274,41 +275,38 @@ class _DeliveryStream:
             await asyncio.sleep(wait_ms / 1000)
         bytes_max = access.bytes_max(context)
         end_ms = _aligned(self._parts.clock.monotonic_ms() + hold_ms)
+        frames: list[pb.DeliveryFrame] = []
+
+        def new_answer() -> pb.PullResponse:
+            frames.append(self._new_frame(number))
+            return frames[0].messages
+
         answer, reading = await deliverer.deliver(
-            delivery.next_pull(bytes_max), end_ms, lambda _: delivery.next_pull(bytes_max)
+            delivery.next_pull(bytes_max),
+            end_ms,
+            lambda _: delivery.next_pull(bytes_max),
+            new_answer,
         )
-        delivery.sent(answer, reading.message_count if reading is not None else 0)
-        access.charge(context, answer)
-        self._put(
-            pb.DeliveryFrame(
-                delivery_id=number,
-                messages=answer,
-                credit_number=delivery.credit_number,
-                messages_sent=delivery.messages_sent,
-                bytes_sent=delivery.bytes_sent,
-            )
-        )
+        frame, byte_count, message_count = frames[0], 0, 0
+        if reading is not None:
+            byte_count, message_count = sum(map(len, reading.batches)), reading.message_count
+        delivery.sent(answer, message_count, byte_count)
+        access.charge(context, byte_count)
+        self._bytes += byte_count
+        frame.credit_number = delivery.credit_number
+        frame.messages_sent, frame.bytes_sent = delivery.messages_sent, delivery.bytes_sent
         return not deliverer.names_another_node(answer.next_node_id)
 
     def _put_error(self, number: int, error: BatonError) -> None:
-        self._put(pb.DeliveryFrame(delivery_id=number, error=error_to_pb(error)))
+        self._new_frame(number).error.CopyFrom(error_to_pb(error))
 
-    def _put(self, frame: pb.DeliveryFrame) -> None:
-        self._frames.append(frame)
+    def _new_frame(self, number: int) -> pb.DeliveryFrame:
+        """Return a frame of the response that leaves next; fill it in this turn of the loop."""
+        if not self._ready_responses or self._bytes > RESPONSE_BYTES_MAX:
+            self._ready_responses.append(pb.DeliverResponse())
+            self._bytes = 0
         self._ready.set()
-
-
-def _responses(frames: Sequence[pb.DeliveryFrame]) -> Iterator[pb.DeliverResponse]:
-    """Yield `frames` in responses of a bounded size."""
-    begin = size = 0
-    for index, frame in enumerate(frames):
-        frame_bytes = sum(map(len, frame.messages.batches))
-        if index > begin and size + frame_bytes > RESPONSE_BYTES_MAX:
-            yield pb.DeliverResponse(frames=frames[begin:index])
-            begin, size = index, 0
-        size += frame_bytes
-    if begin < len(frames):
-        yield pb.DeliverResponse(frames=frames[begin:])
+        return self._ready_responses[-1].frames.add(delivery_id=number)
 
 
 def _aligned(time_ms: int) -> int:
