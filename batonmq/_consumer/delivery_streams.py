@@ -16,6 +16,8 @@ from batonmq.errors import BatonError, Unreachable
 
 COMMANDS_MAX = 10_000
 """Commands of one request, at most."""
+SILENCE_S_MAX = 12.0
+"""A stream that brings nothing for so long is given up: a node sends something every 5 s."""
 Call = grpc.aio.StreamStreamCall[pb.DeliverRequest, pb.DeliverResponse]
 OnFrame = Callable[[pb.DeliveryFrame], None]
 OnEnd = Callable[[BatonError], None]
@@ -85,11 +87,15 @@ class DeliveryStream:
         async with asyncio.TaskGroup() as tasks:
             writing = tasks.create_task(self._write(call))
             try:
-                async for response in call:
-                    for frame in response.frames:
-                        self._dispatch(frame)
+                async with asyncio.timeout(SILENCE_S_MAX) as silence:
+                    async for response in call:
+                        silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S_MAX)
+                        for frame in response.frames:
+                            self._dispatch(frame)
             except grpc.aio.AioRpcError as error:
                 return from_rpc_error(error)
+            except TimeoutError:
+                return Unreachable(f"the storage node was silent for {SILENCE_S_MAX:.0f} s")
             finally:
                 writing.cancel()
         return None

@@ -111,7 +111,9 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any]:
         codec = (decoder_of(handler), handler.response_serializer)
         edge, path = _Edge(self, service.rpartition(".")[2], method), f"/{service}/{method}"
-        call: Any = handler.unary_unary or handler.unary_stream
+        call: Any = handler.unary_unary or handler.unary_stream or handler.stream_stream
+        if handler.stream_stream:
+            return grpc.stream_stream_rpc_method_handler(edge.stream(call), *codec)
         assert call is not None, "services have no client streams"
         if handler.unary_unary:
             if self._admission is not None:
@@ -140,7 +142,11 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         """
         if self.draining:
             raise _stopping()
-        if not method.startswith("Watch") and context.time_remaining() is None:
+        if (
+            not method.startswith("Watch")
+            and method != "Deliver"
+            and context.time_remaining() is None
+        ):
             raise NoDeadline(f"{method} was called without a deadline")
 
     @contextmanager

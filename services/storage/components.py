@@ -202,6 +202,7 @@ def build_components(
             stream=stream,
             clock=runtime.clock,
             identity_of=runtime.guard.caller_identity,
+            access=_NoAccess(),
         )
     )
 
@@ -251,3 +252,17 @@ def _count_purged(metrics: StorageMetrics, segments: Sequence[PositionRange]) ->
 def _synced(metrics: StorageMetrics, stream: StorageMetricStream, seconds: float) -> None:
     metrics.fsync_seconds.observe(seconds)
     stream.observe_us(FSYNC, int(seconds * 1e6))
+
+
+class _NoAccess:
+    def check(self, *_): ...
+    def subscribe(self, _):
+        return lambda: None
+
+    def wait_ms(self, _):
+        return 0
+
+    def bytes_max(self, _):
+        return None
+
+    def charge(self, *_): ...

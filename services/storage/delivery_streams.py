@@ -16,6 +16,7 @@ import grpc.aio
 
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.aio import wait_until
 from batonmq._common.rpc import error_to_pb
 from batonmq.errors import BatonError, InvalidArgument, NotServing
 from batonmq_server.storage import validation
@@ -29,6 +30,8 @@ DELIVERIES_MAX = 10_000
 """Deliveries of one stream, at most."""
 RESPONSE_BYTES_MAX = 4 * 1024 * 1024
 """A response with more bytes of batches gets no more frames."""
+SILENCE_MS_MAX = 5_000
+"""A stream sends a response at least this often, if need be without frames."""
 HOLD_ALIGNMENT_MS = 1_000
 """Deliveries without messages send their frames at multiples of this time, so that they share
 responses."""
@@ -185,7 +188,9 @@ class _DeliveryStream:
             Exception: the error that ended the stream.
         """
         while True:
-            await self._ready.wait()
+            if not await wait_until(self._ready, SILENCE_MS_MAX):
+                yield pb.DeliverResponse()
+                continue
             self._ready.clear()
             responses, self._ready_responses = self._ready_responses, []
             for response in responses:

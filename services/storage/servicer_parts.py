@@ -65,3 +65,4 @@ class StorageServicerParts:
     stream: StorageMetricStream
     clock: Clock
     identity_of: Callable[[Context], str]
+    access: Any = None

@@ -76,6 +76,17 @@ class MemoryChannel:
 
         return call
 
+    def stream_stream(
+        self, path: str, request_serializer: Write, response_deserializer: Read, **_: object
+    ) -> Callable[..., WritableCall]:
+        """Return a function that starts calls with streams of requests and of responses."""
+
+        def call(*, timeout: float | None = None) -> WritableCall:
+            begun = self._begin(path, None, b"", timeout, streams=True, writes=True)
+            return WritableCall(begun, response_deserializer, request_serializer)
+
+        return call
+
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """Return READY: connections never fail, only calls do."""
         return grpc.ChannelConnectivity.READY
@@ -93,12 +104,20 @@ class MemoryChannel:
                 call.settle(0, CallStatus(grpc.StatusCode.CANCELLED, "channel closed"))
 
     def _begin(
-        self, path: str, request: Any, raw: bytes, timeout_s: float | None, *, streams: bool = False
+        self,
+        path: str,
+        request: Any,
+        raw: bytes,
+        timeout_s: float | None,
+        *,
+        streams: bool = False,
+        writes: bool = False,
     ) -> MemoryCall:
         call = MemoryCall(self._network, self._host, self._address, path, timeout_s)
-        call.raw, call.streams = raw, streams
+        call.raw, call.streams, call.writes = raw, streams, writes
         self._open = {one: None for one in self._open if not one.over} | {call: None}
-        self._network.watcher.called(call, request)
+        if not writes:
+            self._network.watcher.called(call, request)
         self._network.begin(call)
         return call
 
@@ -158,6 +177,29 @@ class StreamCall(_ClientCall):
 
     async def __anext__(self) -> Any:
         return await self._next()
+
+
+class WritableCall(StreamCall):
+    """A call with streams of requests and of responses."""
+
+    def __init__(self, call: MemoryCall, read: Read, write: Write) -> None:
+        super().__init__(call, read)
+        self._write = write
+
+    async def write(self, request: Any) -> None:
+        """Send a request.
+
+        Raises:
+            InvalidStateError: the call has ended.
+        """
+        if self._call.over:
+            raise asyncio.InvalidStateError("the call has ended")
+        self._call.network.watcher.called(self._call, request)
+        self._call.write(self._write(request))
+
+    async def done_writing(self) -> None:
+        """Say that no more requests follow."""
+        self._call.write(None)
 
 
 class _Aborted(grpc.aio.AbortError):
@@ -259,6 +301,14 @@ class MemoryServer:
         try:
             handler = await self._handler(call.path)
             context = _Context(self._network.loop, call.timeout_s, call.source)
+            if call.writes:
+                requests = _Requests(call, handler.request_deserializer)
+                async with aclosing(handler.stream_stream(requests, context)) as answers:
+                    async for answer in answers:
+                        self._network.watcher.answered(call, None, answer)
+                        way.send(CallResponse(handler.response_serializer(answer)))
+                way.send(END)
+                return
             request = handler.request_deserializer(call.raw)
             async with asyncio.timeout_at(context.end_s):
                 if not call.streams:
@@ -288,6 +338,22 @@ class MemoryServer:
                 found, SimpleNamespace(method=path, invocation_metadata=())
             )
         return self._wrapped[path]
+
+
+class _Requests:
+    """The requests of a stream at its server."""
+
+    def __init__(self, call: MemoryCall, read: Read) -> None:
+        self._call, self._read = call, read
+
+    def __aiter__(self) -> _Requests:
+        return self
+
+    async def __anext__(self) -> Any:
+        raw = await self._call.next_request()
+        if raw is None:
+            raise StopAsyncIteration
+        return self._read(raw)
 
 
 class _ResponsePath:

@@ -188,7 +188,7 @@ class MemoryNetwork:
             return
         copies = 1
         twice = self.faults.duplicate and self._random.random() < self.faults.duplicate
-        if twice and not call.method.startswith("Watch"):
+        if twice and not call.writes and not call.method.startswith("Watch"):
             self.counts["duplicated"] += 1
             copies = 2
         for copy in range(copies):
@@ -250,6 +250,9 @@ class MemoryCall:
         number: Number of the call, in the order of their start.
         method: Name of the method without the service, such as "Pull".
         streams: Whether the method has a stream of responses.
+        writes: Whether the client sends a stream of requests.
+        requests: Serialized requests of the stream that have arrived at the server; None: no more
+            will follow.
     """
 
     def __init__(
@@ -266,8 +269,11 @@ class MemoryCall:
         self.number = network.number()
         self.timeout_s = timeout_s
         self.raw = b""
-        self.streams = False
+        self.streams = self.writes = False
         self.over = False
+        self.requests: deque[bytes | None] = deque()
+        self._request_arrived = asyncio.Event()
+        self._last_request_s = 0.0
         self.tasks: list[asyncio.Task[None]] = []
         self._answers: deque[CallResponse | CallStatus] = deque()
         self._arrived = asyncio.Event()
@@ -289,6 +295,28 @@ class MemoryCall:
         if isinstance(answer, CallStatus):
             raise answer.error()
         return answer
+
+    def write(self, raw: bytes | None) -> None:
+        """Send a request of the stream to the server; a lost one breaks the stream at both ends."""
+        network = self.network
+        arrival_s = max(network.loop.time() + network.delay_s(), self._last_request_s)
+        self._last_request_s = arrival_s
+        if network.lost(self.source, self.target):
+            network.later(RESET_MS / 1000, partial(self.break_off, UNAVAILABLE))
+            network.later(network.delay_s(), self.cancel_at_server)
+            return
+        network.later(arrival_s - network.loop.time(), partial(self._take_request, raw))
+
+    def _take_request(self, raw: bytes | None) -> None:
+        self.requests.append(raw)
+        self._request_arrived.set()
+
+    async def next_request(self) -> bytes | None:
+        """Return the next request of the stream at the server; None after the last one."""
+        while not self.requests:
+            self._request_arrived.clear()
+            await self._request_arrived.wait()
+        return self.requests.popleft()
 
     def settle(self, copy: int, answer: CallResponse | CallStatus) -> None:
         """Deliver a response to the client; responses to a duplicate of the call are ignored."""

@@ -7,6 +7,7 @@ from typing import Any
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
+from batonmq._common.rpc import error_from_pb
 from batonmq._core.queues import Incarnation
 from batonmq.errors import BatonError, Internal, Paused
 from batonmq_server.offsets.core.ranges import RangeSet
@@ -48,6 +49,11 @@ class AnswerChecks:
                 self._expected.fail("unexpected", f"{node} failed with {answer.message}: {request}")
             if isinstance(answer, Paused) and isinstance(request, storage_pb.PullRequest):
                 self._paused(node, answer)
+            return
+        if isinstance(answer, storage_pb.DeliverResponse):
+            for frame in answer.frames:
+                if isinstance(error := error_from_pb(frame.error), Paused):
+                    self._paused(node, error)
             return
         if isinstance(answer, lockmgr_pb.AcquireResponse | lockmgr_pb.KeepAliveResponse):
             self._lock_answered(node, request, answer)

@@ -9,11 +9,14 @@ import grpc.aio
 import pytest
 
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._consumer import retry_sender
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.message_dispatcher import MessageDispatcher
+from batonmq._consumer.queue_delivery import QueueDelivery
+from batonmq._consumer.queue_puller import QueuePuller
 from batonmq._consumer.queue_releaser import QueueReleaser
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
 from batonmq._consumer.session import ranges_to_pb
@@ -127,3 +130,18 @@ def handlers_outlive_a_reset(patch: pytest.MonkeyPatch) -> None:
             self._create_tasks(queue)
 
     patch.setattr(MessageDispatcher, "_begin_anew", begin_anew)
+
+
+def frames_of_an_ended_delivery(patch: pytest.MonkeyPatch) -> None:
+    """A client uses the frames of a delivery that it has ended, under whatever token it has."""
+    receive_frame = QueuePuller._receive_frame
+
+    def receive(
+        self: QueuePuller, _: QueueProgress, delivery: QueueDelivery, frame: pb.DeliveryFrame
+    ) -> None:
+        if (progress := self._queue.progress) is not None:
+            delivery.ended = False
+            receive_frame(self, progress, delivery, frame)
+
+    patch.setattr(QueuePuller, "_receive_frame", receive)
+    patch.setattr(QueueDelivery, "stop", lambda _: None)

@@ -8,11 +8,15 @@ import pytest
 
 from batonmq_server.nameserver.group_store import GroupStore
 from batonmq_server.runtime.group_gates import GroupGates
+from batonmq_server.storage.core.store import ReadResult
+from batonmq_server.storage.deliverer import Deliverer
 from batonmq_server.storage.delivery_recorder import (
     DeliveryRecorder,
     PendingDelivery,
     RecordedDelivery,
 )
+from batonmq_server.storage.long_polls import QueueOwner
+from batonmq_server.storage.validation import ParsedPull
 from tests.simulation.background import in_background
 
 
@@ -44,3 +48,15 @@ def pause_known_now_and_then(patch: pytest.MonkeyPatch) -> None:
             real(self, group)
 
     patch.setattr(GroupGates, "check_running", check_running)
+
+
+def stream_outlives_its_token(patch: pytest.MonkeyPatch) -> None:
+    """Storage records only the first frame that it delivers under a token."""
+    real, recorded = Deliverer._record, dict[QueueOwner, RecordedDelivery]()
+
+    async def record(self: Deliverer, pull: ParsedPull, reading: ReadResult) -> RecordedDelivery:
+        if pull.owner not in recorded:
+            recorded[pull.owner] = await real(self, pull, reading)
+        return recorded[pull.owner]
+
+    patch.setattr(Deliverer, "_record", record)

@@ -142,6 +142,7 @@ class SimulatedCluster(processes.MemoryEnvironment):
             for header in map(read_header, request.batches):
                 self.sent[header.queue_id] = header
         self.checker.answers.called(call.source, request)
+        self.checker.stores.called(call, request)
 
     def answered(self, call: MemoryCall, request: Any, answer: Any) -> None:
         self.checker.answers.answered(call.target, request, answer)

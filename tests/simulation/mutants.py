@@ -181,6 +181,18 @@ MUTANTS = (
         "forget the table", broken_lockmgr.forget_the_table, FAILOVER, ("section 7", "section 12")
     ),
     Mutant("record after sending", broken_serving.record_after_sending, CALM, ("V8",)),
+    Mutant(
+        "a stream outlives its token",
+        broken_serving.stream_outlives_its_token,
+        FORCES,
+        ("V3", "V6", "V7", "V8"),
+    ),
+    Mutant(
+        "frames of an ended delivery",
+        broken_clients.frames_of_an_ended_delivery,
+        FORCES,
+        ("V3", "V6", "V7"),
+    ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
     Mutant(
         "renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",), first=4

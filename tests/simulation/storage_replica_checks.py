@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError
@@ -29,7 +30,9 @@ from tests.simulation.offsets_replica_checks import CopyPosition, OffsetsReplica
 
 SET_KEY, LEADER_KEY = "replicas/storage/broker-a", "elections/storage/broker-a"
 _SERVICES = "/baton.storage.v1."
-_ANYWHERE = frozenset({"Describe", "Pull", "SearchOffset", "Read", "FindByKey", "GetMessage"})
+_ANYWHERE = frozenset(
+    {"Deliver", "Describe", "Pull", "SearchOffset", "Read", "FindByKey", "GetMessage"}
+)
 WAIT_MS_MAX = 10_000
 """Longest time for which pulls at followers may find nothing of what the leader has."""
 _SAFE = (pb.DURABILITY_FSYNCED, pb.DURABILITY_REPLICATED)
@@ -108,6 +111,7 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
         self._seen = LogPosition(0, ())
         self._batches: list[StoreReceipt] = []
         self._waits: dict[tuple[str, str, int], tuple[int, int]] = {}
+        self._deliveries: dict[tuple[int, int], tuple[queue_pb2.QueueRef, int]] = {}
 
     # ---- copies
 
@@ -307,22 +311,58 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
                 if outcome.HasField("receipt"):
                     self._check_receipt(call.target, outcome.receipt, len(batch))
         elif isinstance(answer, pb.PullResponse):
-            if answer.batches and leader != call.target:
-                self._expected.counts["pulls from followers"] += 1
-            self._check_wait(call, request, answer, leader)
-            for batch in answer.batches:
-                self._check_delivered(call.target, batch)
+            self._check_read(call, request.queue.queue, request.offset, answer, leader)
+        elif isinstance(answer, pb.DeliverResponse):
+            for frame in answer.frames:
+                self._check_frame(call, frame, leader)
+
+    def called(self, call: MemoryCall, request: Any) -> None:
+        """Note where deliveries begin."""
+        if isinstance(request, pb.DeliverRequest):
+            for command in request.commands:
+                if command.HasField("start"):
+                    pull = command.start.pull
+                    place = (pull.queue.queue, pull.offset)
+                    self._deliveries[call.number, command.delivery_id] = place
+
+    def _check_frame(self, call: MemoryCall, frame: pb.DeliveryFrame, leader: str) -> None:
+        delivery = call.number, frame.delivery_id
+        if not frame.HasField("messages"):
+            self._deliveries.pop(delivery, None)
+            return
+        queue, offset = self._deliveries[delivery]
+        self._check_read(call, queue, offset, frame.messages, leader)
+        self._deliveries[delivery] = queue, frame.messages.next_offset
+
+    def _check_read(
+        self,
+        call: MemoryCall,
+        queue: queue_pb2.QueueRef,
+        offset: int,
+        answer: pb.PullResponse,
+        leader: str,
+    ) -> None:
+        if answer.batches and leader != call.target:
+            self._expected.counts["pulls from followers"] += 1
+        self._check_wait(call, queue, offset, answer, leader)
+        for batch in answer.batches:
+            self._check_delivered(call.target, batch)
 
     def _check_wait(
-        self, call: MemoryCall, request: pb.PullRequest, answer: pb.PullResponse, leader: str
+        self,
+        call: MemoryCall,
+        queue: queue_pb2.QueueRef,
+        offset: int,
+        answer: pb.PullResponse,
+        leader: str,
     ) -> None:
         """Check that no follower keeps a consumer waiting for messages that the leader has."""
-        queue, now_ms = request.queue.queue, self._expected.now_ms()
+        now_ms = self._expected.now_ms()
         client = (call.source, queue.topic, queue.queue_id)
         node = self._nodes.get(leader)
         topic_id = self._expected.topic_ids.get(queue.topic, 0)
         key = (topic_id, queue.queue_id)
-        backlog = node is not None and node.store.offsets(key).next_offset > request.offset
+        backlog = node is not None and node.store.offsets(key).next_offset > offset
         if answer.batches or leader == call.target or not backlog:
             self._waits.pop(client, None)
             return
@@ -335,7 +375,7 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
             self._expected.fail(
                 "readers",
                 f"{call.source} waits at {call.target} for {now_ms - since_ms} ms for "
-                f"{queue.topic}/{queue.queue_id}@{request.offset}, which the leader {leader} has",
+                f"{queue.topic}/{queue.queue_id}@{offset}, which the leader {leader} has",
             )
 
     def _check_receipt(self, name: str, receipt: pb.AppendReceipt, length: int) -> None:

@@ -579,7 +579,9 @@ class DeliverResponse(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeliveryFrame]:
-        """Frames of one moment, of different deliveries or in order."""
+        """Frames of one moment, of different deliveries or in order. A response without frames says that the
+        node is alive: one leaves every 5 s if nothing else does.
+        """
 
     def __init__(
         self,
