@@ -16,6 +16,9 @@ from tests.simulation.expected_state import ExpectedState, done, holder_of, key_
 RECORD_MS = 2_500
 """For this long storage may still record deliveries that it read before it learned of a pause."""
 
+SPAN_MAX = 40
+"""Messages of a queue that a simulated member may have in flight."""
+
 _OF_OFFSETS = (
     offsets_pb.FenceResponse
     | offsets_pb.CommitResponse
@@ -36,11 +39,29 @@ class AnswerChecks:
         group = self._expected.group
         if not isinstance(request, offsets_pb.RecordDeliveredRequest):
             return
+        for item in request.items:
+            self._check_span(node, item)
         if node not in group.pause_known_ms:
             return
         known_ms = self._expected.now_ms() - group.pause_known_ms[node]
         if known_ms > RECORD_MS:
             self._expected.fail("pause", f"{node} delivers {known_ms} ms after it knew: {request}")
+
+    def _check_span(self, node: str, item: offsets_pb.DeliveryItem) -> None:
+        """Check that a member gets no more messages than may be delivered again after a crash."""
+        key = key_of(item.queue)
+        queue = self._expected.queues[key]
+        passes = self._expected.group.filters.get(item.subscription_generation)
+        durable = queue.durable
+        if durable is None or durable.token != item.token or passes is None:
+            return
+        offsets = range(durable.committed_offset, item.next_offset)
+        tags = [queue.stored[offset][1] for offset in offsets if offset in queue.stored]
+        count = sum(map(passes.accepts, tags))
+        if count > SPAN_MAX:
+            self._expected.fail(
+                "span", f"{key}: {node} delivers up to {item.next_offset}; that is {count} messages"
+            )
 
     def answered(self, node: str, request: Any, answer: Any) -> None:
         """Check a response of a server."""

@@ -132,16 +132,16 @@ def handlers_outlive_a_reset(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MessageDispatcher, "_begin_anew", begin_anew)
 
 
-def frames_of_an_ended_delivery(patch: pytest.MonkeyPatch) -> None:
-    """A client uses the frames of a delivery that it has ended, under whatever token it has."""
+def gap_after_a_dropped_frame(patch: pytest.MonkeyPatch) -> None:
+    """A client drops a frame that an older epoch has recorded, and uses those that follow."""
     receive_frame = QueuePuller._receive_frame
 
     def receive(
-        self: QueuePuller, _: QueueProgress, delivery: QueueDelivery, frame: pb.DeliveryFrame
+        self: QueuePuller, progress: QueueProgress, delivery: QueueDelivery, frame: pb.DeliveryFrame
     ) -> None:
-        if (progress := self._queue.progress) is not None:
-            delivery.ended = False
-            receive_frame(self, progress, delivery, frame)
+        answer, epochs = frame.messages, self._session.epochs
+        if answer.offsets_epoch < epochs.of(answer.offsets_set):
+            return
+        receive_frame(self, progress, delivery, frame)
 
     patch.setattr(QueuePuller, "_receive_frame", receive)
-    patch.setattr(QueueDelivery, "stop", lambda _: None)

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq_server.nameserver.group_store import GroupStore
 from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.storage.core.store import ReadResult
@@ -15,6 +16,7 @@ from batonmq_server.storage.delivery_recorder import (
     PendingDelivery,
     RecordedDelivery,
 )
+from batonmq_server.storage.delivery_streams import _DeliveryStream
 from batonmq_server.storage.long_polls import QueueOwner
 from batonmq_server.storage.validation import ParsedPull
 from tests.simulation.background import in_background
@@ -60,3 +62,17 @@ def stream_outlives_its_token(patch: pytest.MonkeyPatch) -> None:
         return recorded[pull.owner]
 
     patch.setattr(Deliverer, "_record", record)
+
+
+def credit_of_an_earlier_delivery(patch: pytest.MonkeyPatch) -> None:
+    """Storage adds the credit of earlier deliveries of a queue to that of a new one."""
+    start, given = _DeliveryStream._start, dict[tuple[str, str, int], int]()
+
+    def begin(self: _DeliveryStream, number: int, delivery: pb.DeliveryStart) -> None:
+        queue = delivery.pull.queue
+        key = queue.group, queue.queue.topic, queue.queue.queue_id
+        delivery.credit.messages_limit += given.get(key, 0)
+        given[key] = delivery.credit.messages_limit
+        start(self, number, delivery)
+
+    patch.setattr(_DeliveryStream, "_start", begin)

@@ -72,6 +72,12 @@ UNDERWAY = RunOptions(
 )  # fmt: skip
 FAILING = RunOptions(steps=40, fails=0.5, faults=Faults(loss=0.05))
 FAILOVER = RunOptions(steps=40, service_kills=8, service_pauses=4, joins=6, leaves=2)
+FRAMES_OF_TWO_EPOCHS = RunOptions(
+    steps=80, service_kills=16, faults=Faults(slow=0.2, slow_ms_max=2_000), queues=6
+)  # fmt: skip
+HANGING = RunOptions(
+    steps=120, queues=1, consumers=2, slow_handlers=0.6, forces=4, leaves=4, joins=4
+)  # fmt: skip
 RESETS = RunOptions(steps=60, resets=10, faults=Faults(slow=0.05, duplicate=0.3), slow_handlers=0.1)
 FORCES = RunOptions(steps=60, forces=10, slow_handlers=0.1)
 RIDING = RunOptions(
@@ -188,10 +194,16 @@ MUTANTS = (
         ("V3", "V6", "V7", "V8"),
     ),
     Mutant(
-        "frames of an ended delivery",
-        broken_clients.frames_of_an_ended_delivery,
-        FORCES,
-        ("V3", "V6", "V7"),
+        "credit of an earlier delivery",
+        broken_serving.credit_of_an_earlier_delivery,
+        HANGING,
+        ("span",),
+    ),
+    Mutant(
+        "a gap after a dropped frame",
+        broken_clients.gap_after_a_dropped_frame,
+        FRAMES_OF_TWO_EPOCHS,
+        ("V1", "V4", "L1", "L2"),
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
     Mutant(

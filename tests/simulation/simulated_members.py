@@ -10,6 +10,7 @@ from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
 from batonmq_server.testing.processes import SimulatedProcess
+from tests.simulation.answer_checks import SPAN_MAX
 from tests.simulation.cluster import ConsumerProcess
 from tests.simulation.run_context import Later, RunContext
 
@@ -34,7 +35,7 @@ class SimulatedMembers:
             buffer_messages_max=20,
             pull_messages_max=8,
             pull_hold_ms=5_000,
-            span_max=40,
+            span_max=SPAN_MAX,
             commit_interval_ms=1_000,
             commit_on_pull=context.options.commit_on_pull,
             keep_alive_ms=2_000,
