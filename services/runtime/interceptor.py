@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -21,7 +21,12 @@ from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.descriptor_shortage import is_shortage, no_descriptors
 from batonmq_server.runtime.log_limiter import LogLimiter
 from batonmq_server.runtime.metrics import RpcMetrics
-from batonmq_server.runtime.request_decoding import decoded, decoder_of, with_decoding
+from batonmq_server.runtime.request_decoding import (
+    decoded,
+    decoded_stream,
+    decoder_of,
+    with_decoding,
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +40,14 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     - With a `guard` that is on, calls without permission are rejected, and long polls and streams
       end when access is revoked. The request of an unauthenticated caller is not read.
-    - A call without a deadline is rejected; watches are open-ended and need none.
+    - A call without a deadline is rejected; open-ended calls need none. These are watches, and
+      calls with a stream of requests.
     - A `BatonError` is sent as its status with details, any other error as INTERNAL without
       details; the latter is logged here, at most every 10 s for each method and class of error.
-    - A request that can't be decoded is rejected with INVALID_ARGUMENT.
+    - A request that can't be decoded is rejected with INVALID_ARGUMENT, also within a stream.
     - Counts, times and open calls are exported to Prometheus by service, method and reason.
-    - After `drain`, new calls are rejected with NOT_SERVING, and watches and long polls end with
-      it.
+    - After `drain`, new calls are rejected with NOT_SERVING, and open-ended calls and long polls
+      end with it.
 
     Args:
         long_polls: Names of the methods without a stream that are long polls.
@@ -100,7 +106,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         _, service, method = name.split("/")
 
         async def reject(_: Any, context: Context) -> None:
-            with self.counted(service.rpartition(".")[2], method) as outcome:
+            with self.counted(service.rpartition(".")[2], method, waits=False) as outcome:
                 outcome.reason = error.reason
                 await abort(context, await admission.delayed(error, context))
 
@@ -110,30 +116,36 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self, handler: grpc.RpcMethodHandler[Any, Any], service: str, method: str
     ) -> grpc.RpcMethodHandler[Any, Any]:
         codec = (decoder_of(handler), handler.response_serializer)
-        edge, path = _Edge(self, service.rpartition(".")[2], method), f"/{service}/{method}"
-        call: Any = handler.unary_unary or handler.unary_stream or handler.stream_stream
-        if handler.stream_stream:
-            return grpc.stream_stream_rpc_method_handler(edge.stream(call), *codec)
-        assert call is not None, "services have no client streams"
-        if handler.unary_unary:
-            if self._admission is not None:
-                call = self._admission.unary(path, call)
+        path, admission = f"/{service}/{method}", self._admission
+        open_ended = method.startswith("Watch") or handler.stream_stream is not None
+        waits = open_ended or method in self._long_polls
+        edge = _Edge(self, service.rpartition(".")[2], method, open_ended=open_ended, waits=waits)
+        call: Any
+        if (call := handler.unary_unary) is not None:
+            if admission is not None:
+                call = admission.unary(path, call)
             return grpc.unary_unary_rpc_method_handler(edge.unary(call), *codec)
-        if self._admission is not None:
-            call = self._admission.stream(path, call)
-        return grpc.unary_stream_rpc_method_handler(edge.stream(call), *codec)
+        if (call := handler.unary_stream) is not None:
+            if admission is not None:
+                call = admission.stream(path, call)
+            return grpc.unary_stream_rpc_method_handler(edge.stream(call, decoded), *codec)
+        call = handler.stream_stream
+        assert call is not None, f"{path} has a stream of requests and one response"
+        if admission is not None:
+            call = admission.stream(path, call)
+        return grpc.stream_stream_rpc_method_handler(edge.stream(call, decoded_stream), *codec)
 
     def _metrics_of(self, service: str, method: str) -> tuple[Gauge, Histogram]:
         labels = (service, method)
         return self._metrics.open.labels(*labels), self._metrics.seconds.labels(*labels)
 
     def drain(self) -> None:
-        """Reject new calls, and end watches and long polls."""
+        """Reject new calls, and end open-ended calls and long polls."""
         self.draining = True
         for task in self._waiting:
             task.cancel()
 
-    def admit(self, method: str, context: Context) -> None:
+    def admit(self, method: str, context: Context, *, open_ended: bool) -> None:
         """Return if the call may reach its handler.
 
         Raises:
@@ -142,20 +154,20 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         """
         if self.draining:
             raise _stopping()
-        if (
-            not method.startswith("Watch")
-            and method != "Deliver"
-            and context.time_remaining() is None
-        ):
+        if not open_ended and context.time_remaining() is None:
             raise NoDeadline(f"{method} was called without a deadline")
 
     @contextmanager
-    def counted(self, service: str, method: str) -> Iterator[_Outcome]:
-        """Export the start, end and outcome of the call inside."""
+    def counted(self, service: str, method: str, *, waits: bool) -> Iterator[_Outcome]:
+        """Export the start, end and outcome of the call inside.
+
+        Args:
+            waits: Whether `drain` ends the call.
+        """
         outcome, start_ms = _Outcome(), self._clock.monotonic_ms()
         # The end of an abandoned stream runs in another task than the one that runs it now.
         task = _this_task()
-        if method.startswith("Watch") or method in self._long_polls:
+        if waits:
             self._waiting.add(task)
         is_open, seconds = self._by_method(service, method)
         is_open.inc()
@@ -175,14 +187,24 @@ class _Outcome:
 
 
 class _Edge:
-    def __init__(self, owner: EdgeInterceptor, service: str, method: str) -> None:
+    """Wraps the handler of one method.
+
+    Args:
+        open_ended: Whether calls need no deadline.
+        waits: Whether `drain` ends calls.
+    """
+
+    def __init__(
+        self, owner: EdgeInterceptor, service: str, method: str, *, open_ended: bool, waits: bool
+    ) -> None:
         self._owner, self._service, self._method = owner, service, method
+        self._open_ended, self._waits = open_ended, waits
 
     def unary(self, call: Any) -> Any:
         async def wrapped(request: Any, context: Context) -> Any:
-            with self._owner.counted(self._service, self._method) as outcome:
+            with self._counted() as outcome:
                 try:
-                    self._owner.admit(self._method, context)
+                    self._admit(context)
                     answer = await call(decoded(request), context)
                     outcome.reason = "OK"
                     return answer
@@ -191,18 +213,31 @@ class _Edge:
 
         return wrapped
 
-    def stream(self, call: Any) -> Any:
+    def stream(self, call: Any, check: Callable[[Any], Any]) -> Any:
+        """Return a handler with a stream of responses.
+
+        Args:
+            check: Checks that the request, or each request of a stream, was decoded.
+        """
+
         async def wrapped(request: Any, context: Context) -> AsyncIterator[Any]:
-            with self._owner.counted(self._service, self._method) as outcome:
+            with self._counted() as outcome:
                 try:
-                    self._owner.admit(self._method, context)
-                    async for item in call(decoded(request), context):
-                        yield item
+                    self._admit(context)
+                    async with aclosing(call(check(request), context)) as items:
+                        async for item in items:
+                            yield item
                     outcome.reason = "OK"
                 except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  it stops here
                     await self._fail(context, error, outcome)
 
         return wrapped
+
+    def _counted(self) -> AbstractContextManager[_Outcome]:
+        return self._owner.counted(self._service, self._method, waits=self._waits)
+
+    def _admit(self, context: Context) -> None:
+        self._owner.admit(self._method, context, open_ended=self._open_ended)
 
     async def _fail(
         self, context: Context, error: Exception | asyncio.CancelledError, outcome: _Outcome

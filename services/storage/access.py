@@ -1,7 +1,7 @@
 """The permission that each call of storage needs.
 
 GetMessage and CancelScheduled name a message, not a topic. Their servicers check the permission
-themselves once they know the topic.
+themselves once they know the topic. The servicer of Deliver checks those of each delivery.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ def _write(batch: bytes) -> Permission:
         return ANY_GRANT  # the servicer rejects the batch and says why
 
 
+def pull_permissions(request: pb.PullRequest) -> tuple[Permission, Permission]:
+    """Return the permissions to pull from a queue, or to have it delivered."""
+    return queue_permissions(request.queue)
+
+
 RULES: AccessRules = {
     **rules_by_path(
         "baton.storage.v1.StorageService",
@@ -54,9 +59,8 @@ RULES: AccessRules = {
                 ),
                 traffic=Traffic.PRODUCE,
             ),
-            "Pull": requires_by_request(lambda request: queue_permissions(request.queue))._replace(
-                traffic=Traffic.CONSUME
-            ),
+            "Pull": requires_by_request(pull_permissions)._replace(traffic=Traffic.CONSUME),
+            "Deliver": requires(ANY_GRANT),
             "QueryOffsets": requires_by_request(
                 lambda request: (use_topic(queue.topic) for queue in request.queues),
                 ["nameserver", "offsets"],

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from batonmq.errors import BatonError, NotLeader
+from batonmq_server.runtime.access.stream_access import StreamAccess
 from batonmq_server.runtime.app import Loop
 from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.runtime.service_runtime import Runtime
@@ -38,6 +39,7 @@ from batonmq_server.storage.topic_cache import TopicCache
 from batonmq_server.storage.topic_purger import TopicPurger
 
 EXPIRE_INTERVAL_S = 600
+DELIVER = "/baton.storage.v1.StorageService/Deliver"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +204,7 @@ def build_components(
             stream=stream,
             clock=runtime.clock,
             identity_of=runtime.guard.caller_identity,
-            access=_NoAccess(),
+            access_of=partial(StreamAccess, runtime.guard, DELIVER),
         )
     )
 
@@ -252,17 +254,3 @@ def _count_purged(metrics: StorageMetrics, segments: Sequence[PositionRange]) ->
 def _synced(metrics: StorageMetrics, stream: StorageMetricStream, seconds: float) -> None:
     metrics.fsync_seconds.observe(seconds)
     stream.observe_us(FSYNC, int(seconds * 1e6))
-
-
-class _NoAccess:
-    def check(self, *_): ...
-    def subscribe(self, _):
-        return lambda: None
-
-    def wait_ms(self, _):
-        return 0
-
-    def bytes_max(self, _):
-        return None
-
-    def charge(self, *_): ...

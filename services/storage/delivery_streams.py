@@ -19,6 +19,7 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.aio import wait_until
 from batonmq._common.rpc import error_to_pb
 from batonmq.errors import BatonError, InvalidArgument, NotServing
+from batonmq_server.runtime.access.rules import queue_permissions
 from batonmq_server.storage import validation
 from batonmq_server.storage.deliverer import Deliverer
 from batonmq_server.storage.servicer_parts import StorageServicerParts
@@ -71,7 +72,7 @@ class DeliveryStreams:
         stream = _DeliveryStream(self, context)
         reading = self.spawn(stream.read(requests))
         self._open[stream] = None
-        unsubscribe = self.parts.access.subscribe(stream.check_access)
+        unsubscribe = stream.access.subscribe(stream.check_access)
         try:
             async for response in stream.responses():
                 yield response
@@ -158,10 +159,15 @@ class _Delivery:
 
 
 class _DeliveryStream:
-    """One stream: its deliveries, and the frames that are ready to leave."""
+    """One stream: its deliveries, and the frames that are ready to leave.
+
+    Attributes:
+        access: What its caller may read, and how fast.
+    """
 
     def __init__(self, owner: DeliveryStreams, context: Context) -> None:
-        self._owner, self._context, self._parts = owner, context, owner.parts
+        self._owner, self._parts = owner, owner.parts
+        self.access = owner.parts.access_of(context)
         self._deliveries: dict[int, _Delivery] = {}
         self._ready_responses: list[pb.DeliverResponse] = []
         self._bytes = 0
@@ -217,7 +223,7 @@ class _DeliveryStream:
         """End the deliveries that the caller may not read any more."""
         for number, delivery in list(self._deliveries.items()):
             try:
-                self._parts.access.check(self._context, delivery.queue)
+                self.access.require(*queue_permissions(delivery.queue))
             except BatonError as error:
                 self._stop(number)
                 self._put_error(number, error)
@@ -250,7 +256,7 @@ class _DeliveryStream:
     def _start(self, number: int, start: pb.DeliveryStart) -> None:
         pull = validation.parse_delivery(start, self._parts.broker)
         credit = validation.parse_credit(start.credit)
-        self._parts.access.check(self._context, start.pull.queue)
+        self.access.require(*queue_permissions(start.pull.queue))
         delivery = self._deliveries[number] = _Delivery(start.pull.queue, pull, credit)
         delivery.task = self._owner.spawn(self._run(number, delivery, pull.hold_ms))
 
@@ -275,10 +281,10 @@ class _DeliveryStream:
 
     async def _deliver(self, number: int, delivery: _Delivery, hold_ms: int) -> bool:
         """Send one frame; return whether another one may follow."""
-        access, context, deliverer = self._parts.access, self._context, self._owner.deliverer
-        while wait_ms := access.wait_ms(context):  # noqa: ASYNC110  the limit may be raised
+        access, deliverer = self.access, self._owner.deliverer
+        while wait_ms := access.read_wait_ms():  # noqa: ASYNC110  the limit may be raised
             await asyncio.sleep(wait_ms / 1000)
-        bytes_max = access.bytes_max(context)
+        bytes_max = access.read_bytes_max()
         end_ms = _aligned(self._parts.clock.monotonic_ms() + hold_ms)
         frames: list[pb.DeliveryFrame] = []
 
@@ -296,7 +302,7 @@ class _DeliveryStream:
         if reading is not None:
             byte_count, message_count = sum(map(len, reading.batches)), reading.message_count
         delivery.sent(answer, message_count, byte_count)
-        access.charge(context, byte_count)
+        access.charge_read(byte_count)
         self._bytes += byte_count
         frame.credit_number = delivery.credit_number
         frame.messages_sent, frame.bytes_sent = delivery.messages_sent, delivery.bytes_sent

@@ -10,6 +10,7 @@ import grpc.aio
 
 from batonmq._common.clock import Clock
 from batonmq.errors import DataLoss
+from batonmq_server.runtime.access.stream_access import StreamAccess
 from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.producers import QueueKey
@@ -43,6 +44,7 @@ class StorageServicerParts:
         purge: Removes what deleted topics of a name have left in the log.
         scrubbed: Returns the position that the current round of the scrub has reached.
         identity_of: Returns the identity of a caller; empty without access control.
+        access_of: Returns what the caller of a stream of deliveries may read.
     """
 
     broker: str
@@ -65,4 +67,4 @@ class StorageServicerParts:
     stream: StorageMetricStream
     clock: Clock
     identity_of: Callable[[Context], str]
-    access: Any = None
+    access_of: Callable[[Context], StreamAccess]

@@ -7,8 +7,7 @@ with their details.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping
 from contextlib import aclosing
 from functools import partial
 from types import SimpleNamespace
@@ -27,6 +26,8 @@ from batonmq_server.testing.memory_network import (
     MemoryCall,
     MemoryNetwork,
     Metadata,
+    OrderedPath,
+    RequestStream,
 )
 from batonmq_server.testing.virtual_time import VirtualHost
 
@@ -60,7 +61,8 @@ class MemoryChannel:
         """Return a function that starts calls of a method with one response."""
 
         def call(request: Any, *, timeout: float | None = None) -> UnaryCall:
-            begun = self._begin(path, request, request_serializer(request), timeout)
+            begun = self._call(path, timeout)
+            self._begin_with(begun, request, request_serializer(request))
             return UnaryCall(begun, response_deserializer)
 
         return call
@@ -71,19 +73,24 @@ class MemoryChannel:
         """Return a function that starts calls of a method with a stream of responses."""
 
         def call(request: Any, *, timeout: float | None = None) -> StreamCall:
-            begun = self._begin(path, request, request_serializer(request), timeout, streams=True)
+            begun = self._call(path, timeout)
+            begun.streams = True
+            self._begin_with(begun, request, request_serializer(request))
             return StreamCall(begun, response_deserializer)
 
         return call
 
     def stream_stream(
         self, path: str, request_serializer: Write, response_deserializer: Read, **_: object
-    ) -> Callable[..., WritableCall]:
-        """Return a function that starts calls with streams of requests and of responses."""
+    ) -> Callable[..., DuplexCall]:
+        """Return a function that starts calls of a method with streams in both directions."""
 
-        def call(*, timeout: float | None = None) -> WritableCall:
-            begun = self._begin(path, None, b"", timeout, streams=True, writes=True)
-            return WritableCall(begun, response_deserializer, request_serializer)
+        def call(*, timeout: float | None = None) -> DuplexCall:
+            begun = self._call(path, timeout)
+            begun.streams = True
+            begun.requests = RequestStream(OrderedPath(self._network, begun.source, begun.target))
+            self._network.begin(begun)
+            return DuplexCall(begun, response_deserializer, request_serializer)
 
         return call
 
@@ -103,23 +110,16 @@ class MemoryChannel:
             if not call.over:
                 call.settle(0, CallStatus(grpc.StatusCode.CANCELLED, "channel closed"))
 
-    def _begin(
-        self,
-        path: str,
-        request: Any,
-        raw: bytes,
-        timeout_s: float | None,
-        *,
-        streams: bool = False,
-        writes: bool = False,
-    ) -> MemoryCall:
+    def _call(self, path: str, timeout_s: float | None) -> MemoryCall:
         call = MemoryCall(self._network, self._host, self._address, path, timeout_s)
-        call.raw, call.streams, call.writes = raw, streams, writes
         self._open = {one: None for one in self._open if not one.over} | {call: None}
-        if not writes:
-            self._network.watcher.called(call, request)
-        self._network.begin(call)
         return call
+
+    def _begin_with(self, call: MemoryCall, request: Any, raw: bytes) -> None:
+        """Begin a call with one request."""
+        call.raw = raw
+        self._network.watcher.called(call, request)
+        self._network.begin(call)
 
 
 class _ClientCall:
@@ -179,27 +179,37 @@ class StreamCall(_ClientCall):
         return await self._next()
 
 
-class WritableCall(StreamCall):
-    """A call with streams of requests and of responses."""
+class DuplexCall(StreamCall):
+    """A call with a stream of requests and a stream of responses.
+
+    As in gRPC, requests are written by one task at a time.
+    """
 
     def __init__(self, call: MemoryCall, read: Read, write: Write) -> None:
         super().__init__(call, read)
-        self._write = write
+        self._write, self._no_more = write, False
 
     async def write(self, request: Any) -> None:
         """Send a request.
 
         Raises:
-            InvalidStateError: the call has ended.
+            InvalidStateError: the call has ended, or `done_writing` was called.
         """
-        if self._call.over:
-            raise asyncio.InvalidStateError("the call has ended")
-        self._call.network.watcher.called(self._call, request)
-        self._call.write(self._write(request))
+        call = self._call
+        if call.ended:
+            raise asyncio.InvalidStateError("RPC already finished.")
+        if self._no_more:
+            raise asyncio.InvalidStateError('RPC is half closed after calling "done_writing".')
+        raw = self._write(request)
+        call.network.watcher.called(call, request)
+        call.network.write(call, raw)
+        await asyncio.sleep(0)
 
     async def done_writing(self) -> None:
-        """Say that no more requests follow."""
-        self._call.write(None)
+        """End the stream of requests."""
+        if not self._call.ended and not self._no_more:
+            self._no_more = True
+            self._call.network.write(self._call, END)
 
 
 class _Aborted(grpc.aio.AbortError):
@@ -297,33 +307,35 @@ class MemoryServer:
 
     async def _answer(self, call: MemoryCall, copy: int) -> None:
         way = _ResponsePath(self._network, call, copy)
+        requests: _Requests | None = None
         request: Any = None
         try:
             handler = await self._handler(call.path)
             context = _Context(self._network.loop, call.timeout_s, call.source)
-            if call.writes:
-                requests = _Requests(call, handler.request_deserializer)
-                async with aclosing(handler.stream_stream(requests, context)) as answers:
-                    async for answer in answers:
-                        self._network.watcher.answered(call, None, answer)
-                        way.send(CallResponse(handler.response_serializer(answer)))
-                way.send(END)
-                return
-            request = handler.request_deserializer(call.raw)
+            if call.requests is not None:
+                requests = _Requests(call.requests, handler.request_deserializer)
+            else:
+                request = handler.request_deserializer(call.raw)
             async with asyncio.timeout_at(context.end_s):
                 if not call.streams:
                     answer = await handler.unary_unary(request, context)
                     self._network.watcher.answered(call, request, answer)
                     way.send(CallResponse(handler.response_serializer(answer), context.trailing))
                     return
-                async with aclosing(handler.unary_stream(request, context)) as answers:
+                if requests is not None:
+                    stream = handler.stream_stream(requests, context)
+                else:
+                    stream = handler.unary_stream(request, context)
+                async with aclosing(stream) as answers:
                     async for answer in answers:
-                        self._network.watcher.answered(call, request, answer)
+                        newest = request if requests is None else requests.newest
+                        self._network.watcher.answered(call, newest, answer)
                         way.send(CallResponse(handler.response_serializer(answer)))
                 way.send(END)
         except _Aborted as aborted:
             error = from_rpc_error(aborted.status.error())
-            self._network.watcher.answered(call, request, error)
+            newest = request if requests is None else requests.newest
+            self._network.watcher.answered(call, newest, error)
             way.send(aborted.status)
         except TimeoutError:
             return
@@ -341,44 +353,35 @@ class MemoryServer:
 
 
 class _Requests:
-    """The requests of a stream at its server."""
+    """The requests of a stream, for its servicer.
 
-    def __init__(self, call: MemoryCall, read: Read) -> None:
-        self._call, self._read = call, read
+    Attributes:
+        newest: The newest request that was read; None before the first.
+    """
 
-    def __aiter__(self) -> _Requests:
+    def __init__(self, stream: RequestStream, read: Read) -> None:
+        self._stream, self._read = stream, read
+        self.newest: Any = None
+
+    def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
     async def __anext__(self) -> Any:
-        raw = await self._call.next_request()
-        if raw is None:
-            raise StopAsyncIteration
-        return self._read(raw)
+        self.newest = self._read(await self._stream.next())
+        return self.newest
 
 
 class _ResponsePath:
-    """Delivers the responses of one call in order; after a lost one, all others are lost, too."""
+    """Delivers the responses of one call; a lost one breaks its stream."""
 
     def __init__(self, network: MemoryNetwork, call: MemoryCall, copy: int) -> None:
-        self._network, self._call, self._copy = network, call, copy
-        self._last_s = 0.0
-        self._broken = False
-        self._travelling: deque[CallResponse | CallStatus] = deque()
+        self._call, self._copy = call, copy
+        self._path = OrderedPath(network, call.target, call.source)
 
     def send(self, answer: CallResponse | CallStatus) -> None:
-        network, call = self._network, self._call
-        if self._broken:
-            return
-        arrival_s = max(network.loop.time() + network.delay_s(), self._last_s)
-        self._last_s = arrival_s
-        if network.lost(call.target, call.source):
-            self._broken = call.streams
-            if not call.streams:
-                return
-            answer = UNAVAILABLE
+        call = self._call
+        deliver = partial(call.settle, self._copy, answer)
+        if not call.streams:
+            self._path.send(deliver)
+        elif not self._path.send(deliver, partial(call.settle, self._copy, UNAVAILABLE)):
             call.cancel_at_server()
-        self._travelling.append(answer)
-        network.later(arrival_s - network.loop.time(), self._arrive)
-
-    def _arrive(self) -> None:
-        self._call.settle(self._copy, self._travelling.popleft())

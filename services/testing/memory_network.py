@@ -1,8 +1,9 @@
 """An in-memory network with seeded faults: messages between named nodes, and calls made of them.
 
 A call, each response and a client's cancellation are separate messages, which may be delayed,
-reordered, duplicated or lost. Responses of other calls and damaged bytes are not simulated, because
-gRPC excludes both. `memory_grpc` has the channels and servers on top.
+reordered, duplicated or lost. The messages of one stream, in each direction, keep their order and
+are not duplicated; a lost one breaks the stream. Responses of other calls and damaged bytes are not
+simulated, because gRPC excludes both. `memory_grpc` has the channels and servers on top.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Faults:
     """Faults of the network between two nodes.
 
     Attributes:
-        loss: Probability that a message is lost; a lost response breaks its stream.
+        loss: Probability that a message is lost; a lost message of a stream breaks the stream.
         duplicate: Probability that a call arrives twice.
         slow: Probability that a message takes up to `slow_ms_max` instead of `delay_ms_max`.
         delay_ms_min: Shortest delay of a message.
@@ -51,10 +52,14 @@ class NetworkObserver:
     """Observes calls and responses; this base class ignores them."""
 
     def called(self, call: MemoryCall, request: Any) -> None:
-        """Called when a client sends a call."""
+        """Called when a client sends a call; of a stream of requests, for each request."""
 
     def answered(self, call: MemoryCall, request: Any, answer: Any) -> None:
-        """Called when a servicer has answered; `answer` is the message, or the error."""
+        """Called when a servicer has answered; `answer` is the message, or the error.
+
+        Args:
+            request: The request; of a stream, the newest that the servicer has read, or None.
+        """
 
     def told(self, call: MemoryCall, answer: Any) -> None:
         """Called when a client receives an answer; `answer` is the message, or the error."""
@@ -62,6 +67,8 @@ class NetworkObserver:
 
 class CallReceiver(Protocol):
     """Receives the calls of an address."""
+
+    host: VirtualHost
 
     def arrive(self, call: MemoryCall, copy: int) -> None:
         """Receive a call, or its duplicate."""
@@ -131,14 +138,14 @@ class MemoryNetwork:
         self.gone.add(host)
         for call in self._open.pop(host, ()):
             call.over = True
-            self.later(self.delay_s(), call.cancel_at_server)
+            self._cancel(call)
 
     def break_streams(self, host: VirtualHost) -> int:
         """Break all streams that a host reads, at both ends; return their number."""
         broken = [call for call in self._open.get(host, ()) if call.streams and not call.over]
         for call in broken:
             self.later(RESET_MS / 1000, partial(call.break_off, UNAVAILABLE))
-            self.later(self.delay_s(), call.cancel_at_server)
+            self._cancel(call)
         return len(broken)
 
     def close(self, address: str, *, machine: bool = False) -> None:
@@ -186,21 +193,33 @@ class MemoryNetwork:
         if self._over or call.host in self.gone:
             call.settle(0, UNAVAILABLE)
             return
+        if call.requests is not None:
+            self._send_in_order(call, partial(self._arrive, call, 0))
+            return
         copies = 1
         twice = self.faults.duplicate and self._random.random() < self.faults.duplicate
-        if twice and not call.writes and not call.method.startswith("Watch"):
+        if twice and not call.method.startswith("Watch"):
             self.counts["duplicated"] += 1
             copies = 2
         for copy in range(copies):
             self.send(call.source, call.target, partial(self._arrive, call, copy))
 
+    def write(self, call: MemoryCall, request: bytes | CallStatus) -> None:
+        """Send a request of a stream to its server, or END after the last one."""
+        assert call.requests is not None, f"{call.method} has one request"
+        self._send_in_order(call, partial(self._deliver, call, call.requests.put, request))
+
     def end_call(self, call: MemoryCall) -> None:
         """End a call at its client, and send the cancellation to the server."""
         if call.over:
             return
-        call.over = True
+        call.give_up()
         del self._open[call.host][call]
-        if not call.tasks or not all(task.done() for task in call.tasks):
+        if call.tasks and all(task.done() for task in call.tasks):
+            return
+        if call.requests is not None:
+            self._cancel(call)
+        else:
             self.send(call.source, call.target, call.cancel_at_server)
 
     def _arrive(self, call: MemoryCall, copy: int) -> None:
@@ -208,7 +227,33 @@ class MemoryNetwork:
         if server is None:
             self.later(RESET_MS / 1000, lambda: call.settle(copy, UNAVAILABLE))
         else:
+            call.server_host = server.host
             server.arrive(call, copy)
+
+    def _cancel(self, call: MemoryCall) -> None:
+        """Send a cancellation that arrives in any case."""
+        if call.requests is not None:
+            self._send_in_order(call, partial(self._deliver, call, call.cancel_at_server))
+        else:
+            self.later(self.delay_s(), call.cancel_at_server)
+
+    def _send_in_order(self, call: MemoryCall, deliver: Callable[[], object]) -> None:
+        """Send a message of the client of a stream; if it is lost, the stream breaks."""
+        assert call.requests is not None, f"{call.method} has one request"
+        reset = partial(self._deliver, call, call.cancel_at_server)
+        if not call.requests.path.send(deliver, reset):
+            self.later(RESET_MS / 1000, partial(call.break_off, UNAVAILABLE))
+
+    def _deliver(self, call: MemoryCall, receive: Callable[..., object], *args: object) -> None:
+        """Deliver a message to the server that received the call, if there is one."""
+        host = call.server_host
+        if host is None:
+            return
+        if host not in self.gone:
+            host.post(receive, *args)
+        elif call.address in self._servers or call.address in self._refused:
+            # The machine runs, and does not know the connection.
+            self.later(RESET_MS / 1000, partial(call.break_off, UNAVAILABLE))
 
 
 def _settle(answer: asyncio.Future[bool], value: bool) -> None:
@@ -243,6 +288,73 @@ class CallResponse:
     metadata: Metadata = ()
 
 
+class OrderedPath:
+    """Delivers messages from `source` to `target` in order; after a lost one, all others are lost.
+
+    Args:
+        source: Name of the node that sends.
+        target: Name of the node that receives.
+    """
+
+    def __init__(self, network: MemoryNetwork, source: str, target: str) -> None:
+        self._network, self._source, self._target = network, source, target
+        self._last_s = 0.0
+        self._broken = False
+        self._travelling: deque[Callable[[], object]] = deque()
+
+    def send(
+        self, deliver: Callable[[], object], reset: Callable[[], object] | None = None
+    ) -> bool:
+        """Send a message; return False if it is lost, and the path was not broken before.
+
+        Args:
+            deliver: Called when the message arrives.
+            reset: Called in its place if it is lost.
+        """
+        network = self._network
+        if self._broken:
+            return True
+        now_s = network.loop.time()
+        self._last_s = max(now_s + network.delay_s(), self._last_s)
+        self._broken = network.lost(self._source, self._target)
+        arrive = reset if self._broken else deliver
+        if arrive is not None:
+            self._travelling.append(arrive)
+            network.later(self._last_s - now_s, self._arrive)
+        return not self._broken
+
+    def _arrive(self) -> None:
+        self._travelling.popleft()()
+
+
+class RequestStream:
+    """The requests of a stream: on their way, and at the server.
+
+    Attributes:
+        path: Delivers the call, its requests and its cancellation.
+    """
+
+    def __init__(self, path: OrderedPath) -> None:
+        self.path = path
+        self._received: asyncio.Queue[bytes | CallStatus] = asyncio.Queue()
+
+    def put(self, request: bytes | CallStatus) -> None:
+        """Receive a request, or END."""
+        self._received.put_nowait(request)
+
+    async def next(self) -> bytes:
+        """Return the next request.
+
+        Raises:
+            StopAsyncIteration: the client sends no more.
+        """
+        request = await self._received.get()
+        if isinstance(request, CallStatus):
+            self.put(request)
+            raise StopAsyncIteration
+        return request
+
+
 class MemoryCall:
     """One call, at its client and at its server.
 
@@ -250,9 +362,8 @@ class MemoryCall:
         number: Number of the call, in the order of their start.
         method: Name of the method without the service, such as "Pull".
         streams: Whether the method has a stream of responses.
-        writes: Whether the client sends a stream of requests.
-        requests: Serialized requests of the stream that have arrived at the server; None: no more
-            will follow.
+        requests: The stream of requests; None if the method has one request.
+        server_host: Host of the server that received the call; None before that.
     """
 
     def __init__(
@@ -269,11 +380,10 @@ class MemoryCall:
         self.number = network.number()
         self.timeout_s = timeout_s
         self.raw = b""
-        self.streams = self.writes = False
+        self.streams = False
+        self.requests: RequestStream | None = None
+        self.server_host: VirtualHost | None = None
         self.over = False
-        self.requests: deque[bytes | None] = deque()
-        self._request_arrived = asyncio.Event()
-        self._last_request_s = 0.0
         self.tasks: list[asyncio.Task[None]] = []
         self._answers: deque[CallResponse | CallStatus] = deque()
         self._arrived = asyncio.Event()
@@ -285,8 +395,11 @@ class MemoryCall:
         Raises:
             AioRpcError: the call has failed.
             StopAsyncIteration: the stream has ended.
+            CancelledError: the client has cancelled the call.
         """
         while not self._answers:
+            if self.over:
+                raise asyncio.CancelledError
             self._arrived.clear()
             await self._arrived.wait()
         answer = self._answers.popleft()
@@ -296,27 +409,10 @@ class MemoryCall:
             raise answer.error()
         return answer
 
-    def write(self, raw: bytes | None) -> None:
-        """Send a request of the stream to the server; a lost one breaks the stream at both ends."""
-        network = self.network
-        arrival_s = max(network.loop.time() + network.delay_s(), self._last_request_s)
-        self._last_request_s = arrival_s
-        if network.lost(self.source, self.target):
-            network.later(RESET_MS / 1000, partial(self.break_off, UNAVAILABLE))
-            network.later(network.delay_s(), self.cancel_at_server)
-            return
-        network.later(arrival_s - network.loop.time(), partial(self._take_request, raw))
-
-    def _take_request(self, raw: bytes | None) -> None:
-        self.requests.append(raw)
-        self._request_arrived.set()
-
-    async def next_request(self) -> bytes | None:
-        """Return the next request of the stream at the server; None after the last one."""
-        while not self.requests:
-            self._request_arrived.clear()
-            await self._request_arrived.wait()
-        return self.requests.popleft()
+    @property
+    def ended(self) -> bool:
+        """Whether the client knows that the call has ended, and has read all responses."""
+        return self.over or (bool(self._answers) and isinstance(self._answers[0], CallStatus))
 
     def settle(self, copy: int, answer: CallResponse | CallStatus) -> None:
         """Deliver a response to the client; responses to a duplicate of the call are ignored."""
@@ -325,6 +421,12 @@ class MemoryCall:
             return
         self._copy = copy
         self._answers.append(answer)
+        self._arrived.set()
+
+    def give_up(self) -> None:
+        """End the call at the client, which reads no more responses."""
+        self.over = True
+        self._answers.clear()
         self._arrived.set()
 
     def break_off(self, status: CallStatus) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +130,9 @@ class Scene:
         method, channel = METHODS[path], channel or self.channel
         codec = (lambda m: m.SerializeToString(), GetMessageClass(method.output_type).FromString)
         metadata = self.metadata(identity)
+        if method.client_streaming:
+            duplex = channel.stream_stream(path, *codec)(metadata=metadata, timeout=TIMEOUT_S)
+            return await first_answer(duplex, request)
         if method.server_streaming:
             stream = channel.unary_stream(path, *codec)
             call = stream(request, metadata=metadata, timeout=TIMEOUT_S)
@@ -143,6 +146,16 @@ class Scene:
     def refused_count(self, service: str, reason: str) -> float:
         labels = {"service": service, "reason": reason}
         return self.registry.get_sample_value("baton_access_refused_total", labels) or 0
+
+
+async def first_answer(call: grpc.aio.StreamStreamCall[Any, Any], request: Message | bytes) -> Any:
+    """Write a request into a stream; return the first answer, or None if there is none."""
+    with suppress(asyncio.InvalidStateError):  # the stream has ended: reading says why
+        await call.write(request)
+    async for answer in call:
+        call.cancel()
+        return answer
+    return None
 
 
 def _methods() -> Iterator[tuple[str, MethodDescriptor]]:
@@ -266,7 +279,13 @@ def _handler(
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
         yield await answer(request)
 
+    async def duplex(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for request in requests:
+            yield await answer(request)
+
     codec = (GetMessageClass(method.input_type).FromString, kind.SerializeToString)
+    if method.client_streaming:
+        return grpc.stream_stream_rpc_method_handler(duplex, *codec)
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(stream, *codec)
     return grpc.unary_unary_rpc_method_handler(unary, *codec)

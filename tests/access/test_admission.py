@@ -21,6 +21,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, generate_latest
 
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.clock import Clock
@@ -31,7 +32,7 @@ from batonmq_server.local.certificates import CertificateAuthority, CertificateS
 from batonmq_server.runtime.access.admission import Admission
 from batonmq_server.runtime.access.authenticator import Caller
 from batonmq_server.runtime.access.guard import Guard
-from batonmq_server.runtime.access.owner import owner_of
+from batonmq_server.runtime.access.owner import owner_of, sign
 from batonmq_server.runtime.access.permissions import AccessRole, Grant
 from batonmq_server.runtime.access.stored_access import grants_key, token_key
 from batonmq_server.runtime.etcd.session import EtcdSession
@@ -353,6 +354,28 @@ async def test_owner_numbers_in_a_request_are_those_of_the_caller(etcd: EtcdSess
             request.caller = 4_711
             await here.call(path, request, "app")
             assert here.served[-1][1].caller == number, path
+        path = "/baton.storage.v1.StorageService/Deliver"
+        request = request_of(METHODS[path])
+        for _ in range(2):
+            request.commands.add().start.pull.caller = 4_711
+        request.commands.add().credit.number = 1
+        await here.call(path, request, "app")
+        commands = here.served[-1][1].commands
+        assert [one.start.pull.caller for one in commands if one.HasField("start")] == [number] * 2
+        assert [one.WhichOneof("command") for one in commands[1:]] == ["start", "start", "credit"]
+
+
+def test_only_requests_inside_a_request_are_signed_with_it() -> None:
+    """Items name the callers of other services, which those have authenticated."""
+    record = offsets_pb.RecordDeliveredRequest(items=[offsets_pb.DeliveryItem(caller=7)])
+    fence = offsets_pb.FenceRequest(items=[offsets_pb.FenceItem()])
+    fence.items[0].holder.owner = 7
+    for request in (record, fence):
+        sign(request, "service:storage")
+    assert record.items[0].caller == fence.items[0].holder.owner == 7
+    delivering = pb.DeliverRequest(commands=[pb.DeliveryCommand(delivery_id=1)])
+    sign(delivering, "app")
+    assert not delivering.commands[0].HasField("start"), "a signature adds no message"
 
 
 def test_every_request_with_an_incarnation_has_it_at_the_top() -> None:

@@ -63,6 +63,7 @@ GROUPS = {
 TABLE = """
 StorageService      Append             write
 StorageService      Pull               both
+StorageService      Deliver            granted
 StorageService      QueryOffsets       use nameserver offsets
 StorageService      Describe
 StorageService      PurgeTopic         topic-admin
@@ -166,6 +167,7 @@ MAY = _table()
 
 
 CHECKED_INSIDE = {
+    "StorageService/Deliver": "the queue of each delivery, which needs the permissions of Pull",
     "QueryService/GetMessage": "the header of the batch, which names the topic",
     "ScheduleService/CancelScheduled": "the head of the scheduled batch, which names the topic",
     "LockmgrService/Watch": "nothing: it shows the changes of the caller's own incarnation",

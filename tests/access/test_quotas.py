@@ -145,6 +145,41 @@ def test_changed_rate_applies_at_once_and_keeps_the_debt() -> None:
     assert refused.value.retry_after_ms == pytest.approx(1_000, abs=2)
 
 
+def test_stream_waits_for_the_debt_of_bytes_and_calls() -> None:
+    refusals: list[tuple[str, str]] = []
+    ledger = QuotaLedger(lambda *refusal: refusals.append(refusal))
+    assert ledger.read_wait_ms("tenant", 0) == 0
+    ledger.charge_read("tenant", 10**9)
+    assert not ledger._uses, "without quotas nothing is kept"
+    ledger.set_quota("tenant", Quota(consume_bytes_per_s=1_000, consume_calls_per_s=2))
+    assert ledger.read_wait_ms("tenant", 0) == 0
+    assert ledger.read_rate("tenant") == 1_000
+    ledger.charge_read("tenant", 3_000)
+    assert ledger.read_wait_ms("tenant", 0) == pytest.approx(2_000, abs=2)
+    with pytest.raises(Throttled, match="consume_bytes_per_s=1000"):
+        begin(ledger, READ)
+    assert ledger.read_wait_ms("tenant", 2_002) == 0, "the wait is enough"
+    for _ in range(4):
+        ledger.charge_read("tenant", 0)
+    assert ledger.read_wait_ms("tenant", 2_002) == pytest.approx(1_000, abs=2)
+    ledger.charge_read("tenant", 10**6)
+    assert ledger.read_wait_ms("tenant", 2_002) == WAIT_MS_MAX, "the limit may be raised meanwhile"
+    ledger.set_quota("tenant", None)
+    assert ledger.read_wait_ms("tenant", 2_002) == 0
+    assert ledger.read_rate("tenant") is None
+    bytes_, calls = ("tenant", "consume_bytes_per_s"), ("tenant", "consume_calls_per_s")
+    assert refusals == [bytes_, bytes_, calls, bytes_]
+
+
+def test_pulls_and_streams_of_an_identity_share_its_quota() -> None:
+    ledger = QuotaLedger()
+    ledger.set_quota("tenant", Quota(consume_bytes_per_s=1_000))
+    assert begin(ledger, READ)
+    ledger.end("tenant", READ, 3_000)
+    assert ledger.read_wait_ms("tenant", 0) == pytest.approx(2_000, abs=2)
+    assert ledger.read_wait_ms("other", 0) == 0
+
+
 def test_number_of_known_identities_is_bounded() -> None:
     ledger = QuotaLedger()
     ledger.set_quota(DEFAULT, Quota(produce_calls_per_s=1))

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.channels import connect
-from batonmq.errors import InvalidArgument
+from batonmq.errors import InvalidArgument, PermissionDenied
 from batonmq_server.local.ports import keep_ports
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.health import serve_health
@@ -33,7 +33,7 @@ async def rejection(channel: grpc.aio.Channel, path: str, metadata: Any = ()) ->
     method = METHODS.get(path)
     streams = method.server_streaming if method is not None else path.endswith("Watch")
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        if path == REFLECTION:
+        if path == REFLECTION or (method is not None and method.client_streaming):
             both: Any = channel.stream_stream(path)
             await both(iter([GARBAGE]), metadata=metadata, timeout=TIMEOUT_S).read()
         elif streams:
@@ -59,8 +59,14 @@ async def test_undecodable_request_is_an_invalid_argument_without_a_line_of_log(
     caplog.set_level(logging.INFO)
     caplog.clear()
     paths = [*METHODS, f"{HEALTH}/Check", f"{HEALTH}/Watch"]
+    streams = [path for path, method in METHODS.items() if method.client_streaming]
+    for path in streams:  # a caller without a grant is rejected before its first request is read
+        error = await rejection(made.channel, path, made.metadata("stranger"))
+        assert type(error) is PermissionDenied, (path, error)
     for identity in ("stranger", "operator"):
         for path in paths:
+            if identity == "stranger" and path in streams:
+                continue
             error = await rejection(made.channel, path, made.metadata(identity))
             assert type(error) is InvalidArgument, (path, error)
             assert error.facts == {"field": "request"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -110,15 +110,23 @@ class Admission:
         return admitted
 
     def stream(self, path: str, call: Any) -> Any:
-        """Return a streaming `call` with admission; it ends when a permission is revoked."""
+        """Return a streaming `call` with admission; it ends when a permission is revoked.
+
+        The rule of a method with a stream of requests has the same permissions for every request:
+        it is applied once, to the stream.
+        """
 
         async def admitted(request: Any, context: Context) -> AsyncIterator[Any]:
             with self._counted(path):
                 caller, permissions = self._admit(path, request, context)
-            _sign(request, caller)
+            if hasattr(request, "__aiter__"):
+                request = _signed(request, caller)
+            else:
+                _sign(request, caller)
             with self._until_revoked(path, caller, permissions):
-                async for item in call(request, context):
-                    yield item
+                async with aclosing(call(request, context)) as items:
+                    async for item in items:
+                        yield item
 
         return admitted
 
@@ -257,6 +265,13 @@ class Admission:
         except BatonError as error:
             self._guard.count_rejection(path, error, identity)
             raise
+
+
+async def _signed(requests: AsyncIterator[Any], caller: Caller) -> AsyncIterator[Any]:
+    """Yield the requests of a stream, with the identity of the caller."""
+    async for request in requests:
+        _sign(request, caller)
+        yield request
 
 
 def _sign(request: Any, caller: Caller) -> None:

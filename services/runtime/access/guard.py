@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
@@ -64,7 +65,7 @@ class Guard:
     Attributes:
         audits: Record refused calls and calls of operators.
         quotas: The quotas of all identities; without effect while access control is off.
-        on_change: Called when grants or credentials have changed.
+        on_change: Called when grants or credentials have changed; see `subscribe`.
     """
 
     def __init__(
@@ -169,6 +170,21 @@ class Guard:
             return error
         return None
 
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` after each change of grants or credentials.
+
+        Returns:
+            Ends that. A further call of it has no effect.
+        """
+        entry = partial(callback)  # differs from any other, also from one of the same callback
+        self.on_change.append(entry)
+
+        def unsubscribe() -> None:
+            if entry in self.on_change:
+                self.on_change.remove(entry)
+
+        return unsubscribe
+
     def require(self, context: Context, *permissions: Permission) -> None:
         """Return if the caller has all of `permissions`, or access control is off.
 
@@ -263,5 +279,5 @@ class Guard:
         self._credentials_changed()
 
     def _credentials_changed(self) -> None:
-        for callback in self.on_change:
+        for callback in tuple(self.on_change):
             callback()

@@ -186,6 +186,30 @@ class QuotaLedger:
         use = self._uses.get(identity)
         return use.quota.consume_bytes_per_s if use is not None else None
 
+    def read_wait_ms(self, identity: str, now_ms: int) -> int:
+        """Return how long a stream of an identity waits before it reads; 0 if it may read now.
+
+        The time is no longer than WAIT_MS_MAX: ask again after it. A wait counts as a refused call.
+        """
+        if not self.limits(identity):
+            return 0
+        debt = self._debt(self._uses[identity], Traffic.CONSUME, now_ms)
+        if debt is None:
+            return 0
+        name, _, wait_ms = debt
+        self._on_refusal(identity, name)
+        return min(wait_ms, WAIT_MS_MAX)
+
+    def charge_read(self, identity: str, byte_count: int) -> None:
+        """Count what a stream of an identity has read: as one call, and so many bytes."""
+        if not self.has_quotas or (use := self._uses.get(identity)) is None:
+            return
+        of_bytes, of_calls = _CHECKED[Traffic.CONSUME]
+        if (bucket := use.buckets.get(of_calls)) is not None:
+            bucket.take(1)
+        if (bucket := use.buckets.get(of_bytes)) is not None:
+            bucket.take(byte_count)
+
     def end(self, identity: str, traffic: Traffic, answer_bytes: int) -> None:
         """End a call for which `begin` returned True.
 
@@ -204,18 +228,8 @@ class QuotaLedger:
         self, identity: str, use: _Use, traffic: Traffic, connection: str, now_ms: int
     ) -> None:
         quota = use.quota
-        for name in _CHECKED[traffic]:
-            rate: int | None = getattr(quota, name)
-            if rate is None:
-                use.buckets.pop(name, None)
-                continue
-            bucket = use.buckets.get(name)
-            if bucket is None:
-                bucket = use.buckets[name] = TokenBucket(rate, now_ms)
-            elif bucket.rate != rate:
-                bucket.set_rate(rate)
-            if wait_ms := bucket.wait_ms(now_ms):
-                self._refuse(identity, name, rate, wait_ms)
+        if (debt := self._debt(use, traffic, now_ms)) is not None:
+            self._refuse(identity, *debt)
         if quota.in_flight is not None and use.in_flight >= quota.in_flight:
             self._refuse(identity, "in_flight", quota.in_flight, BUSY_WAIT_MS)
         if quota.connections is not None and connection not in use.connections:
@@ -226,6 +240,26 @@ class QuotaLedger:
                 }
             if len(use.connections) >= quota.connections:
                 self._refuse(identity, "connections", quota.connections, WAIT_MS_MAX)
+
+    @staticmethod
+    def _debt(use: _Use, traffic: Traffic, now_ms: int) -> tuple[str, int, int] | None:
+        """Return name and value of the first rate that is in debt, and for how long; None if none.
+
+        The buckets follow the limits, which may have changed.
+        """
+        for name in _CHECKED[traffic]:
+            rate: int | None = getattr(use.quota, name)
+            if rate is None:
+                use.buckets.pop(name, None)
+                continue
+            bucket = use.buckets.get(name)
+            if bucket is None:
+                bucket = use.buckets[name] = TokenBucket(rate, now_ms)
+            elif bucket.rate != rate:
+                bucket.set_rate(rate)
+            if wait_ms := bucket.wait_ms(now_ms):
+                return name, rate, wait_ms
+        return None
 
     def _refuse(self, identity: str, limit: str, value: int, wait_ms: int) -> None:
         self._on_refusal(identity, limit)
