@@ -65,6 +65,10 @@ _DETAIL_FIELD: dict[type[Detail], str] = {
 T = TypeVar("T")
 
 _ADDRESS = re.compile(r"ipv[46]:(\S+:\d+)")
+_LOST_STATUS, _TWO_WRITERS = "Internal error from Core", "TOO_MANY_OPERATIONS"
+"""What gRPC reports, with INTERNAL, for a write to a stream that has just ended, in place of the
+status that the server has sent (https://github.com/grpc/grpc/issues/36066); and for the second of
+two writes at the same time, which is an error in the program."""
 _TRANSIENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -248,7 +252,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
     """Return the `BatonError` of a failed call.
 
     A call that failed without one, because the server is away or stops or the deadline passed, is
-    `Unreachable`. It is not known whether a write of that kind was stored.
+    `Unreachable`. It is not known whether a write of that kind was stored. So is a stream that
+    ended while a request was written to it: gRPC loses its status; the next call finds the reason.
     """
     for detail in _status_details(error):
         packed = error_pb2.Error()
@@ -260,6 +265,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
             f"the server does not know this call ({error.code().name}: {details})",
             remedy="Check the address: it belongs to another service, or to another version.",
         )
+    if _is_lost_status(error, details):
+        return Unreachable("the stream ended while a request was written, for an unknown reason")
     if error.code() not in _TRANSIENT:
         return Internal(f"{error.code().name}: {details}")
     failure = explain_tls_failure(details) if error.code() is grpc.StatusCode.UNAVAILABLE else None
@@ -268,6 +275,12 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
     address = _ADDRESS.search(details)
     server = address[1] if address else "the server"
     return Unreachable(f"{server}: {failure.reason}", remedy=failure.remedy)
+
+
+def _is_lost_status(error: grpc.aio.AioRpcError, details: str) -> bool:
+    if error.code() is not grpc.StatusCode.INTERNAL or details != _LOST_STATUS:
+        return False
+    return _TWO_WRITERS not in (error.debug_error_string() or "")
 
 
 def _status_details(error: grpc.aio.AioRpcError) -> Sequence[Any]:

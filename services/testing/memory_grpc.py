@@ -182,12 +182,12 @@ class StreamCall(_ClientCall):
 class DuplexCall(StreamCall):
     """A call with a stream of requests and a stream of responses.
 
-    As in gRPC, requests are written by one task at a time.
+    As in gRPC, requests are written by one task at a time, and a reader is cancelled with the call.
     """
 
     def __init__(self, call: MemoryCall, read: Read, write: Write) -> None:
         super().__init__(call, read)
-        self._write, self._no_more = write, False
+        self._write, self._no_more, self._writing = write, False, False
 
     async def write(self, request: Any) -> None:
         """Send a request.
@@ -196,6 +196,7 @@ class DuplexCall(StreamCall):
             InvalidStateError: the call has ended, or `done_writing` was called.
         """
         call = self._call
+        assert not self._writing, "two tasks write to one stream"
         if call.ended:
             raise asyncio.InvalidStateError("RPC already finished.")
         if self._no_more:
@@ -203,7 +204,11 @@ class DuplexCall(StreamCall):
         raw = self._write(request)
         call.network.watcher.called(call, request)
         call.network.write(call, raw)
-        await asyncio.sleep(0)
+        self._writing = True
+        try:
+            await asyncio.sleep(0)
+        finally:
+            self._writing = False
 
     async def done_writing(self) -> None:
         """End the stream of requests."""

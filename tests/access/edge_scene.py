@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,10 +130,9 @@ class Scene:
         method, channel = METHODS[path], channel or self.channel
         codec = (lambda m: m.SerializeToString(), GetMessageClass(method.output_type).FromString)
         metadata = self.metadata(identity)
-        if method.client_streaming:
-            duplex = channel.stream_stream(path, *codec)(metadata=metadata, timeout=TIMEOUT_S)
-            return await first_answer(duplex, request)
         if method.server_streaming:
+            # Also a stream of one request: the same on the wire as `stream_stream`, whose write may
+            # lose the status of a refused call: https://github.com/grpc/grpc/issues/36066
             stream = channel.unary_stream(path, *codec)
             call = stream(request, metadata=metadata, timeout=TIMEOUT_S)
             async for answer in call:
@@ -146,16 +145,6 @@ class Scene:
     def refused_count(self, service: str, reason: str) -> float:
         labels = {"service": service, "reason": reason}
         return self.registry.get_sample_value("baton_access_refused_total", labels) or 0
-
-
-async def first_answer(call: grpc.aio.StreamStreamCall[Any, Any], request: Message | bytes) -> Any:
-    """Write a request into a stream; return the first answer, or None if there is none."""
-    with suppress(asyncio.InvalidStateError):  # the stream has ended: reading says why
-        await call.write(request)
-    async for answer in call:
-        call.cancel()
-        return answer
-    return None
 
 
 def _methods() -> Iterator[tuple[str, MethodDescriptor]]:

@@ -236,6 +236,18 @@ def test_client_can_not_write_after_done_writing() -> None:
     in_virtual_time(main)
 
 
+def test_two_tasks_can_not_write_at_the_same_time() -> None:
+    async def main(pair: Pair) -> None:
+        call = pair.deliver()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(call.write(request(1)))
+            await asyncio.sleep(0)
+            with pytest.raises(AssertionError):
+                await call.write(request(2))
+
+    in_virtual_time(main)
+
+
 @pytest.mark.parametrize("by", ["loss", "cut"])
 @pytest.mark.parametrize("number", [1, SILENT])
 def test_lost_message_breaks_the_stream_at_both_ends(by: str, number: int) -> None:
