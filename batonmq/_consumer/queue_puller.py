@@ -189,7 +189,7 @@ class QueuePuller:
             queue.position_known = statement.epoch
         if acks is not None and answer.progress_taken:
             queue.committed(progress, acks, statement.sent_ms)
-        if answer.next_node_id != delivery.node_id:
+        if frame.last or answer.next_node_id != delivery.node_id:
             delivery.end()
         if not received or not queue.may_start():
             return

@@ -306,7 +306,8 @@ class _DeliveryStream:
         self._bytes += byte_count
         frame.credit_number = delivery.credit_number
         frame.messages_sent, frame.bytes_sent = delivery.messages_sent, delivery.bytes_sent
-        return not deliverer.names_another_node(answer.next_node_id)
+        frame.last = deliverer.names_another_node(answer.next_node_id)
+        return not frame.last
 
     def _put_error(self, number: int, error: BatonError) -> None:
         self._new_frame(number).error.CopyFrom(error_to_pb(error))

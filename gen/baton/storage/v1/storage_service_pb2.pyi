@@ -608,6 +608,7 @@ class DeliveryFrame(_message.Message):
     CREDIT_NUMBER_FIELD_NUMBER: _builtins.int
     MESSAGES_SENT_FIELD_NUMBER: _builtins.int
     BYTES_SENT_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
     delivery_id: _builtins.int
     """Delivery that the frame belongs to."""
     credit_number: _builtins.int
@@ -618,6 +619,10 @@ class DeliveryFrame(_message.Message):
     """Messages that the delivery has sent since its start, with this frame: those that passed the filter."""
     bytes_sent: _builtins.int
     """Bytes of batches that the delivery has sent since its start, with this frame."""
+    last: _builtins.bool
+    """Whether this is the last frame of the delivery: the caller continues at the node that
+    `next_node_id` names.
+    """
     @_builtins.property
     def messages(self) -> Global___PullResponse:
         """The next messages; the response of Pull at the offset where the frame before ended."""
@@ -635,10 +640,11 @@ class DeliveryFrame(_message.Message):
         credit_number: _builtins.int = ...,
         messages_sent: _builtins.int = ...,
         bytes_sent: _builtins.int = ...,
+        last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "error", b"error", "messages", b"messages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "content", b"content", "credit_number", b"credit_number", "delivery_id", b"delivery_id", "error", b"error", "messages", b"messages", "messages_sent", b"messages_sent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "content", b"content", "credit_number", b"credit_number", "delivery_id", b"delivery_id", "error", b"error", "last", b"last", "messages", b"messages", "messages_sent", b"messages_sent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["messages", "error"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015

@@ -77,7 +77,7 @@ class StorageServiceStub:
     before. Each frame is recorded at offsets, under the token of its delivery, before it is sent; one
     call records the frames of all streams. A delivery without messages sends a frame without batches
     every `hold_ms`, about. A delivery waits, and sends nothing, while it has no credit or its caller
-    has reached a quota. A frame that names another node in `next_node_id` is the last of its delivery.
+    has reached a quota.
 
     Error frames: the errors of Pull, and PERMISSION_DENIED (PERMISSION_DENIED: a grant is missing, or
     was revoked), INVALID_ARGUMENT (also for a `delivery_id` that is in use). Other deliveries of the
@@ -163,7 +163,7 @@ class StorageServiceAsyncStub(StorageServiceStub):
     before. Each frame is recorded at offsets, under the token of its delivery, before it is sent; one
     call records the frames of all streams. A delivery without messages sends a frame without batches
     every `hold_ms`, about. A delivery waits, and sends nothing, while it has no credit or its caller
-    has reached a quota. A frame that names another node in `next_node_id` is the last of its delivery.
+    has reached a quota.
 
     Error frames: the errors of Pull, and PERMISSION_DENIED (PERMISSION_DENIED: a grant is missing, or
     was revoked), INVALID_ARGUMENT (also for a `delivery_id` that is in use). Other deliveries of the
@@ -264,7 +264,7 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
         before. Each frame is recorded at offsets, under the token of its delivery, before it is sent; one
         call records the frames of all streams. A delivery without messages sends a frame without batches
         every `hold_ms`, about. A delivery waits, and sends nothing, while it has no credit or its caller
-        has reached a quota. A frame that names another node in `next_node_id` is the last of its delivery.
+        has reached a quota.
 
         Error frames: the errors of Pull, and PERMISSION_DENIED (PERMISSION_DENIED: a grant is missing, or
         was revoked), INVALID_ARGUMENT (also for a `delivery_id` that is in use). Other deliveries of the
