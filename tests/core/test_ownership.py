@@ -1,6 +1,7 @@
 """The transition table of a queue's ownership.
 
-Goal: every state and input is a stated transition or a stated refusal, and the invariants hold on every path through the table.
+Goal: every state and input is a stated transition or a stated refusal, and the invariants hold on
+every path through the table.
 Method: the expected table is written down as one row per state; walks follow all transitions.
 """
 
