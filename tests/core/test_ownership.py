@@ -1,7 +1,7 @@
 """The transition table of a queue's ownership.
 
-Goal: every state and input is a stated transition or a stated refusal, and what must hold of every
-way through the table holds.
+Goal: every state and input is a stated transition or a stated refusal, and the invariants hold on
+every path through the table.
 Method: the expected table is written down as one row per state; walks follow all transitions.
 """
 
@@ -108,7 +108,7 @@ def test_owned_is_entered_by_a_grant_only() -> None:
                 assert happened is OwnershipInput.GRANTED
 
 
-def test_draining_is_entered_by_a_grant_a_revocation_or_with_a_token_from_before() -> None:
+def test_draining_is_entered_by_a_grant_a_revocation_or_with_an_earlier_token() -> None:
     entries = {
         (state, happened)
         for state in OwnershipState
@@ -165,18 +165,18 @@ def test_grant_is_reported_once_and_its_end_once() -> None:
             )
 
 
-def test_reset_and_mode_change_forget_all_work_unless_it_is_closed() -> None:
+def test_reset_and_mode_change_drop_all_work_unless_the_queue_is_closed() -> None:
     for state in OwnershipState:
         for happened in (OwnershipInput.RESET, OwnershipInput.MODE_CHANGED):
-            forgets = OwnershipEffect.FORGET_WORK in TABLE[state][happened].effects
-            assert forgets == (state not in (OwnershipState.CLOSING, OwnershipState.RELEASED)), (
+            drops_work = OwnershipEffect.FORGET_WORK in TABLE[state][happened].effects
+            assert drops_work == (state not in (OwnershipState.CLOSING, OwnershipState.RELEASED)), (
                 state,
                 happened,
             )
 
 
 def test_fence_keeps_the_work_in_flight() -> None:
-    """The next request claims it (protocol section 11)."""
+    """The next request claims these messages (protocol section 11)."""
     for state in OwnershipState:
         assert OwnershipEffect.FORGET_WORK not in TABLE[state][OwnershipInput.FENCED].effects
 

@@ -36,7 +36,7 @@ def new_sender() -> QueueSender[str]:
 
 
 def submit(sender: QueueSender[str], body: bytes, monotonic_ms: int = 0) -> Batch[str]:
-    """What the producer does with a message."""
+    """Submit a message as the producer does."""
     message = Message(body)
     record = encode_record(message)
     batch = sender.open_batch(len(record)) or sender.begin_batch(f"of {body!r}", monotonic_ms)
@@ -150,7 +150,7 @@ def test_retry_sends_the_same_bytes_before_all_others() -> None:
     first = sender.take(1_000).encoded
     sender.retry()
     submit(sender, b"2")
-    assert not sender.ready, "it backs off"
+    assert not sender.ready, "the sender backs off"
     assert sender.failures == 1
     sender.backing_off = False
     assert sender.take(9_999).encoded == first
@@ -205,7 +205,7 @@ def test_expire_removes_old_batches_that_were_never_sent() -> None:
     sender.retry()
     assert sender.expire(20) == [late]
     sender.backing_off = False
-    assert sender.take(0) is sent, "it may be stored already"
+    assert sender.take(0) is sent, "the batch may be stored already"
     sender.stored()
     assert sender.take(0) is young
 
@@ -317,7 +317,7 @@ TestLossyStorage = LossyStorage.TestCase
 
 
 def test_builder_counts_what_open_batch_compares() -> None:
-    """`batch_bytes_max` bounds what is encoded but for the header and the topic."""
+    """`batch_bytes_max` bounds the encoded bytes without header and topic."""
     builder, message = BatchBuilder(), Message(b"x" * 100, tag="t", keys=("k",))
     record = encode_record(message)
     for _ in range(10):

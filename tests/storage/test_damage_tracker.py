@@ -24,6 +24,7 @@ from batonmq_server.storage.core.commitlog import FILLER
 from batonmq_server.storage.core.fsck import Fsck
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.query import MessageQueries, TimeWindow
+from batonmq_server.storage.core.queue_repair import QueueRepair
 from batonmq_server.storage.core.scrub import LogScrub
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.node import recover_directory
@@ -137,6 +138,10 @@ async def at_once(call: Callable[[Any], None], argument: Any) -> None:
     call(argument)
 
 
+async def no_repair(repair: QueueRepair) -> None:
+    pytest.fail(f"an undamaged consume queue is rebuilt: {repair}")
+
+
 def test_scrub_keeps_its_maximum_read_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log of 60,000 bytes takes 6 s at 10,000 bytes/s, and each range its share."""
     monkeypatch.setattr(scrub_core, "RANGE_BYTES", 5_000)
@@ -149,6 +154,7 @@ def test_scrub_keeps_its_maximum_read_rate(monkeypatch: pytest.MonkeyPatch) -> N
         scrubber = Scrubber(
             node,
             DamageTracker(lambda: None),
+            no_repair,
             bytes_per_s=10_000,
             in_thread=at_once,
         )

@@ -191,12 +191,17 @@ async def test_search_by_key_rebuilds_a_damaged_file_of_the_key_index(
         expected, content = await find(node, "key-1"), first_run(folder).read_bytes()
     flip_bit(first_run(folder), 60, 3)
     async with running_node(etcd_endpoint, folder, segment_bytes=SEGMENT_BYTES) as node:
-        for _ in range(2):
-            assert await find(node, "key-1") == expected
-            assert first_run(folder).read_bytes() == content
+        with node.runtime.hub.listen() as buffer:
+            for _ in range(2):
+                assert await find(node, "key-1") == expected
+                assert first_run(folder).read_bytes() == content
+            events = [one for one in buffer.take(1 << 20) if one.HasField("key_index_rebuilt")]
         count = node.runtime.registry.get_sample_value("baton_storage_rebuilt_key_runs_total")
     assert count == 1
     assert "key index rebuilt from the log" in caplog.text
+    (event,) = events
+    assert event.key_index_rebuilt.first_position == 0
+    assert event.key_index_rebuilt.next_position == SEGMENT_BYTES
 
 
 async def test_key_index_that_cannot_be_rebuilt_from_a_damaged_log_is_data_loss(

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from batonmq.errors import DataLoss, DataLossDetail
 from batonmq_server.storage.core import scrub as core
+from batonmq_server.storage.core.queue_repair import QueueRepair
 from batonmq_server.storage.core.scrub import LogScrub
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.node import open_directory
@@ -33,6 +34,10 @@ def filled(count: int = 60) -> Opened:
     for number in range(count):
         stored(opened.store, batch(b"x" * (number * 37 % 400), queue_id=number % 3))
     return opened
+
+
+async def no_repair(repair: QueueRepair) -> None:
+    pytest.fail(f"an undamaged consume queue is rebuilt: {repair}")
 
 
 def round_of(scrub: LogScrub) -> tuple[dict[int, str], int]:
@@ -160,7 +165,7 @@ async def test_damage_is_found_in_the_background_counted_and_shown(tmp_path: Pat
         with (tmp_path / "log" / f"{0:020d}").open("r+b") as file:
             file.seek(2 * len(raw) - 1)
             file.write(b"?")
-        scrubber = Scrubber(node, damage, bytes_per_s=1 << 30)
+        scrubber = Scrubber(node, damage, no_repair, bytes_per_s=1 << 30)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(scrubber.run())
             await until(lambda: len(damage) and scrubber.position == 0)
@@ -173,6 +178,6 @@ async def test_damage_is_found_in_the_background_counted_and_shown(tmp_path: Pat
         assert list(damages) == [len(raw)]
         assert len(damage) == 1
         assert counter._value.get() == 1
-        stopped = Scrubber(node, damage, bytes_per_s=0)
+        stopped = Scrubber(node, damage, no_repair, bytes_per_s=0)
         await stopped.run()
         assert stopped.position == 0
