@@ -393,7 +393,7 @@ def test_leave_of_another_incarnation_changes_nothing() -> None:
 
 def test_refused_client_creates_no_group() -> None:
     group = Scene()
-    transaction = group.apply(lambda it: it.leave("c1", 1))
+    transaction = group.apply(lambda t: t.leave("c1", 1))
     assert (group.group, transaction.joined, transaction.is_unchanged()) == (None, {}, True)
 
 

@@ -442,8 +442,8 @@ async def test_inspection_shows_lag_by_topic_and_each_stuck_queue(services: Scen
     await watch.monitor.inspect()
     assert watch.shown("baton_group_lag_messages") == {("g", "t"): 28}
     assert 60 <= watch.shown("baton_group_lag_seconds")["g", "t"] < 120
-    stuck = watch.shown("baton_queue_stuck")
-    assert stuck == {("g", "t", b, q, "HEAD_OF_LINE"): 1 for b in "ab" for q in "01"}
+    series = watch.shown("baton_queue_stuck")
+    assert series == {("g", "t", b, q, "HEAD_OF_LINE"): 1 for b in "ab" for q in "01"}
     assert watch.shown("baton_nameserver_inspections_total") == {(): 1}
     assert watch.hub.reasons == {"HEAD_OF_LINE": 4}
 

@@ -49,10 +49,10 @@ async def test_created_topic_is_visible_in_all_calls_at_once(nameserver: Replica
     assert created.topic.spread == [pb.QueueSpread(broker="broker-a", queue_count=3)]
     assert created.topic.topic_id > 0
     assert created.topic.create_unix_ms > 0
-    described = await nameserver.stub.DescribeTopic(
+    description = await nameserver.stub.DescribeTopic(
         pb.DescribeTopicRequest(topic="orders"), timeout=CALL_TIMEOUT_S
     )
-    assert described.topic == created.topic
+    assert description.topic == created.topic
     listed = await nameserver.stub.ListTopics(pb.ListTopicsRequest(), timeout=CALL_TIMEOUT_S)
     assert [topic.name for topic in listed.topics] == ["flights", "orders"]
     route = await nameserver.route("orders")

@@ -1,4 +1,4 @@
-"""Goal: what the process has answered survives its death.
+"""Goal: every change that the process has answered survives its crash.
 
 Method: `python -m batonmq_server.offsets` with a real etcd, killed in the middle of commits,
 restarted and queried.
@@ -77,8 +77,8 @@ async def own_all(stub: pb_grpc.OffsetsServiceAsyncStub) -> None:
     """Give every queue token 1, and deliver far ahead."""
     await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
     keys = [queue(queue_id=queue_id) for queue_id in range(QUEUES)]
-    wishes = [fence_item(queue=key) for key in keys]
-    await stub.Fence(pb.FenceRequest(term=TERM, items=wishes), timeout=TIMEOUT_S)
+    fences = [fence_item(queue=key) for key in keys]
+    await stub.Fence(pb.FenceRequest(term=TERM, items=fences), timeout=TIMEOUT_S)
     items = [pb.DeliveryItem(queue=key, token=1, next_offset=DELIVERED) for key in keys]
     await stub.RecordDelivered(pb.RecordDeliveredRequest(items=items), timeout=TIMEOUT_S)
 
@@ -91,8 +91,10 @@ class Acker:
         self.answered = RangeSet()
         self.at = 0
 
-    async def go_on(self, stub: pb_grpc.OffsetsServiceAsyncStub, enough: asyncio.Semaphore) -> None:
-        """Commit until the process is dead; call `enough` with each answer."""
+    async def run_until_killed(
+        self, stub: pb_grpc.OffsetsServiceAsyncStub, answer_count: asyncio.Semaphore
+    ) -> None:
+        """Commit until the process has ended; count the answers."""
         while True:
             hole, end = self.at + 1, self.at + 4
             acked = RangeSet(((self.at, hole), (hole + 1, end)))
@@ -106,14 +108,14 @@ class Acker:
             assert answer.outcomes[0].HasField("committed"), answer
             self.answered = self.answered.union(acked)
             self.at = end
-            enough.release()
+            answer_count.release()
 
 
 async def acked_of(stub: pb_grpc.OffsetsServiceAsyncStub, attempt: str) -> list[RangeSet]:
     """Fence each queue by force; return its acked offsets, including those below C."""
     request = pb.QueryRequest(queues=[queue(queue_id=queue_id) for queue_id in range(QUEUES)])
-    known = (await stub.Query(request, timeout=TIMEOUT_S)).outcomes
-    wishes = [
+    outcomes = (await stub.Query(request, timeout=TIMEOUT_S)).outcomes
+    fences = [
         fence_item(
             queue=outcome.progress.queue,
             attempt=attempt,
@@ -123,14 +125,14 @@ async def acked_of(stub: pb_grpc.OffsetsServiceAsyncStub, attempt: str) -> list[
             forced_reason="to see what is acked",
             holder=queue_pb2.Incarnation(client_id="auditor", incarnation_id=1),
         )
-        for outcome in known
+        for outcome in outcomes
     ]
-    request_fence = pb.FenceRequest(term=TERM, items=wishes)
-    found = []
+    request_fence = pb.FenceRequest(term=TERM, items=fences)
+    ranges = []
     for grant in (await stub.Fence(request_fence, timeout=TIMEOUT_S)).outcomes:
         runs = [(each.first_offset, each.next_offset) for each in grant.fenced.acked]
-        found.append(RangeSet.merged([(0, grant.fenced.committed_offset), *runs]))
-    return found
+        ranges.append(RangeSet.merged([(0, grant.fenced.committed_offset), *runs]))
+    return ranges
 
 
 async def test_every_answered_commit_survives_kill_9(etcd_endpoint: str, tmp_path: Path) -> None:
@@ -141,21 +143,21 @@ async def test_every_answered_commit_survives_kill_9(etcd_endpoint: str, tmp_pat
         async with life(child, address) as stub:
             if not ackers[0].answered:
                 await own_all(stub)
-            enough = asyncio.Semaphore(0)
+            answer_count = asyncio.Semaphore(0)
             async with asyncio.TaskGroup() as tasks:
                 for acker in ackers:
-                    tasks.create_task(acker.go_on(stub, enough))
+                    tasks.create_task(acker.run_until_killed(stub, answer_count))
                 for _ in range(answers):
-                    await enough.acquire()
+                    await answer_count.acquire()
                 child.kill_now()
     async with life(child, address) as stub:
-        found = await acked_of(stub, "audit")
-        announced = await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
-    assert announced.offsets_epoch == 4
-    for acker, acked in zip(ackers, found, strict=True):
+        ranges = await acked_of(stub, "audit")
+        announcement = await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
+    assert announcement.offsets_epoch == 4
+    for acker, acked in zip(ackers, ranges, strict=True):
         assert acker.answered.count >= 3
         assert not acker.answered.difference(acked), "an answered ack is gone"
-        assert acked.next_offset <= acker.at + 4, "nothing is acked that was never sent"
+        assert acked.next_offset <= acker.at + 4, "every acked offset was sent"
 
 
 async def test_answered_close_and_fence_survive_kill_9(etcd_endpoint: str, tmp_path: Path) -> None:
@@ -175,8 +177,8 @@ async def test_answered_close_and_fence_survive_kill_9(etcd_endpoint: str, tmp_p
         answer = await stub.Fence(request, timeout=TIMEOUT_S)
         child.kill_now()
     async with life(child, address) as stub:
-        asked = pb.ListHoldsRequest(queue=queue(queue_id=0))
-        holds = (await stub.ListHolds(asked, timeout=TIMEOUT_S)).holds
+        list_request = pb.ListHoldsRequest(queue=queue(queue_id=0))
+        holds = (await stub.ListHolds(list_request, timeout=TIMEOUT_S)).holds
     assert [(hold.token, hold.end, hold.delivered_offset) for hold in holds] == [
         (2, pb.HOLD_END_UNSPECIFIED, 5),
         (1, pb.HOLD_END_PASSED, DELIVERED),
@@ -200,8 +202,10 @@ class Mover:
         name = f"op-{self.queue.queue.queue_id}-{number}"
         return pb.ResetRequest(op_id=name, by="test", reason="kill -9", items=[item])
 
-    async def go_on(self, stub: pb_grpc.OffsetsServiceAsyncStub, enough: asyncio.Semaphore) -> None:
-        """Reset until the process is dead; call `enough` with each answer."""
+    async def run_until_killed(
+        self, stub: pb_grpc.OffsetsServiceAsyncStub, answer_count: asyncio.Semaphore
+    ) -> None:
+        """Reset until the process has ended; count the answers."""
         while True:
             self.sent = len(self.answered) + 1
             try:
@@ -209,7 +213,7 @@ class Mover:
             except grpc.aio.AioRpcError:
                 return
             self.answered.append(answer.outcomes[0].step)
-            enough.release()
+            answer_count.release()
 
 
 async def test_every_answered_reset_survives_kill_9_and_its_op_id_is_known(
@@ -222,18 +226,18 @@ async def test_every_answered_reset_survives_kill_9_and_its_op_id_is_known(
         await own_all(stub)
     for answers in (40, 90):
         async with life(child, address) as stub:
-            enough = asyncio.Semaphore(0)
+            answer_count = asyncio.Semaphore(0)
             async with asyncio.TaskGroup() as tasks:
                 for mover in movers:
-                    tasks.create_task(mover.go_on(stub, enough))
+                    tasks.create_task(mover.run_until_killed(stub, answer_count))
                 for _ in range(answers):
-                    await enough.acquire()
+                    await answer_count.acquire()
                 child.kill_now()
     async with life(child, address) as stub:
         for mover in movers:
             assert len(mover.answered) >= 5
-            known = await stub.Query(pb.QueryRequest(queues=[mover.queue]), timeout=TIMEOUT_S)
-            before = known.outcomes[0].progress
+            earlier = await stub.Query(pb.QueryRequest(queues=[mover.queue]), timeout=TIMEOUT_S)
+            before = earlier.outcomes[0].progress
             for number, step in enumerate(mover.answered, 1):
                 answer = await stub.Reset(mover.request(number), timeout=TIMEOUT_S)
                 assert answer.outcomes[0].step == step, "the same answer, and no other effect"
@@ -282,15 +286,15 @@ async def test_stopped_process_exits_and_loses_nothing(etcd_endpoint: str, tmp_p
     acker = Acker(0)
     async with life(child, address) as stub:
         await own_all(stub)
-        enough = asyncio.Semaphore(0)
+        answer_count = asyncio.Semaphore(0)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(acker.go_on(stub, enough))
-            await enough.acquire()
+            tasks.create_task(acker.run_until_killed(stub, answer_count))
+            await answer_count.acquire()
             child.send(signal.SIGTERM)
             assert await child.ended() == 0
     async with life(child, address) as stub:
-        found = await acked_of(stub, "audit")
-    assert not acker.answered.difference(found[0])
+        ranges = await acked_of(stub, "audit")
+    assert not acker.answered.difference(ranges[0])
 
 
 async def test_second_process_on_the_same_folder_exits_at_once(
