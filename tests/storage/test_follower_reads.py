@@ -113,11 +113,13 @@ async def not_leading(node: Replica) -> bool:
 
 
 def bodies(answer: pb.PullResponse) -> list[bytes]:
-    found = []
+    message_bodies = []
     for raw in answer.batches:
         header = read_header(raw)
-        found += [record.body for record in decode_records(raw, header, range(header.count))]
-    return found
+        message_bodies += [
+            record.body for record in decode_records(raw, header, range(header.count))
+        ]
+    return message_bodies
 
 
 async def shows(node: Replica, count: int) -> None:
@@ -194,7 +196,7 @@ async def test_follower_serves_long_polls_while_etcd_has_no_leader(
     assert Clock().monotonic_ms() - begin_ms >= 1_450
 
 
-async def test_follower_without_etcd_and_leader_is_no_place_to_wait(
+async def test_follower_without_etcd_and_leader_rejects_long_polls(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     leader, follower = await three(scene)
@@ -218,7 +220,7 @@ async def test_follower_without_etcd_and_leader_is_no_place_to_wait(
         await follower.read(offset=1)
 
 
-async def test_follower_that_does_not_reach_the_leader_is_no_place_to_wait(
+async def test_follower_that_does_not_reach_the_leader_rejects_long_polls(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     leader, follower = await three(scene)
@@ -290,7 +292,7 @@ async def test_lagging_consumer_is_redirected_to_a_follower_and_back(
     assert (await pull(leader, offset=15, messages_max=1)).next_node_id == ""
 
 
-async def test_readers_ask_each_node_in_turn_until_one_answers(
+async def test_reader_tries_the_leader_and_then_each_node_in_turn(
     scene: Scene, etcd_endpoint: str
 ) -> None:
     leader, _ = await three(scene)
