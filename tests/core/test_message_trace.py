@@ -44,7 +44,7 @@ def hold(
     )
 
 
-def standing(
+def current(
     committed: int = 0,
     acked: tuple[tuple[int, int], ...] = (),
     client_id: str | None = "b",
@@ -66,23 +66,23 @@ def events_of(trace: MessageTrace) -> list[tuple[str, int, int, int]]:
 
 
 def test_message_in_flight_was_delivered_under_the_current_token() -> None:
-    trace = trace_message([hold(1, "b", 2_000, delivered=6)], standing(), 5, STORED)
+    trace = trace_message([hold(1, "b", 2_000, delivered=6)], current(), 5, STORED)
     assert events_of(trace) == [("delivered", 2_000, 0, 1)]
     assert trace.state is MessageState.IN_FLIGHT
 
 
 def test_delivery_is_not_before_storage() -> None:
-    trace = trace_message([hold(1, "b", 500, delivered=6)], standing(), 5, STORED)
+    trace = trace_message([hold(1, "b", 500, delivered=6)], current(), 5, STORED)
     assert events_of(trace) == [("delivered", STORED, 0, 1)]
 
 
 def test_message_beyond_the_delivered_offset_waits() -> None:
-    trace = trace_message([hold(1, "b", 2_000, delivered=5)], standing(), 5, STORED)
+    trace = trace_message([hold(1, "b", 2_000, delivered=5)], current(), 5, STORED)
     assert (events_of(trace), trace.state) == ([], MessageState.WAITING)
 
 
 def test_delivery_around_a_restart_is_only_possible() -> None:
-    trace = trace_message([hold(1, "b", 2_000, delivered=5, possible=2_005)], standing(), 5, STORED)
+    trace = trace_message([hold(1, "b", 2_000, delivered=5, possible=2_005)], current(), 5, STORED)
     assert events_of(trace) == [("maybe_delivered", 2_000, 0, 1)]
     assert trace.state is MessageState.MAYBE_IN_FLIGHT
 
@@ -92,7 +92,7 @@ def test_ack_event_has_the_token_of_the_ack() -> None:
         hold(2, "b", 4_000, committed=6, delivered=6),
         hold(1, "a", 2_000, 4_000, "passed", delivered=6),
     ]
-    trace = trace_message(holds, standing(committed=6), 5, STORED)
+    trace = trace_message(holds, current(committed=6), 5, STORED)
     assert events_of(trace) == [("delivered", 2_000, 4_000, 1), ("acked", 2_000, 4_000, 1)]
     assert trace.state is MessageState.ACKED
 
@@ -102,7 +102,7 @@ def test_message_delivered_to_two_owners_has_both_events() -> None:
         hold(2, "b", 4_000, committed=2, acked=((3, 4),), delivered=6),
         hold(1, "a", 2_000, 4_000, "timed_out", delivered=6),
     ]
-    trace = trace_message(holds, standing(committed=6), 5, STORED)
+    trace = trace_message(holds, current(committed=6), 5, STORED)
     assert events_of(trace) == [
         ("delivered", 2_000, 4_000, 1),
         ("delivered", 4_000, 0, 2),
@@ -115,7 +115,7 @@ def test_message_acked_before_a_token_is_not_delivered_under_it() -> None:
         hold(2, "b", 4_000, committed=2, acked=((5, 6),), delivered=9),
         hold(1, "a", 2_000, 4_000, "passed", delivered=9),
     ]
-    trace = trace_message(holds, standing(committed=9), 5, STORED)
+    trace = trace_message(holds, current(committed=9), 5, STORED)
     assert events_of(trace) == [("delivered", 2_000, 4_000, 1), ("acked", 2_000, 4_000, 1)]
 
 
@@ -124,7 +124,7 @@ def test_owner_that_acquires_again_keeps_its_messages_in_flight() -> None:
         hold(2, "a", 4_000, delivered=6),
         hold(1, "a", 2_000, 4_000, "renewed", delivered=6),
     ]
-    trace = trace_message(holds, standing(client_id="a"), 5, STORED)
+    trace = trace_message(holds, current(client_id="a"), 5, STORED)
     assert events_of(trace) == [("delivered", 2_000, 4_000, 1), ("kept", 4_000, 0, 2)]
     assert trace.state is MessageState.IN_FLIGHT
 
@@ -134,7 +134,7 @@ def test_reset_that_skips_a_message_is_not_an_ack() -> None:
         hold(2, None, 4_000, committed=9, delivered=9),
         hold(1, "a", 2_000, 4_000, "reset", delivered=5),
     ]
-    trace = trace_message(holds, standing(committed=9, client_id=None), 5, STORED)
+    trace = trace_message(holds, current(committed=9, client_id=None), 5, STORED)
     assert events_of(trace) == [("skipped", 4_000, 4_000, 1)]
 
 
@@ -143,7 +143,7 @@ def test_ack_before_a_reset_is_not_distinguished_from_the_reset() -> None:
         hold(2, None, 4_000, committed=9, delivered=9),
         hold(1, "a", 2_000, 4_000, "reset", delivered=6),
     ]
-    trace = trace_message(holds, standing(committed=9, client_id=None), 5, STORED)
+    trace = trace_message(holds, current(committed=9, client_id=None), 5, STORED)
     assert [event.what for event in trace.events] == [
         TraceEventKind.DELIVERED,
         TraceEventKind.ACKED_OR_SKIPPED,
@@ -156,27 +156,27 @@ def test_reset_makes_a_message_not_handled() -> None:
         hold(2, None, 4_000, 5_000, "passed", committed=0, delivered=0),
         hold(1, "a", 2_000, 4_000, "reset", committed=6, delivered=6),
     ]
-    trace = trace_message(holds, standing(), 5, STORED)
+    trace = trace_message(holds, current(), 5, STORED)
     assert events_of(trace) == [("brought_back", 4_000, 4_000, 1)]
     assert (trace.state, trace.handled_before) == (MessageState.WAITING, True)
 
 
 def test_ack_before_the_oldest_record_has_no_owner() -> None:
-    trace = trace_message([hold(9, "b", 4_000, committed=6)], standing(committed=6), 5, STORED)
+    trace = trace_message([hold(9, "b", 4_000, committed=6)], current(committed=6), 5, STORED)
     assert (events_of(trace), trace.state, trace.handled_before) == ([], MessageState.ACKED, True)
 
 
 def test_state_beyond_incomplete_acked_ranges_is_unknown() -> None:
     holds = [hold(2, "b", 4_000, acked=((2, 3),), complete=False, delivered=9)]
-    one = standing(acked=((2, 3),), complete=False)
+    one = current(acked=((2, 3),), complete=False)
     trace = trace_message(holds, one, 5, STORED)
     assert events_of(trace) == [("maybe_delivered", 4_000, 0, 2)]
     assert trace.state is MessageState.UNKNOWN
 
 
 def test_message_of_a_queue_without_records_is_maybe_in_flight() -> None:
-    assert trace_message([], standing(), 5, STORED).state is MessageState.MAYBE_IN_FLIGHT
-    assert trace_message([], standing(client_id=None), 5, STORED).state is MessageState.WAITING
-    assert trace_message([], standing(committed=6), 5, STORED) == MessageTrace(
+    assert trace_message([], current(), 5, STORED).state is MessageState.MAYBE_IN_FLIGHT
+    assert trace_message([], current(client_id=None), 5, STORED).state is MessageState.WAITING
+    assert trace_message([], current(committed=6), 5, STORED) == MessageTrace(
         (), MessageState.ACKED, True
     )

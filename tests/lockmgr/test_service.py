@@ -296,8 +296,8 @@ async def test_repeated_request_is_answered_with_the_same_grant(scene: Scene) ->
 
 async def test_story_05_restarted_client_does_not_inherit_the_token(scene: Scene) -> None:
     """Messages in flight at the crashed process are flagged, and its late calls are rejected."""
-    node, dead, restarted = await scene.leader(slot_ms=20), Member("a", 1), Member("a", 2)
-    await dead.acquire(node, await scene.set_group(dead))
+    node, first, restarted = await scene.leader(slot_ms=20), Member("a", 1), Member("a", 2)
+    await first.acquire(node, await scene.set_group(first))
     await scene.deliver(1, 0, 1)
     generation = await scene.set_group(restarted)
     with pytest.raises(Unacked):
@@ -496,13 +496,13 @@ async def test_queue_of_a_recreated_topic_starts_anew_with_a_newer_token(
 
 
 async def test_owner_from_a_deleted_topic_keeps_no_queue_of_the_new_topic(scene: Scene) -> None:
-    node, dead, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
-    await dead.acquire(node, await scene.set_group(dead))
+    node, a, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
     await scene.deliver(1, 0, 10)
     await scene.recreate_topic()
     grant = await b.acquire(node, await scene.set_group(b))
     assert (grant.token, grant.committed_offset, list(grant.maybe_seen)) == (3, 0, [])
-    assert await dead.state(node, 1) == "NOT_OWNER"
+    assert await a.state(node, 1) == "NOT_OWNER"
     with pytest.raises(Fenced):
         await scene.commit(1, 10)
 

@@ -177,7 +177,7 @@ class Direct:
 async def replica(
     etcd_endpoint: str, cluster: str, *, follow_nodes: bool = True, **settings: Any
 ) -> AsyncIterator[Replica]:
-    """A nameserver that runs until the block ends; it then just stops, as a crash would."""
+    """A nameserver that runs until the block ends; it then stops without clean-up, like a crash."""
     settings = {"metrics_stream": False} | settings
     configured = NameserverSettings(cluster=cluster, etcd=etcd_endpoint, **settings)
     async with EtcdSession(etcd_endpoint, cluster, Clock()) as etcd:
@@ -238,9 +238,9 @@ async def register_broker(
     etcd: EtcdSession, name: str, address: str = "127.0.0.1:1", room: str = "", **fields: Any
 ) -> None:
     """Register a broker as a storage node does; `fields` are set in its entry."""
-    known: dict[str, Any] = {"node_id": name, "address": address, "room": room}
+    values: dict[str, Any] = {"node_id": name, "address": address, "room": room}
     node = StoredNode(
-        service=pb.SERVICE_KIND_STORAGE, **({"epoch": 1, "leader": True} | known | fields)
+        service=pb.SERVICE_KIND_STORAGE, **({"epoch": 1, "leader": True} | values | fields)
     )
     await etcd.put(etcd.key("nodes", "storage", name), node.SerializeToString())
 
@@ -305,7 +305,7 @@ async def refusal(call: Awaitable[object]) -> BatonError:
         async with asyncio.timeout(CALL_TIMEOUT_S):
             answer = await call
     except grpc.aio.AioRpcError as error:
-        found = from_rpc_error(error)
-        assert error.code().name == found.kind, f"{error.code()} for {found.reason}"
-        return found
+        baton_error = from_rpc_error(error)
+        assert error.code().name == baton_error.kind, f"{error.code()} for {baton_error.reason}"
+        return baton_error
     raise AssertionError(f"not refused: {answer}")

@@ -1,6 +1,6 @@
 """The offsets service in this process: a real disk, a real server, a real channel.
 
-The mirror of the gates does not follow etcd: a test adds the groups to it.
+The mirror of the gates does not follow etcd: a test adds the gates of its groups.
 """
 
 from __future__ import annotations

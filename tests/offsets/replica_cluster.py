@@ -183,4 +183,4 @@ async def rejection(node: Replica, committed_offset: int) -> BatonError:
         await commit(node, committed_offset)
     except BatonError as error:
         return error
-    raise AssertionError("it was taken")
+    raise AssertionError("the ack was accepted")

@@ -78,7 +78,7 @@ async def test_full_disk_rejects_changes_until_it_has_room_again(
         room.free_bytes -= 1
         commits = service.offsets.commits
         async with asyncio.TaskGroup() as tasks:
-            caught = tasks.create_task(call(service, "Commit", commit(5)))
+            pending = tasks.create_task(call(service, "Commit", commit(5)))
             await until(lambda: commits.disk_full is not None)
             assert service.registry.get_sample_value("baton_offsets_disk_full") == 1
             for method, request in CHANGES.items():
@@ -87,21 +87,21 @@ async def test_full_disk_rejects_changes_until_it_has_room_again(
             touch = pb.TouchRequest(items=[pb.TouchItem(queue=queue(queue_id=4), token=1)])
             assert not (await call(service, "Touch", touch)).outcomes[0].HasField("error")
             query = pb.QueryRequest(queues=[queue(queue_id=4)])
-            found = (await call(service, "Query", query)).outcomes[0].progress
-            assert found.committed_offset == 0
-            assert not caught.done(), "an applied change is answered once it is durable"
+            progress = (await call(service, "Query", query)).outcomes[0].progress
+            assert progress.committed_offset == 0
+            assert not pending.done(), "an applied change is answered once it is durable"
             room.free_bytes += 1
-        assert caught.result().outcomes[0].committed.committed_offset == 5
+        assert pending.result().outcomes[0].committed.committed_offset == 5
         assert service.registry.get_sample_value("baton_offsets_disk_full") == 0
         answer = await call(service, "Commit", commit(6))
         assert answer.outcomes[0].committed.committed_offset == 6
 
 
 async def rejected(service: Service, method: str, request: Any) -> tuple[grpc.StatusCode, str]:
-    before, known = service.stored(), len(service.offsets.table)
+    before, count = service.stored(), len(service.offsets.table)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call(service, method, request)
-    assert (service.stored(), len(service.offsets.table)) == (before, known)
+    assert (service.stored(), len(service.offsets.table)) == (before, count)
     return raised.value.code(), from_rpc_error(raised.value).reason
 
 
@@ -113,14 +113,14 @@ async def test_changes_that_were_not_durable_on_a_full_disk_are_gone_after_a_res
         await service.start_owner()
         room.free_bytes = 0
         async with asyncio.TaskGroup() as tasks:
-            caught = tasks.create_task(call(service, "Commit", commit(5)))
+            pending = tasks.create_task(call(service, "Commit", commit(5)))
             await until(lambda: service.offsets.commits.disk_full is not None)
             await service.offsets.commits.drain()
-            caught.cancel()
+            pending.cancel()
     async with serving_in(tmp_path, room) as service:
         query = pb.QueryRequest(queues=[queue()])
-        found = (await call(service, "Query", query)).outcomes[0].progress
-        assert found.committed_offset == 0, "the service starts although the disk is full"
+        progress = (await call(service, "Query", query)).outcomes[0].progress
+        assert progress.committed_offset == 0, "the service starts although the disk is full"
 
 
 async def test_write_that_leaves_too_little_free_is_rejected(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Goal: each answered change survives the death of the process.
+"""Goal: every change that the process has answered survives its crash.
 
 Method: `python -m batonmq_server.offsets` with a real etcd, killed in the middle of commits,
 restarted and queried.
@@ -91,7 +91,7 @@ class OffsetsProcess:
         answers = asyncio.Semaphore(0)
         async with asyncio.TaskGroup() as tasks:
             for writer in writers:
-                tasks.create_task(writer.go_on(stub, answers))
+                tasks.create_task(writer.run_until_killed(stub, answers))
             for _ in range(answer_count):
                 await answers.acquire()
             self.child.kill_now()
@@ -106,8 +106,8 @@ async def own_all(stub: pb_grpc.OffsetsServiceAsyncStub) -> None:
     """Give every queue token 1, and deliver far ahead."""
     await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
     keys = [queue(queue_id=queue_id) for queue_id in range(QUEUES)]
-    wishes = [fence_item(queue=key) for key in keys]
-    await stub.Fence(pb.FenceRequest(term=TERM, items=wishes), timeout=TIMEOUT_S)
+    fences = [fence_item(queue=key) for key in keys]
+    await stub.Fence(pb.FenceRequest(term=TERM, items=fences), timeout=TIMEOUT_S)
     items = [pb.DeliveryItem(queue=key, token=1, next_offset=DELIVERED) for key in keys]
     await stub.RecordDelivered(pb.RecordDeliveredRequest(items=items), timeout=TIMEOUT_S)
 
@@ -120,10 +120,10 @@ class Acker:
         self.answered = RangeSet()
         self.at = 0
 
-    async def go_on(
+    async def run_until_killed(
         self, stub: pb_grpc.OffsetsServiceAsyncStub, answers: asyncio.Semaphore
     ) -> None:
-        """Commit until the process is dead; release `answers` with each answer."""
+        """Commit until the process has ended; release `answers` with each answer."""
         while True:
             hole, end = self.at + 1, self.at + 4
             acked = RangeSet(((self.at, hole), (hole + 1, end)))
@@ -144,7 +144,7 @@ async def acked_of(stub: pb_grpc.OffsetsServiceAsyncStub, attempt: str) -> list[
     """Fence each queue by force; return its acked offsets, including those below C."""
     request = pb.QueryRequest(queues=[queue(queue_id=queue_id) for queue_id in range(QUEUES)])
     outcomes = (await stub.Query(request, timeout=TIMEOUT_S)).outcomes
-    wishes = [
+    fences = [
         fence_item(
             queue=outcome.progress.queue,
             attempt=attempt,
@@ -156,7 +156,7 @@ async def acked_of(stub: pb_grpc.OffsetsServiceAsyncStub, attempt: str) -> list[
         )
         for outcome in outcomes
     ]
-    request_fence = pb.FenceRequest(term=TERM, items=wishes)
+    request_fence = pb.FenceRequest(term=TERM, items=fences)
     acked = []
     for grant in (await stub.Fence(request_fence, timeout=TIMEOUT_S)).outcomes:
         runs = [(each.first_offset, each.next_offset) for each in grant.fenced.acked]
@@ -172,13 +172,13 @@ async def test_every_answered_commit_survives_kill_9(process: OffsetsProcess) ->
                 await own_all(stub)
             await process.kill_during(ackers, stub, answer_count)
     async with process.serving() as stub:
-        acked_ranges = await acked_of(stub, "audit")
-        announced = await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
-    assert announced.offsets_epoch == 4
-    for acker, acked in zip(ackers, acked_ranges, strict=True):
+        ranges = await acked_of(stub, "audit")
+        announcement = await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
+    assert announcement.offsets_epoch == 4
+    for acker, acked in zip(ackers, ranges, strict=True):
         assert acker.answered.count >= 3
         assert not acker.answered.difference(acked), "an answered ack is gone"
-        assert acked.next_offset <= acker.at + 4, "nothing is acked that was never sent"
+        assert acked.next_offset <= acker.at + 4, "every acked offset was sent"
 
 
 async def test_answered_close_and_fence_survive_kill_9(process: OffsetsProcess) -> None:
@@ -196,8 +196,8 @@ async def test_answered_close_and_fence_survive_kill_9(process: OffsetsProcess) 
         answer = await stub.Fence(request, timeout=TIMEOUT_S)
         process.child.kill_now()
     async with process.serving() as stub:
-        listing = pb.ListHoldsRequest(queue=queue(queue_id=0))
-        holds = (await stub.ListHolds(listing, timeout=TIMEOUT_S)).holds
+        list_request = pb.ListHoldsRequest(queue=queue(queue_id=0))
+        holds = (await stub.ListHolds(list_request, timeout=TIMEOUT_S)).holds
     assert [(hold.token, hold.end, hold.delivered_offset) for hold in holds] == [
         (2, pb.HOLD_END_UNSPECIFIED, 5),
         (1, pb.HOLD_END_PASSED, DELIVERED),
@@ -221,10 +221,10 @@ class Mover:
         name = f"op-{self.queue.queue.queue_id}-{number}"
         return pb.ResetRequest(op_id=name, by="test", reason="kill -9", items=[item])
 
-    async def go_on(
+    async def run_until_killed(
         self, stub: pb_grpc.OffsetsServiceAsyncStub, answers: asyncio.Semaphore
     ) -> None:
-        """Reset until the process is dead; release `answers` with each answer."""
+        """Reset until the process has ended; release `answers` with each answer."""
         while True:
             self.sent = len(self.answered) + 1
             try:
@@ -247,8 +247,8 @@ async def test_every_answered_reset_survives_kill_9_and_its_op_id_is_known(
     async with process.serving() as stub:
         for mover in movers:
             assert len(mover.answered) >= 5
-            listing = await stub.Query(pb.QueryRequest(queues=[mover.queue]), timeout=TIMEOUT_S)
-            before = listing.outcomes[0].progress
+            earlier = await stub.Query(pb.QueryRequest(queues=[mover.queue]), timeout=TIMEOUT_S)
+            before = earlier.outcomes[0].progress
             for number, step in enumerate(mover.answered, 1):
                 answer = await stub.Reset(mover.request(number), timeout=TIMEOUT_S)
                 assert answer.outcomes[0].step == step, "the same answer, and no other effect"
@@ -293,7 +293,7 @@ async def test_stopped_process_exits_and_loses_nothing(process: OffsetsProcess) 
         await own_all(stub)
         answers = asyncio.Semaphore(0)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(acker.go_on(stub, answers))
+            tasks.create_task(acker.run_until_killed(stub, answers))
             await answers.acquire()
             process.child.send(signal.SIGTERM)
             assert await process.child.ended() == 0
