@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from batonmq._connection.security import Security
 
 COMMANDS = {
-    "access": LazyCommand("batonmq.cli.access:commands", "Grant roles, create tokens, and block callers."),
+    "access": LazyCommand(
+        "batonmq.cli.access:commands", "Grant roles, create tokens, and block callers."
+    ),
     "bench": LazyCommand("batonmq.cli.bench:commands", "Measure the speed of a running cluster."),
     "cluster": LazyCommand("batonmq.cli.cluster:commands", "Show the processes of the cluster."),
     "config": LazyCommand(
