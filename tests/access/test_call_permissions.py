@@ -63,7 +63,7 @@ GROUPS = {
 TABLE = """
 StorageService      Append             write
 StorageService      Pull               both
-StorageService      QueryOffsets       use nameserver
+StorageService      QueryOffsets       use nameserver offsets
 StorageService      Describe
 StorageService      PurgeTopic         topic-admin
 QueryService        SearchOffset       read

@@ -60,6 +60,7 @@ tests/nameserver/test_unclean_election.py."""
 TOPIC, GROUP, SPARE = "orders", "shipping", "spare"
 NEW_QUEUES = "2"
 EXPECTED_TEXTS: Mapping[str, str] = {
+    "access token create": "baton_",
     "bench produce": "MSG/S",
     "cluster brokers": "broker-0",
     "cluster replication": "broker-0",

@@ -237,8 +237,8 @@ class Scene:
 
     async def stored(self, queue_id: int = 0) -> stored_lock_pb2.StoredLock | None:
         """Return the queue's entry in etcd."""
-        found = await self.etcd.get(f"locks/{GROUP}/{TOPIC}/{BROKER}/{queue_id}")
-        return stored_lock_pb2.StoredLock.FromString(found.value) if found else None
+        entry = await self.etcd.get(f"locks/{GROUP}/{TOPIC}/{BROKER}/{queue_id}")
+        return stored_lock_pb2.StoredLock.FromString(entry.value) if entry else None
 
     async def stored_count(self) -> int:
         """Return the number of entries in etcd."""
@@ -246,8 +246,8 @@ class Scene:
 
     async def registered(self, service: str) -> list[StoredNode]:
         """Return the registered nodes of a service, by name."""
-        found, _ = await self.etcd.get_prefix(f"nodes/{service}/")
-        return [StoredNode.FromString(stored.value) for stored in found]
+        nodes, _ = await self.etcd.get_prefix(f"nodes/{service}/")
+        return [StoredNode.FromString(stored.value) for stored in nodes]
 
     async def progress(self, queue_id: int = 0) -> offsets_pb.Progress:
         """Return the progress of the queue at offsets."""
@@ -487,9 +487,9 @@ async def open_scene(endpoint: str, folder: Path) -> AsyncIterator[Scene]:
             asyncio.TaskGroup() as tasks,
         ):
             stub = offsets_grpc.OffsetsServiceStub(channel)
-            found = Scene(endpoint, cluster, etcd, stub, clock, rules, tasks)
-            yield found
-            for node in found.nodes:
+            scene = Scene(endpoint, cluster, etcd, stub, clock, rules, tasks)
+            yield scene
+            for node in scene.nodes:
                 node.stop.set()
 
 

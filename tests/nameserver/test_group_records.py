@@ -126,8 +126,12 @@ def test_queues_stay_with_their_members_when_numbers_change() -> None:
     before = replace(group, assignments=assign_topics(group, topics, group))
     after = replace(before, members=(Member("a", 1, "", 0), *members))
     after = replace(after, assignments=assign_topics(after, topics, before))
-    had, has = assigned_members(before), assigned_members(after)
-    moved = {queue: has[queue] for queue in had if had[queue] != has[queue]}
+    old_members, new_members = assigned_members(before), assigned_members(after)
+    moved = {
+        queue: new_members[queue]
+        for queue in old_members
+        if old_members[queue] != new_members[queue]
+    }
     assert list(moved.values()) == ["a"]
 
 
@@ -199,12 +203,12 @@ def test_largest_group_fits_into_etcd() -> None:
 @pytest.mark.parametrize(
     ("since_break_ms", "heartbeat_ms", "expected"),
     [
-        (4_900, -10, Silence.OVER),  # too close to the break to be told apart
+        (4_900, -10, Silence.OVER),  # too close to the break to be distinguished
         (4_900, -200, Silence.SURE),
         (4_900, -9_000, Silence.SURE),
         (4_900, 1, Silence.OVER),
         (4_900, 3_000, Silence.OVER),
-        (5_300, -100, Silence.UNKNOWN),  # looked late: look again
+        (5_300, -100, Silence.UNKNOWN),  # checked late: check again
         (5_300, -900, Silence.SURE),
         (5_300, 1_000, Silence.OVER),
     ],

@@ -89,9 +89,11 @@ async def test_mod_revision_0_holds_only_for_a_missing_key(etcd: EtcdSession) ->
 
 
 async def test_mod_revision_holds_only_for_an_unchanged_key(etcd: EtcdSession) -> None:
-    seen = await etcd.put("a", b"seen")
+    revision = await etcd.put("a", b"seen")
     await etcd.put("a", b"by another writer")
-    assert await etcd.txn(compare=[Compare("a", mod_revision=seen)], put=[Put("a", b"")]) is None
+    assert (
+        await etcd.txn(compare=[Compare("a", mod_revision=revision)], put=[Put("a", b"")]) is None
+    )
     stored = await etcd.get("a")
     assert stored is not None
     assert stored.value == b"by another writer"

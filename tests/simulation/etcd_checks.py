@@ -115,11 +115,11 @@ class EtcdChecks:
         expression = {s.topic: s.expression for s in group.subscriptions}.get(self._topic)
         if expression is None:
             return
-        wanted = TagFilter.parse(expression)
-        known = self._expected.group.filters.setdefault(group.subscription_generation, wanted)
-        if known != wanted:
+        parsed = TagFilter.parse(expression)
+        recorded = self._expected.group.filters.setdefault(group.subscription_generation, parsed)
+        if recorded != parsed:
             self._expected.fail(
                 "section 14",
-                f"generation {group.subscription_generation} of the subscription was {known}, "
-                f"now it is {wanted}",
+                f"generation {group.subscription_generation} of the subscription was {recorded}, "
+                f"now it is {parsed}",
             )

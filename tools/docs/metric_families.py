@@ -70,7 +70,10 @@ class _Recording(CollectorRegistry):
 
 
 def families() -> dict[str, list[Family]]:
-    """Return the metrics of each owner, by name; `common`: all services, `clients`: programs."""
+    """Return the metrics of each owner, by name; `common`: all services, `clients`: programs.
+
+    `oidc`: services with the setting `oidc_issuer`.
+    """
     return {owner: _families(make) for owner, make in _REGISTER.items()}
 
 
@@ -105,12 +108,12 @@ def _common(registry: CollectorRegistry) -> object:
     export_expiry(settings, registry)
     export_descriptors(registry, share_descriptors(1_024))
     ConnectionLimiter(0, 1, registry, open_descriptors)
-    OidcMetrics(registry)
     return EdgeInterceptor(Clock(), registry), Guard(etcd, registry)
 
 
 _REGISTER: Mapping[str, Callable[[CollectorRegistry], object]] = {
     "common": _common,
+    "oidc": OidcMetrics,
     "storage": StorageMetrics,
     "offsets": OffsetsMetrics,
     "lockmgr": lambda registry: LockmgrMetrics(registry, _hub()),
