@@ -22,7 +22,6 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.channels import connect
-from batonmq._telemetry.event_hub import EventHub
 from batonmq.errors import BatonError
 from batonmq_server.nameserver.app import build
 from batonmq_server.nameserver.catalog import Catalog
@@ -39,19 +38,14 @@ from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.topic_store import TopicStore
-from batonmq_server.offsets.core.values import QueueLimits
 from batonmq_server.offsets.disk import LmdbDisk
-from batonmq_server.offsets.epoch import EpochContext, OffsetsEpoch, standalone_epoch
-from batonmq_server.offsets.event_publisher import EventPublisher
-from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.etcd.session import EtcdSession
-from batonmq_server.runtime.group_gates import GATES_PREFIX
 from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
 from batonmq_server.runtime.leader_channels import LeaderChannels
 from batonmq_server.runtime.log_limiter import LogLimiter
 from batonmq_server.runtime.service_runtime import Runtime
-from tests.offsets.service_calls import no_storage, single_set_directory
+from tests.offsets.running_service import epoch_on, new_hub
 from tests.support.grpc_server import serving_at
 
 CALL_TIMEOUT_S = 20
@@ -217,25 +211,10 @@ async def _serves(stub: pb_grpc.NameserverServiceAsyncStub) -> None:
 @asynccontextmanager
 async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[OffsetsEpoch]:
     """The real offsets service, registered; its data in `folder` survive the block."""
-    clock, registry = Clock(), CollectorRegistry()
-    hub = EventHub("offsets/offsets-0", 1, clock)
     with LmdbDisk(folder) as disk:
-        gates = EtcdMirror(etcd, GATES_PREFIX)
-        offsets = standalone_epoch(
-            disk,
-            EpochContext(
-                limits=QueueLimits(),
-                clock=clock,
-                metrics=OffsetsMetrics(registry),
-                events=EventPublisher(hub),
-                gates=gates,
-                directory=single_set_directory(etcd),
-                storage=no_storage,
-                settle_ms=0,
-            ),
-        )
+        offsets = epoch_on(disk, etcd, hub=new_hub(), registry=CollectorRegistry())
         async with asyncio.TaskGroup() as tasks, serving_at(offsets.add_to) as address:
-            running = [tasks.create_task(run()) for run in (offsets.commits.run, gates.run)]
+            running = [tasks.create_task(run()) for run in (offsets.commits.run, offsets.gates.run)]
             await register_offsets(etcd, address, offsets.table.epoch)
             yield offsets
             for task in running:

@@ -27,6 +27,7 @@ from batonmq_server.etcd_api import rpc_pb2 as pb
 from batonmq_server.etcd_api import rpc_pb2_grpc as pb_grpc
 from batonmq_server.local.etcd import EtcdProcess
 from batonmq_server.runtime.etcd.session import EtcdSession
+from tests.nameserver.counted_store import counted_store, incarnation_of, join_all, member
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Replica,
@@ -206,15 +207,36 @@ async def test_heartbeats_that_change_nothing_take_no_joins_while_a_group_drains
             assert (await beat("new")).staged.draining
 
 
-async def test_large_group_is_written_at_its_rate(
-    etcd_endpoint: str, cluster: str, etcd: EtcdSession
-) -> None:
-    async with replica(etcd_endpoint, cluster, group_write_bytes_per_s=4_096) as nameserver:
-        await nameserver.create("flights", 64)
-        begin_ms = Clock().monotonic_ms()
+async def test_group_is_written_at_its_rate(etcd_endpoint: str, cluster: str) -> None:
+    rate = 2_048
+    async with counted_store(etcd_endpoint, cluster, write_bytes_per_s=rate) as (session, store):
+        session.written_bytes = 0
+        begin_ms = session.clock.monotonic_ms()
         for number in range(8):
-            await nameserver.join("g", f"member-{number}")
-        took_ms = Clock().monotonic_ms() - begin_ms
-        stored = await etcd.get("groups/g")
-        assert stored is not None
-        assert took_ms >= len(stored.value) * 1000 // 4_096
+            await store.join(member(number))
+        took_ms = session.clock.monotonic_ms() - begin_ms
+        assert took_ms >= (session.written_bytes - session.last_bytes) * 1000 // rate - 8
+
+
+@pytest.mark.parametrize(("count", "queue_count"), [(10, 64), (100, 64), (999, 64), (999, 1_024)])
+async def test_join_and_leave_write_less_than_2_kib_whatever_the_size_of_the_group(
+    small_etcd: str, count: int, queue_count: int
+) -> None:
+    async with counted_store(small_etcd, "counted", queue_count) as (session, store):
+        await join_all(store, count)
+        await store.join(member(count))
+        assert session.last_bytes < 2_048
+        await store.leave("g", *incarnation_of(0))
+        assert session.last_bytes < 2_048
+
+
+async def test_members_that_join_and_leave_a_large_group_do_not_fill_etcd(small_etcd: str) -> None:
+    """300 members, of which one joins and leaves 100 times: the whole records have 5 MB."""
+    async with counted_store(small_etcd, "counted") as (session, store):
+        await join_all(store, 300)
+        for _ in range(100):
+            await store.join(member(300))
+            assert (await store.leave("g", *incarnation_of(300))).left
+        space = await session.space()
+        assert space.alarms == ()
+        assert space.db_bytes < QUOTA_BYTES / 4

@@ -14,32 +14,22 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from prometheus_client import CollectorRegistry
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
-from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
-from batonmq._telemetry.event_hub import EventHub
 from batonmq.errors import DiskFull
 from batonmq_server.offsets import group_commit
-from batonmq_server.offsets.core.values import QueueLimits
 from batonmq_server.offsets.disk import FREE_BYTES_MIN, LmdbDisk
-from batonmq_server.offsets.epoch import EpochContext, standalone_epoch
-from batonmq_server.offsets.event_publisher import EventPublisher
-from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
+from tests.offsets.running_service import service_on
 from tests.offsets.service_calls import (
     TERM,
     Service,
     call,
-    no_storage,
     queue,
-    single_set_directory,
 )
 from tests.support.conditions import until
-from tests.support.grpc_server import serving
 
 
 class Room:
@@ -53,29 +43,10 @@ class Room:
 
 @asynccontextmanager
 async def serving_in(folder: Path, room: Room) -> AsyncIterator[Service]:
-    clock, registry = Clock(), CollectorRegistry()
-    hub = EventHub("offsets/offsets-0", 1, clock)
-    etcd = EtcdSession("127.0.0.1:1", "unused", clock)
-    gates = EtcdMirror(etcd, "gates/")
+    etcd = EtcdSession("127.0.0.1:1", "unused", Clock())
     with LmdbDisk(folder, free_bytes=room) as disk:
-        offsets = standalone_epoch(
-            disk,
-            EpochContext(
-                limits=QueueLimits(),
-                clock=clock,
-                metrics=OffsetsMetrics(registry),
-                events=EventPublisher(hub),
-                gates=gates,
-                directory=single_set_directory(etcd, "readers"),
-                storage=no_storage,
-                settle_ms=0,
-            ),
-        )
-        async with asyncio.TaskGroup() as tasks:
-            writer = tasks.create_task(offsets.commits.run())
-            async with serving(offsets.add_to) as channel:
-                yield Service(pb_grpc.OffsetsServiceStub(channel), offsets, hub, registry)
-            writer.cancel()
+        async with service_on(disk, etcd, "readers") as service:
+            yield service
 
 
 def commit(committed_offset: int, queue_id: int = 3) -> pb.CommitRequest:

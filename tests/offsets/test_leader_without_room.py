@@ -19,6 +19,7 @@ from tests.offsets.replica_cluster import (
     commit,
     committed,
     hold,
+    three,
 )
 from tests.support.conditions import until
 from tests.support.replica_nodes import TIMEOUT_S
@@ -75,9 +76,7 @@ async def next_leader(scene: ReplicaSet, before: Replica) -> Replica:
 async def test_replica_with_a_full_disk_does_not_block_an_election(
     scene: ReplicaSet, rooms: Rooms
 ) -> None:
-    await scene.start("a", "b", "c")
-    leader = await scene.leader()
-    await scene.wait_in_sync("a", "b", "c")
+    leader = await three(scene)
     await hold(leader, 0)
     full, stopped = (node for node in scene.nodes.values() if node is not leader)
     await stopped.stop()
@@ -94,9 +93,7 @@ async def test_replica_with_a_full_disk_does_not_block_an_election(
 async def test_leader_with_a_full_disk_resigns_for_a_replica_with_room(
     scene: ReplicaSet, rooms: Rooms
 ) -> None:
-    await scene.start("a", "b", "c")
-    leader = await scene.leader()
-    await scene.wait_in_sync("a", "b", "c")
+    leader = await three(scene)
     await hold(leader, 0)
     rooms.fill(leader)
     async with asyncio.TaskGroup() as tasks:
@@ -119,9 +116,7 @@ async def test_leader_with_a_full_disk_stays_while_all_disks_are_full_and_answer
         "leader_lease_ms": 8_000,
         "node_lease_ms": 8_000,
     }
-    await scene.start("a", "b", "c")
-    leader = await scene.leader()
-    await scene.wait_in_sync("a", "b", "c")
+    leader = await three(scene)
     await hold(leader, 0, 1)
     epoch = (await scene.set_record()).epoch
     one, other = (node for node in scene.nodes.values() if node is not leader)

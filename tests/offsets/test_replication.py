@@ -33,19 +33,12 @@ from tests.offsets.replica_cluster import (
     committed,
     hold,
     rejection,
+    three,
 )
 from tests.support.conditions import until
 from tests.support.replica_nodes import LAG_MS_MAX, TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(180)
-
-
-async def three(scene: ReplicaSet) -> Replica:
-    """Wait until all three nodes are in sync; return the leader."""
-    await scene.start("a", "b", "c")
-    leader = await scene.leader()
-    await scene.wait_in_sync("a", "b", "c")
-    return leader
 
 
 def others(scene: ReplicaSet, leader: Replica) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 
 from batonmq.errors import BatonError, NotEnoughReplicas
-from tests.offsets.replica_cluster import Replica, ReplicaSet, commit, committed, hold
+from tests.offsets.replica_cluster import Replica, ReplicaSet, commit, committed, hold, three
 from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
@@ -20,9 +20,7 @@ pytestmark = pytest.mark.timeout(180)
 async def cut_off_leader(scene: ReplicaSet) -> Replica:
     """Return the leader of three nodes, two of which are required, once none reaches it."""
     scene.settings["min_in_sync"] = 2
-    await scene.start("a", "b", "c")
-    leader = await scene.leader()
-    await scene.wait_in_sync("a", "b", "c")
+    leader = await three(scene)
     await hold(leader, 0)
     await commit(leader, 10)
     leader.gate.shut |= {"a", "b", "c"}

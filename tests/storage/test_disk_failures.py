@@ -36,7 +36,7 @@ def numbers(count: int) -> list[bytes]:
     return [b"%d" % number for number in range(count)]
 
 
-async def back(scene: Scene, node: Replica) -> None:
+async def wait_recovered(scene: Scene, node: Replica) -> None:
     """Wait until all nodes are in sync with the same bytes; `node` has not stopped."""
     await scene.wait_in_sync("a", "b", "c")
     await scene.wait_equal()
@@ -63,7 +63,7 @@ async def test_leader_whose_sync_fails_resigns_and_cuts_what_it_wrote(
     assert await second.bodies() == numbers(3)
     (receipt,) = await second.append(*numbered(3, 1))
     assert (receipt.first_offset, receipt.duplicate) == (3, False)
-    await back(scene, first)
+    await wait_recovered(scene, first)
 
 
 async def test_follower_whose_sync_fails_is_out_of_sync_until_it_has_everything(
@@ -76,7 +76,7 @@ async def test_follower_whose_sync_fails_is_out_of_sync_until_it_has_everything(
     assert follower.name not in (await scene.set_record()).in_sync
     await until(lambda: failing.met > 3)
     disks.failing.clear()
-    await back(scene, follower)
+    await wait_recovered(scene, follower)
     assert await follower.bodies() == numbers(3)
 
 
@@ -100,7 +100,7 @@ async def test_bytes_of_a_failed_sync_are_cut_off_even_if_the_first_cut_fails(
     follower = scene.nodes[others(scene, leader)[0]]
     disks.failing[follower.folder] = DiskFailure(errno.EIO, SYNC, left=1)
     await leader.append(*numbered(3, 1))
-    await back(scene, follower)
+    await wait_recovered(scene, follower)
     assert len(cuts) == 2
     assert cuts[0] == cuts[1]
 
@@ -178,4 +178,4 @@ async def test_follower_that_cannot_discard_its_copy_does_so_later(
     await until(lambda: failing.met > 3)
     assert follower.name not in (await scene.set_record()).in_sync
     disks.failing.clear()
-    await back(scene, follower)
+    await wait_recovered(scene, follower)

@@ -215,7 +215,7 @@ async def next_offset(node: RunningNode) -> int:
     return answer.outcomes[0].offsets.next_offset
 
 
-async def looked_up(node: RunningNode, body: bytes) -> int:
+async def match_count(node: RunningNode, body: bytes) -> int:
     """Return in how many ways the first message of queue 0 is found."""
     queue = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
     read = await node.queries.Read(query_pb.ReadRequest(queue=queue), timeout=TIMEOUT_S)
@@ -245,7 +245,7 @@ async def test_disk_filled_by_other_files_rejects_writes_and_serves_reads_until_
         ) as node:
             await node.append(batch(b"a"))
             ballast = fill_up(disk, leave_bytes=512 * 1024)
-            await until(lambda: _is(node, pb.DISK_STATE_FULL))
+            await until(lambda: has_state(node, pb.DISK_STATE_FULL))
             (refused,) = await rejections(node, batch(b"b"))
             assert refused is not None
             assert float(refused.facts["used_percent"]) >= 90
@@ -256,16 +256,16 @@ async def test_disk_filled_by_other_files_rejects_writes_and_serves_reads_until_
             (raw,) = answer.batches
             assert [r.body for r in decode_records(raw, read_header(raw), [0])] == [b"a"]
             assert await next_offset(node) == 1
-            assert await looked_up(node, b"a") == 3
+            assert await match_count(node, b"a") == 3
             described = await node.describe()
             assert described.disk_used_percent >= 90
             ballast.unlink()
-            await until(lambda: _is(node, pb.DISK_STATE_OK))
+            await until(lambda: has_state(node, pb.DISK_STATE_OK))
             assert await rejections(node, batch(b"b")) == [None]
             assert await next_offset(node) == 2
 
 
-async def _is(node: RunningNode, expected: pb.DiskState.ValueType) -> bool:
+async def has_state(node: RunningNode, expected: pb.DiskState.ValueType) -> bool:
     return await state(node) == expected
 
 
@@ -318,5 +318,5 @@ async def test_append_is_rejected_until_a_new_segment_fits(
             assert await state(node) == pb.DISK_STATE_FULL
             assert await rejections(node, batch(b"b")) != [None]
             ballast.unlink()
-            await until(lambda: _is(node, pb.DISK_STATE_OK))
+            await until(lambda: has_state(node, pb.DISK_STATE_OK))
             assert await rejections(node, batch(b"b")) == [None]

@@ -125,7 +125,7 @@ async def find(node: RunningNode, key: str) -> list[bytes]:
     ]
 
 
-def silent(expected: Readings, answers: Readings) -> dict[str, object]:
+def silent_changes(expected: Readings, answers: Readings) -> dict[str, object]:
     """Return the answers that differ without an error of lost data."""
     return {
         name: answer
@@ -161,7 +161,7 @@ async def test_bit_flipped_while_the_node_is_down_is_repaired_or_reported(
         except DataLoss as error:
             assert error.remedy
             continue
-        if difference := silent(expected, answers):
+        if difference := silent_changes(expected, answers):
             wrong.append((done, difference))
     assert not wrong
 
@@ -175,7 +175,7 @@ async def test_bit_flipped_while_the_node_runs_is_repaired_or_reported(
         expected = await readings(node)
         for _ in range(10):
             done = flip(folder, random, kind)
-            if difference := silent(expected, await readings(node)):
+            if difference := silent_changes(expected, await readings(node)):
                 wrong.append((done, difference))
     assert not wrong
 

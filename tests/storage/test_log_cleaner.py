@@ -144,7 +144,7 @@ def sync(store: MessageStore) -> None:
     store.synced(unsynced.position)
 
 
-def held(store: MessageStore, queue_id: int = 0) -> VisibleRange:
+def visible_range(store: MessageStore, queue_id: int = 0) -> VisibleRange:
     return store.offsets((TOPIC_ID, queue_id))
 
 
@@ -161,7 +161,7 @@ async def test_old_segments_are_removed_whole_and_the_current_one_stays() -> Non
         scene.later(48)
         assert await scene.clean() == 1
         assert scene.segments() == [f"{3_000:020d}"]
-        assert held(scene.store) == VisibleRange(9, 10)
+        assert visible_range(scene.store) == VisibleRange(9, 10)
         assert readable(scene.store) == [9]
         assert scene.store.log.first_position == 3_000
 
@@ -175,7 +175,7 @@ async def test_age_counts_from_the_store_times_of_the_messages() -> None:
         assert await scene.clean() == 0, "its successor began an hour later, so it may be younger"
         scene.later(49)
         assert await scene.clean() == 1
-        assert held(scene.store) == VisibleRange(3, 9)
+        assert visible_range(scene.store) == VisibleRange(3, 9)
 
 
 @pytest.mark.parametrize(("zone", "hours_until_four"), [("UTC0", 5.8), ("XXX-9", 20.8)])
@@ -251,7 +251,7 @@ async def test_offsets_continue_after_a_crash_at_any_step() -> None:
         snapshots.clear()
         assert await scene.clean() == 1
         assert await scene.checkpointer.take()
-        assert (held(scene.store), held(scene.store, 1)) == (
+        assert (visible_range(scene.store), visible_range(scene.store, 1)) == (
             VisibleRange(7, 10),
             VisibleRange(2, 2),
         )
@@ -264,7 +264,7 @@ async def test_offsets_continue_after_a_crash_at_any_step() -> None:
             if without_checkpoint:
                 after.remove("checkpoint")
             with new_scene(after) as again:
-                first = held(again.store).first_offset
+                first = visible_range(again.store).first_offset
                 assert readable(again.store) == list(range(first, 10)), step
                 assert first <= 7
                 fill(again.store, 1)
@@ -278,7 +278,7 @@ async def test_emptied_queue_continues_its_offsets() -> None:
         fill(scene.store, 10)
         scene.later(100)
         await scene.clean()
-        assert held(scene.store, 1) == VisibleRange(2, 2)
+        assert visible_range(scene.store, 1) == VisibleRange(2, 2)
         fill(scene.store, 6, queue_id=1, now=scene.clock.now_unix_ms)
         fill(scene.store, 6, now=scene.clock.now_unix_ms)
         scene.later(200)
@@ -289,7 +289,7 @@ async def test_emptied_queue_continues_its_offsets() -> None:
             after = scene.disk.killed()
             after.remove(path)
             with new_scene(after) as again:
-                assert held(again.store, 1) == VisibleRange(8, 8)
+                assert visible_range(again.store, 1) == VisibleRange(8, 8)
 
 
 async def test_empty_queue_of_a_deleted_topic_is_removed() -> None:
@@ -379,7 +379,7 @@ async def test_disk_without_a_free_byte_is_still_cleaned(refused: str) -> None:
         fill(scene.store, 10)
         disk.refused, disk.room = (refused,), 0
         assert await scene.clean() >= 1
-        assert held(scene.store).first_offset > 0
+        assert visible_range(scene.store).first_offset > 0
         assert [floor.queue_id for floor in floors.decode(disk.load(floors.PATH))] == [1]
         assert not disk.load(RESERVE)
         disk.room = 100 << 20
@@ -447,7 +447,7 @@ async def test_readers_are_served_between_the_steps() -> None:
 
         def watched(path: str) -> None:
             if path.startswith("log/"):
-                reads.append((readable(scene.store), held(scene.store)))
+                reads.append((readable(scene.store), visible_range(scene.store)))
             remove(path)
 
         scene.disk.remove = watched  # type: ignore[method-assign]

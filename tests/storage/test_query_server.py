@@ -61,6 +61,13 @@ async def response(call: Awaitable[Answer]) -> Answer:
         raise from_rpc_error(error) from error
 
 
+async def rejection_of(call: Awaitable[object]) -> str:
+    """Return the reason of the error of a call that must fail."""
+    with pytest.raises(BatonError) as refused:
+        await call
+    return refused.value.reason
+
+
 def queue(topic: str = TOPIC, broker: str = BROKER, queue_id: int = 0) -> queue_pb2.QueueRef:
     return queue_pb2.QueueRef(topic=topic, broker=broker, queue_id=queue_id)
 
@@ -78,43 +85,45 @@ async def query_node(
         yield QueryNode(node, node.queries)
 
 
-async def test_messages_are_found_by_time_key_and_id(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with query_node(etcd_endpoint, tmp_path) as queries:
-        messages = [Message(b"one", keys=("k", "x")), Message(b"two"), Message(b"3", keys=("k",))]
-        (first,) = await queries.node.append(batch(*messages))
-        (second,) = await queries.node.append(batch(Message(b"four", keys=("k",)), queue_id=1))
-        assert await queries.search(first.store_unix_ms) == 0
-        assert await queries.search(first.store_unix_ms + 60_000) == 3
-        assert await queries.search(0, queue_id=5) == 0
-        matches = await queries.find(key="k")
-        assert [body(one) for one in matches.messages] == [b"four", b"3", b"one"]
-        assert not matches.more
-        limited = await queries.find(key="k", messages_max=1)
-        assert ([body(one) for one in limited.messages], limited.more) == ([b"four"], True)
-        assert not (await queries.find(key="k", to_unix_ms=first.store_unix_ms)).messages
-        assert len((await queries.find(key="k", from_unix_ms=first.store_unix_ms)).messages) == 3
-        assert not (await queries.find(key="missing")).messages
-        await queries.node.append(batch(Message(b"odd", keys=("a\u00a0b",))))
-        assert [body(one) for one in (await queries.find(key="a\u00a0b")).messages] == [b"odd"]
-        assert await queries.get(f"{BROKER}-{first.position:x}-2") == b"3"
-        assert await queries.get(f"{BROKER}-{second.position:x}-0") == b"four"
+@pytest.fixture
+async def queries(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[QueryNode]:
+    async with query_node(etcd_endpoint, tmp_path) as node:
+        yield node
 
 
-async def test_read_returns_stored_batches_without_recording_a_delivery(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with query_node(etcd_endpoint, tmp_path) as queries:
-        await queries.node.append(tagged("a", "b", "a"), tagged("c"))
-        everything = await queries.read()
-        assert len(everything.batches) == 2
-        assert (everything.next_offset, everything.queue_next_offset) == (4, 4)
-        filtered = await queries.read(expression="c")
-        assert (len(filtered.batches), filtered.next_offset) == (1, 4)
-        one = await queries.read(offset=1, messages_max=1)
-        assert (one.next_offset, one.queue_first_offset) == (2, 0)
-        end = await queries.read(offset=4)
-        assert (len(end.batches), end.next_offset) == (0, 4)
-        assert queries.node.offsets.recorded == []
+async def test_messages_are_found_by_time_key_and_id(queries: QueryNode) -> None:
+    messages = [Message(b"one", keys=("k", "x")), Message(b"two"), Message(b"3", keys=("k",))]
+    (first,) = await queries.node.append(batch(*messages))
+    (second,) = await queries.node.append(batch(Message(b"four", keys=("k",)), queue_id=1))
+    assert await queries.search(first.store_unix_ms) == 0
+    assert await queries.search(first.store_unix_ms + 60_000) == 3
+    assert await queries.search(0, queue_id=5) == 0
+    matches = await queries.find(key="k")
+    assert [body(one) for one in matches.messages] == [b"four", b"3", b"one"]
+    assert not matches.more
+    limited = await queries.find(key="k", messages_max=1)
+    assert ([body(one) for one in limited.messages], limited.more) == ([b"four"], True)
+    assert not (await queries.find(key="k", to_unix_ms=first.store_unix_ms)).messages
+    assert len((await queries.find(key="k", from_unix_ms=first.store_unix_ms)).messages) == 3
+    assert not (await queries.find(key="missing")).messages
+    await queries.node.append(batch(Message(b"odd", keys=("a\u00a0b",))))
+    assert [body(one) for one in (await queries.find(key="a\u00a0b")).messages] == [b"odd"]
+    assert await queries.get(f"{BROKER}-{first.position:x}-2") == b"3"
+    assert await queries.get(f"{BROKER}-{second.position:x}-0") == b"four"
+
+
+async def test_read_returns_stored_batches_without_recording_a_delivery(queries: QueryNode) -> None:
+    await queries.node.append(tagged("a", "b", "a"), tagged("c"))
+    everything = await queries.read()
+    assert len(everything.batches) == 2
+    assert (everything.next_offset, everything.queue_next_offset) == (4, 4)
+    filtered = await queries.read(expression="c")
+    assert (len(filtered.batches), filtered.next_offset) == (1, 4)
+    one = await queries.read(offset=1, messages_max=1)
+    assert (one.next_offset, one.queue_first_offset) == (2, 0)
+    end = await queries.read(offset=4)
+    assert (len(end.batches), end.next_offset) == (0, 4)
+    assert queries.node.offsets.recorded == []
 
 
 @pytest.mark.parametrize(
@@ -132,12 +141,9 @@ async def test_read_returns_stored_batches_without_recording_a_delivery(
     ],
 )
 async def test_read_rejects_invalid_requests(
-    etcd_endpoint: str, tmp_path: Path, fields: dict[str, object], reason: str
+    queries: QueryNode, fields: dict[str, object], reason: str
 ) -> None:
-    async with query_node(etcd_endpoint, tmp_path) as queries:
-        with pytest.raises(BatonError) as refused:
-            await queries.read(**fields)
-        assert refused.value.reason == reason
+    assert await rejection_of(queries.read(**fields)) == reason
 
 
 @pytest.mark.parametrize(
@@ -153,12 +159,9 @@ async def test_read_rejects_invalid_requests(
     ],
 )
 async def test_find_by_key_rejects_invalid_requests(
-    etcd_endpoint: str, tmp_path: Path, fields: dict[str, object], reason: str
+    queries: QueryNode, fields: dict[str, object], reason: str
 ) -> None:
-    async with query_node(etcd_endpoint, tmp_path) as queries:
-        with pytest.raises(BatonError) as refused:
-            await queries.find(**fields)
-        assert refused.value.reason == reason
+    assert await rejection_of(queries.find(**fields)) == reason
 
 
 @pytest.mark.parametrize(
@@ -180,46 +183,39 @@ async def test_find_by_key_rejects_invalid_requests(
     ],
 )
 async def test_ids_without_a_message_are_rejected(
-    etcd_endpoint: str, tmp_path: Path, message_id: str, reason: str
+    queries: QueryNode, message_id: str, reason: str
 ) -> None:
-    async with query_node(etcd_endpoint, tmp_path) as queries:
-        await queries.node.append(batch(b"here"))
-        with pytest.raises(BatonError) as refused:
-            await queries.get(message_id)
-        assert refused.value.reason == reason
+    await queries.node.append(batch(b"here"))
+    assert await rejection_of(queries.get(message_id)) == reason
 
 
-async def test_messages_of_a_deleted_topic_are_not_found(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with query_node(etcd_endpoint, tmp_path) as queries:
-        (receipt,) = await queries.node.append(batch(Message(b"old", keys=("k",))))
-        await queries.node.put_topic(topic_id=TOPIC_ID + 1)
+async def test_messages_of_a_deleted_topic_are_not_found(queries: QueryNode) -> None:
+    (receipt,) = await queries.node.append(batch(Message(b"old", keys=("k",))))
+    await queries.node.put_topic(topic_id=TOPIC_ID + 1)
 
-        async def deleted() -> bool:
-            return not (await queries.find(key="k")).messages
+    async def deleted() -> bool:
+        return not (await queries.find(key="k")).messages
 
-        await until(deleted)
-        with pytest.raises(BatonError, match="deleted"):
-            await queries.get(f"{BROKER}-{receipt.position:x}-0")
+    await until(deleted)
+    with pytest.raises(BatonError, match="deleted"):
+        await queries.get(f"{BROKER}-{receipt.position:x}-0")
 
 
-async def test_write_only_topic_is_not_read(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with query_node(etcd_endpoint, tmp_path) as queries:
-        await queries.node.append(batch(b"a"))
-        spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
-        topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
-        topic.permission = nameserver_pb.TOPIC_PERMISSION_WRITE
-        await queries.node.write_topic(topic)
+async def test_write_only_topic_is_not_read(queries: QueryNode) -> None:
+    await queries.node.append(batch(b"a"))
+    spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
+    topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
+    topic.permission = nameserver_pb.TOPIC_PERMISSION_WRITE
+    await queries.node.write_topic(topic)
 
-        async def refused() -> bool:
-            try:
-                await queries.read()
-            except NotReadable:
-                return True
-            return False
+    async def refused() -> bool:
+        try:
+            await queries.read()
+        except NotReadable:
+            return True
+        return False
 
-        await until(refused)
+    await until(refused)
 
 
 async def test_damage_is_reported_counted_once_and_not_served(

@@ -603,10 +603,10 @@ async def test_follower_that_receives_only_damaged_bytes_reports_it(
     assert "remedy='Check the disk; restore the node from a replica.'" in line.getMessage()
     rot(leader, receipts[20].position)  # a second flip repairs the batch of the leader
 
-    async def well() -> bool:
+    async def is_healthy() -> bool:
         return await problem() == ""
 
-    await until(well)
+    await until(is_healthy)
     await scene.wait_in_sync("a", "b")
     await scene.wait_equal()
 

@@ -28,7 +28,7 @@ from tests.support.conditions import until
 PATIENT_MS = 20_000
 
 
-async def together(
+async def results_of(
     recorder: DeliveryRecorder, twin: OffsetsTwin, *some: PendingDelivery
 ) -> Sequence[BatonError | None]:
     """Return the results of deliveries that gather while the first one is in flight."""
@@ -47,7 +47,7 @@ async def test_wrongly_claimed_epoch_does_not_fail_other_pulls_of_the_call() -> 
     wrong, right = PendingDelivery(HOLDER, 1, 2, 1 << 40), PendingDelivery(HOLDER, 2, 3, 7)
     async with recording(Clock(), PATIENT_MS) as (recorder, twin):
         twin.epoch = 7
-        refused = await together(recorder, twin, wrong, wrong, right, wrong)
+        refused = await results_of(recorder, twin, wrong, wrong, right, wrong)
         assert [type(one) for one in refused] == [
             DeliveryUnrecorded,
             DeliveryUnrecorded,
@@ -66,6 +66,6 @@ async def test_very_large_acks_are_split_over_several_calls(
     few = PendingDelivery(HOLDER, 0, 1, 0)
     many = PendingDelivery(HOLDER, 0, 1, 0, progress=acks)
     async with recording(Clock(), PATIENT_MS) as (recorder, twin):
-        refused = await together(recorder, twin, few, few, many, many, few, many, few, few)
+        refused = await results_of(recorder, twin, few, few, many, many, few, many, few, few)
         assert refused == [None] * 8
         assert twin.calls == [1, 2, 2, 3]
