@@ -73,7 +73,7 @@ def close_not_frozen(patch: pytest.MonkeyPatch) -> None:
 
 
 def token_dropped_at_the_deadline(patch: pytest.MonkeyPatch) -> None:
-    """A client forgets its token at its own deadline, and gives a revoked queue up silently."""
+    """A client drops its token at its own deadline, and releases a revoked queue without a call."""
 
     def stop(self: AssignedQueue) -> None:
         real_stop(self)

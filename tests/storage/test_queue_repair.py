@@ -66,12 +66,12 @@ async def pulled(node: RunningNode, offset: int, **fields: object) -> tuple[list
 
 async def batches(node: RunningNode) -> list[bytes]:
     """Return all batches of queue 0; a size that is too large ends an answer early."""
-    found: dict[bytes, None] = {}
+    raw_batches: dict[bytes, None] = {}
     offset = 0
     while offset < COUNT:
         some, offset = await pulled(node, offset)
-        found.update(dict.fromkeys(some))
-    return list(found)
+        raw_batches.update(dict.fromkeys(some))
+    return list(raw_batches)
 
 
 def rebuilt(node: RunningNode) -> float:
@@ -149,8 +149,8 @@ async def test_search_by_time_rebuilds_the_entries_that_it_reads(
             for at, _ in flips(Random(8)):
                 flip(index(folder), at - at % ENTRY.itemsize + 6, 5)
             request = query_pb.SearchOffsetRequest(queue=queue, unix_ms=unix_ms)
-            found = await node.queries.SearchOffset(request, timeout=TIMEOUT_S)
-            assert found.offset == expected
+            answer = await node.queries.SearchOffset(request, timeout=TIMEOUT_S)
+            assert answer.offset == expected
             assert await batches(node)
         assert rebuilt(node) > 0
         assert (await node.describe()).damaged_batch_count == 0
