@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -222,7 +223,7 @@ def conflicting(client_id: str, number: int) -> nameserver_pb.HeartbeatRequest:
 
 @asynccontextmanager
 async def group_of_many_topics(
-    endpoint: str, cluster: str, **settings: int
+    endpoint: str, cluster: str, **settings: Any
 ) -> AsyncIterator[Replica]:
     async with replica(endpoint, cluster, **settings) as nameserver:
         for topic in range(TOPIC_COUNT):
