@@ -99,7 +99,7 @@ class GroupMembership:
             raise NotMember(f"group {key.group} is not known", facts=facts)
         self._group_gates.check_owned(key.group)
         if group.damage is not None:
-            raise group.damage
+            raise group.damage.with_traceback(None)
         if not group.has(requester.incarnation):
             raise NotMember(f"{client_id} is not a member of {key.group}", facts=facts)
         if requester.generation > group.generation:

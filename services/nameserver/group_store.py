@@ -23,6 +23,7 @@ from functools import partial
 from itertools import islice
 
 from baton.lockmgr.v1 import stored_lock_pb2
+from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq.errors import (
     BatonError,
     GroupNotFound,
@@ -84,7 +85,8 @@ class GroupStore:
     Args:
         on_change: Called with every change of a record that this replica writes.
         members_max: Limit of the live members of a group.
-        write_bytes_per_s: Limit of the bytes of records that one group writes per second.
+        write_bytes_per_s: Limit of the bytes of changed records of one group per second; each
+            counts whole.
     """
 
     def __init__(  # noqa: PLR0913  keyword-only from the lease on
@@ -265,7 +267,8 @@ class GroupStore:
         """Write what changes of the record and with it, if the record is unchanged since."""
         transaction, name, key = snapshot.transaction, snapshot.name, self._etcd.key
         before = snapshot.stored.parts if snapshot.stored else {}
-        parts = self._parts_of(after, snapshot)
+        whole = group_to_stored(after)
+        parts = _checked_parts(whole, hash_of(after.terms.subscriptions), snapshot)
         changed, vanished = changed_parts(before, parts)
         put = [Put(record_key(name, part), value) for part, value in changed.items()]
         gate = gate_of(after)
@@ -288,8 +291,8 @@ class GroupStore:
             put=put,
             delete=delete,
         )
-        written_bytes = sum(len(one.key) + len(one.value) for one in put) + sum(map(len, delete))
-        self._pace.written(name, written_bytes, self._etcd.clock.monotonic_ms())
+        # A change costs what its readers do: they decode the whole record, and each member gets it.
+        self._pace.written(name, whole.ByteSize(), self._etcd.clock.monotonic_ms())
         if revision is None:
             await self._revoke([lease.lease_id for lease in leases])
             return GroupWrite(snapshot.group, 0)
@@ -309,24 +312,6 @@ class GroupStore:
         )
         self._on_change(change)
         return replace(written, change=change)
-
-    def _parts_of(self, after: Group, snapshot: _GroupSnapshot) -> dict[str, bytes]:
-        """Return the parts of the record that is to be written.
-
-        Raises:
-            LimitExceeded: it is too large.
-        """
-        numbers = snapshot.stored.numbers if snapshot.stored else {}
-        parts = split_record(group_to_stored(after), hash_of(after.terms.subscriptions), numbers)
-        size = record_bytes(after.name, parts)
-        if size > RECORD_BYTES_MAX:
-            raise LimitExceeded(
-                f"the record of group {after.name} would have {size} bytes; "
-                f"the limit is {RECORD_BYTES_MAX}",
-                remedy="Use shorter client ids and host names, fewer topics, or more groups.",
-                facts={"field": "group", "limit": RECORD_BYTES_MAX, "actual": size},
-            )
-        return parts
 
     async def _renew_leases(self, snapshot: _GroupSnapshot, batch: list[GroupRequest]) -> bool:
         """Renew the leases of senders that are live members; False if one has just expired."""
@@ -392,6 +377,27 @@ class GroupStore:
         """Revoke unused leases; if that fails, they expire."""
         with contextlib.suppress(NoQuorum):
             await run_concurrently([self._etcd.attach(one).revoke for one in lease_ids if one])
+
+
+def _checked_parts(
+    whole: StoredGroup, subscription_hash: int, snapshot: _GroupSnapshot
+) -> dict[str, bytes]:
+    """Return the parts of a record that is to be written.
+
+    Raises:
+        LimitExceeded: it is too large.
+    """
+    numbers = snapshot.stored.numbers if snapshot.stored else {}
+    parts = split_record(whole, subscription_hash, numbers)
+    size = record_bytes(whole.name, parts)
+    if size > RECORD_BYTES_MAX:
+        raise LimitExceeded(
+            f"the record of group {whole.name} would have {size} bytes; "
+            f"the limit is {RECORD_BYTES_MAX}",
+            remedy="Use shorter client ids and host names, fewer topics, or more groups.",
+            facts={"field": "group", "limit": RECORD_BYTES_MAX, "actual": size},
+        )
+    return parts
 
 
 async def _let_other_tasks_run() -> None:

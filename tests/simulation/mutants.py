@@ -152,7 +152,7 @@ MUTANTS = (
         ("V11", "V7", "V3"),
     ),
     Mutant("commit without token", broken_offsets.commit_without_token, ZOMBIES, ("V3",)),
-    Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=5),
+    Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=77),
     Mutant("no deadline", broken_clients.no_deadline, ZOMBIES, ("V3", "V6", "V7"), first=3),
     Mutant("close without draining", broken_clients.close_without_draining, SLOW, ("V6", "V7")),
     Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=3),

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
 BUNCH = 20
 """Runs per test: few enough to identify a failing seed, enough to contain every kind of fault."""
 ENOUGH = {
-    "hand-overs": 60, "closes": 30, "grants": 100, "starts": 400, "repeated": 2, "joins": 60,
+    "hand-overs": 60, "closes": 30, "grants": 100, "starts": 400, "repeated": 5, "joins": 60,
     "leaves": 10, "kills": 1, "pauses": 1, "service kills": 1, "service pauses": 1, "cuts": 1,
     "jumps": 1, "lost": 40, "slow": 40, "duplicated": 40, "late": 40, "back resets": 4,
     "forces": 1, "drains": 1, "changes of the filter": 1, "pauses known": 1, "watch breaks": 1,
