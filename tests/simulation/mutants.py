@@ -196,6 +196,13 @@ MUTANTS = (
     Mutant(
         "position below recorded", broken_offsets.position_below_recorded, OLD_CALLS, ("V7", "V8")
     ),
+    Mutant(
+        "answer of an older epoch",
+        broken_clients.answer_of_an_older_epoch,
+        OLD_CALLS,
+        ("V6", "V7", "V8"),
+        first=19,
+    ),
     Mutant("idle untested", broken_offsets.idle_untested, ZOMBIES, ("section 4", "V6")),
     Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",), first=3),
     Mutant(
