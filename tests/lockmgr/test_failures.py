@@ -23,6 +23,7 @@ from batonmq.errors import (
     Fenced,
     HandoverPending,
     Held,
+    Internal,
     NotLeader,
     Unreachable,
 )
@@ -234,6 +235,30 @@ async def test_term_is_announced_again_to_offsets_that_lost_it(scene: Scene) -> 
 
 
 # etcd changed by another writer
+
+
+async def test_unreadable_record_of_a_group_grants_nothing_and_owners_keep_their_queues(
+    scene: Scene,
+) -> None:
+    node, a, b, generation = await held_by_a(scene)
+    damaged = f"groups/{GROUP}/members/2"
+    stored = await scene.etcd.get(damaged)
+    assert stored is not None
+    await scene.etcd.delete(damaged)
+
+    async def refused() -> bool:
+        outcome = await outcome_of(b, node, generation)
+        return isinstance(outcome, Internal) and "unreadable record" in outcome.message
+
+    await until(refused)
+    assert await a.state(node, 1) == "OK"
+    await scene.etcd.put(damaged, stored.value)
+    await scene.close(1)
+
+    async def granted() -> bool:
+        return isinstance(await outcome_of(b, node, generation), pb.Grant)
+
+    await until(granted)
 
 
 async def test_entry_changed_by_another_writer_is_not_overwritten(scene: Scene) -> None:

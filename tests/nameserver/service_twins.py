@@ -233,7 +233,11 @@ class Scene:
             )
 
     def progress(self, group: Group, committed_offset: int, **fields: Any) -> None:
-        """Set the committed offset of the group on each queue, with token 1."""
+        """Set the committed offset of the group on each queue, with token 1.
+
+        All of `unacked_count` are in flight for sure unless `unacked_count_min` says otherwise.
+        """
+        fields.setdefault("unacked_count_min", fields.get("unacked_count", 0))
         self.offsets.queues = [p for p in self.offsets.queues if p.queue.group != group.name]
         self.offsets.queues += [
             offsets_pb.Progress(

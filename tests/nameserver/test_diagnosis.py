@@ -48,6 +48,9 @@ LOCK = LockEvidence(owner="c1", token=5, held_ms=60_000, lease_age_ms=1_000, run
 IN_HAND = ProgressEvidence(
     token=5, committed_offset=2_101, unacked_count=1, acked_count=99, idle_ms=800
 )
+MAYBE_IN_HAND = ProgressEvidence(
+    token=5, committed_offset=2_101, unacked_count=16, unsure_count=16, idle_ms=9_000
+)
 NOTHING_IN_HAND = ProgressEvidence(token=5, committed_offset=2_101, idle_ms=9_000)
 HEAD = OldestMessage(2_101, "broker-a-1f40-3", 83_000)
 STUCK = QueueEvidence(
@@ -445,3 +448,23 @@ def test_lag_in_time_is_the_age_of_the_head() -> None:
 )
 def test_time_spans_are_rounded_for_display(ms: int, text: str) -> None:
     assert span(ms) == text
+
+
+def test_message_that_may_not_have_been_delivered_is_not_blamed() -> None:
+    """A handler call that is known to run is still the reason."""
+    running = diagnose(replace(STUCK, progress=MAYBE_IN_HAND))
+    assert running.reason is StuckReason.HEAD_OF_LINE
+    assert "up to 16 messages in flight" in running.message
+    unknown = diagnose(replace(STUCK, progress=MAYBE_IN_HAND, lock=replace(LOCK, running=None)))
+    assert unknown.reason is StuckReason.NOT_PULLING
+    assert "c1 has up to 16 messages in flight and has not pulled" in unknown.message
+
+
+def test_bounds_of_the_messages_in_flight_are_shown_while_they_differ() -> None:
+    some = replace(MAYBE_IN_HAND, unsure_count=14)
+    finding = diagnose(replace(STUCK, progress=some, lock=replace(LOCK, running=None)))
+    assert finding.reason is StuckReason.HEAD_OF_LINE
+    assert "c1 has 2 to 16 messages in flight" in finding.message
+    held = diagnose(replace(STUCK, progress=some, assigned="c2"))
+    assert held.reason is StuckReason.HELD
+    assert "with 2 to 16 messages in flight" in held.message

@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -26,11 +27,14 @@ from batonmq.errors import NoQuorum
 from batonmq_server.etcd_api import rpc_pb2 as pb
 from batonmq_server.etcd_api import rpc_pb2_grpc as pb_grpc
 from batonmq_server.local.etcd import EtcdProcess
+from batonmq_server.nameserver.group_proto import REFUSED_BYTES_MAX, group_to_stored
 from batonmq_server.runtime.etcd.session import EtcdSession
+from tests.nameserver.counted_store import counted_store, incarnation_of, join_all, member
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Replica,
     grant,
+    heartbeat,
     offsets_service,
     refusal,
     register_broker,
@@ -42,6 +46,7 @@ from tests.support.conditions import until
 QUOTA_BYTES = 4 * 1024 * 1024
 LEASE_MS = 600_000
 """So long that no member's lease expires on a busy machine."""
+TOPIC_COUNT = 16
 CHUNK = os.urandom(256 * 1024)
 
 pytestmark = pytest.mark.timeout(120)
@@ -49,7 +54,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest_asyncio.fixture
 async def small_etcd(tmp_path: Path) -> AsyncIterator[str]:
-    async with EtcdProcess(tmp_path / "etcd", quota_bytes=QUOTA_BYTES) as etcd:
+    async with EtcdProcess(tmp_path / "etcd", quota_bytes=QUOTA_BYTES, fsync=False) as etcd:
         yield etcd.endpoint
 
 
@@ -206,15 +211,95 @@ async def test_heartbeats_that_change_nothing_take_no_joins_while_a_group_drains
             assert (await beat("new")).staged.draining
 
 
-async def test_large_group_is_written_at_its_rate(
+def conflicting(client_id: str, number: int) -> nameserver_pb.HeartbeatRequest:
+    """Return a heartbeat with long expressions, which depend on `number`, for all topics."""
+    request = heartbeat("g", client_id)
+    del request.subscriptions[:]
+    tags = "||".join(f"{number:03}-{tag:02}-{'x' * 90}" for tag in range(20))
+    for topic in range(TOPIC_COUNT):
+        request.subscriptions.add(topic=f"t{topic}", expression=tags)
+    return request
+
+
+@asynccontextmanager
+async def group_of_many_topics(
+    endpoint: str, cluster: str, **settings: Any
+) -> AsyncIterator[Replica]:
+    async with replica(endpoint, cluster, **settings) as nameserver:
+        for topic in range(TOPIC_COUNT):
+            await nameserver.create(f"t{topic}", 1)
+        await nameserver.stub.Heartbeat(conflicting("member", 0), timeout=CALL_TIMEOUT_S)
+        yield nameserver
+
+
+async def test_record_of_a_refused_client_has_as_many_differences_as_fit(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
-    async with replica(etcd_endpoint, cluster, group_write_bytes_per_s=4_096) as nameserver:
-        await nameserver.create("flights", 64)
-        begin_ms = Clock().monotonic_ms()
-        for number in range(8):
-            await nameserver.join("g", f"member-{number}")
-        took_ms = Clock().monotonic_ms() - begin_ms
-        stored = await etcd.get("groups/g")
+    async with group_of_many_topics(etcd_endpoint, cluster) as nameserver:
+        error = await refusal(
+            nameserver.stub.Heartbeat(conflicting("c", 1), timeout=CALL_TIMEOUT_S)
+        )
+        assert len(error.differences) == TOPIC_COUNT
+        stored = await etcd.get("refused/g/c")
         assert stored is not None
-        assert took_ms >= len(stored.value) * 1000 // 4_096
+        assert len(stored.value) < REFUSED_BYTES_MAX
+        (client,) = await nameserver.refused("g")
+        assert "and 13 more" in client.error.message
+        assert [one.topic for one in client.error.differences] == ["t0"]
+        assert client.error.differences[0].member_client_id == "member"
+
+
+async def test_refused_clients_of_a_group_are_written_at_its_rate(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    rate = 8_192
+    async with group_of_many_topics(
+        etcd_endpoint, cluster, group_write_bytes_per_s=rate
+    ) as nameserver:
+        begin_ms = etcd.clock.monotonic_ms()
+        for number in range(1, 21):
+            call = nameserver.stub.Heartbeat(
+                conflicting(f"c{number}", number), timeout=CALL_TIMEOUT_S
+            )
+            assert (await refusal(call)).reason == "SUBSCRIPTION_CONFLICT"
+        took_ms = etcd.clock.monotonic_ms() - begin_ms
+        sizes = [len(one.value) for one in (await etcd.get_prefix("refused/g/"))[0]]
+        assert sizes
+        assert (sum(sizes) - max(sizes)) * 1000 <= rate * took_ms
+
+
+async def test_large_group_changes_at_its_rate(etcd_endpoint: str, cluster: str) -> None:
+    """A change counts as the whole record, which each member gets."""
+    rate, sizes = 4_096, list[int]()
+    async with counted_store(etcd_endpoint, cluster, write_bytes_per_s=rate) as (session, store):
+        begin_ms = session.clock.monotonic_ms()
+        for number in range(8):
+            group = (await store.join(member(number))).group
+            assert group is not None
+            sizes.append(group_to_stored(group).ByteSize())
+        took_ms = session.clock.monotonic_ms() - begin_ms
+        assert took_ms >= sum(sizes[:-1]) * 1000 // rate - len(sizes)
+
+
+@pytest.mark.parametrize(("count", "queue_count"), [(10, 64), (100, 64), (999, 64), (999, 1_024)])
+async def test_join_and_leave_write_less_than_2_kib_whatever_the_size_of_the_group(
+    small_etcd: str, count: int, queue_count: int
+) -> None:
+    async with counted_store(small_etcd, "counted", queue_count) as (session, store):
+        await join_all(store, count)
+        await store.join(member(count))
+        assert session.last_bytes < 2_048
+        await store.leave("g", *incarnation_of(0))
+        assert session.last_bytes < 2_048
+
+
+async def test_members_that_join_and_leave_a_large_group_do_not_fill_etcd(small_etcd: str) -> None:
+    """300 members, of which one joins and leaves 100 times: the whole records have 5 MB."""
+    async with counted_store(small_etcd, "counted") as (session, store):
+        await join_all(store, 300)
+        for _ in range(100):
+            await store.join(member(300))
+            assert (await store.leave("g", *incarnation_of(300))).left
+        space = await session.space()
+        assert space.alarms == ()
+        assert space.db_bytes < QUOTA_BYTES / 4

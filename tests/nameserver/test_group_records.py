@@ -35,6 +35,13 @@ from batonmq_server.nameserver.core.member_silence import Silence, next_check_ms
 from batonmq_server.nameserver.core.topics import QUEUES_MAX, QueueSpread, Topic
 from batonmq_server.nameserver.group_proto import gate_of, group_from_stored, group_to_stored
 from batonmq_server.nameserver.group_store import RECORD_BYTES_MAX
+from batonmq_server.runtime.group_record import (
+    HEAD,
+    MEMBERS,
+    QUEUES,
+    record_bytes,
+    split_record,
+)
 from tests.nameserver.transaction_scene import subscribed, terms
 
 
@@ -186,12 +193,11 @@ def test_largest_group_fits_into_etcd() -> None:
         assignments=assignments,
         staged=StagedSubscription(subscriptions, draining=True, since_unix_ms=2**40),
     )
-    size = group_to_stored(group).ByteSize()
-    assert size < RECORD_BYTES_MAX / 2
-    packed = sum(
-        a.ByteSize() for a in group_to_stored(replace(group, members=(), staged=None)).assignments
-    )
-    assert packed < 65_536 * 2 + 64 * 16 * 20 + 64 * 80, "two bytes a queue, and the names"
+    parts = split_record(group_to_stored(group), hash_of(subscriptions), {})
+    assert record_bytes(group.name, parts) < RECORD_BYTES_MAX / 2
+    assert len(parts[HEAD]) < 32
+    assert max(len(parts[part]) for part in parts if part.startswith(MEMBERS)) < 200
+    assert max(len(parts[part]) for part in parts if part.startswith(QUEUES)) < 520
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import grpc.aio
+
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import Difference
-from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession, Put
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Direct,
@@ -352,15 +355,48 @@ async def test_slow_watcher_gets_the_newest_only(nameserver: Replica, direct: Di
 
 async def test_pushed_generation_never_goes_back(nameserver: Replica, etcd: EtcdSession) -> None:
     await nameserver.join("g", "c1")
-    old = await etcd.get(etcd.key("groups", "g"))
-    assert old is not None
+    old = await etcd.get_tree("groups/g")
     await nameserver.join("g", "c2")
     with nameserver.watch_group("g") as call:
         newest = (await next_group(call)).generation
-        await etcd.put(old.key, old.value)
+        vanished = {one.key for one in await etcd.get_tree("groups/g")} - {one.key for one in old}
+        await etcd.txn(
+            compare=(), put=[Put(one.key, one.value) for one in old], delete=sorted(vanished)
+        )
         assert (await nameserver.join("g", "c3")).generation == newest
         await nameserver.join("g", "c4")
         assert (await next_group(call)).generation == newest + 1
+
+
+async def test_unreadable_record_is_not_served_until_it_is_whole_again(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    await nameserver.join("g", "c1")
+    await nameserver.join("g", "c2")
+    missing = await etcd.get("groups/g/members/2")
+    assert missing is not None
+    await etcd.delete(missing.key)
+
+    async def reason() -> str:
+        try:
+            await nameserver.group("g")
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error).reason
+        return ""
+
+    async def is_refused() -> bool:
+        return await reason() == "INTERNAL"
+
+    async def is_served() -> bool:
+        return not await reason()
+
+    await until(is_refused)
+    error = await refusal(nameserver.join("g", "c1"))
+    assert "unreadable record of group g" in error.message
+    assert "delete groups/g and all keys below it" in error.remedy
+    await etcd.put(missing.key, missing.value)
+    await until(is_served)
+    assert ids(await nameserver.group("g")) == ["c1", "c2"]
 
 
 async def test_changes_and_refusals_are_published_as_events(nameserver: Replica) -> None:

@@ -489,6 +489,20 @@ async def test_inspection_shows_ready_and_in_flight_as_rocketmq_does(services: S
     assert watch.shown("baton_group_members") == {("g",): 2}
 
 
+async def test_message_that_may_not_exist_is_neither_in_flight_nor_blamed(
+    services: Scene,
+) -> None:
+    """After a restart of offsets 16 messages may have been delivered; the queue has two more."""
+    group = services.group("g", "c1", "c2")
+    services.progress(group, 18, delivered_offset=34, unacked_count=16, unacked_count_min=0)
+    watch = Watch(services)
+    await watch.monitor.inspect()
+    assert watch.shown("rocketmq_consumer_inflight_messages") == {("g", "t"): 0}
+    assert watch.shown("rocketmq_consumer_ready_messages") == {("g", "t"): 4 * 2}
+    assert watch.shown("rocketmq_consumer_lag_messages") == {("g", "t"): 4 * 2}
+    assert StuckReason.HEAD_OF_LINE not in reasons(await why(services, group))
+
+
 async def test_committed_offset_that_goes_back_is_counted_by_cause(
     services: Scene,
 ) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -20,13 +20,23 @@ from batonmq._common.clock import Clock
 from batonmq.errors import (
     BatonError,
     ClientIdInUse,
+    Internal,
     OffsetsUnreachable,
     Overloaded,
     SubscriptionConflict,
     TopicExists,
 )
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
-from batonmq_server.nameserver.core.groups import Group, Heartbeat, Subscription, Terms
+from batonmq_server.nameserver.core.group_transaction import GroupSettings
+from batonmq_server.nameserver.core.groups import (
+    Group,
+    Heartbeat,
+    Member,
+    Subscription,
+    Terms,
+    hash_of,
+)
+from batonmq_server.nameserver.group_proto import group_to_stored
 from batonmq_server.nameserver.group_requests import GroupChange
 from batonmq_server.nameserver.group_store import BATCH_MAX, GroupStore
 from batonmq_server.nameserver.topic_store import TopicStore
@@ -286,6 +296,76 @@ async def test_many_dead_members_are_removed_by_one_change(race: Race) -> None:
     assert outcome.change is not None
     assert len(outcome.change.expired) == 149
     assert ids(await race.group()) == ["c000"]
+
+
+async def test_whole_record_of_an_earlier_version_is_split_by_the_next_write(race: Race) -> None:
+    """500 members: more keys than one transaction of etcd may write without nesting."""
+    names = [f"c{number:03}" for number in range(500)]
+    terms = beat("").terms
+    earlier = Group(
+        name="g",
+        generation=7,
+        members=tuple(
+            Member(name, 1, "h", 5, subscription_hash=hash_of(terms.subscriptions))
+            for name in names
+        ),
+        terms=terms,
+        subscription_generation=1,
+        creator=9,
+    )
+    lease = await race.etcd.lease(60_000)
+    live = [Put(race.etcd.key("live", "g", name), b"1", lease) for name in names]
+    whole = Put("groups/g", group_to_stored(earlier).SerializeToString())
+    await race.etcd.txn(compare=(), put=[whole, *live])
+    assert await race.group() == earlier
+    heartbeat = await race.store.join(beat("c000"))
+    assert heartbeat.change is None
+    assert [one.key for one in await race.etcd.get_tree("groups/g")] == ["groups/g"]
+    outcome = await race.store.join(replace(beat("new"), owner=3))
+    assert outcome.change is not None
+    assert (outcome.change.before, outcome.change.joined) == (earlier, ("new",))
+    group = await race.group()
+    assert ids(group) == [*names, "new"]
+    assert replace(group, generation=7, members=group.members[:-1]) == earlier
+    keys = {one.key for one in await race.etcd.get_tree("groups/g")}
+    assert keys == {
+        "groups/g",
+        "groups/g/settings",
+        *(f"groups/g/members/{number}" for number in range(1, 502)),
+    }
+
+
+async def test_deleted_group_leaves_no_key(race: Race) -> None:
+    async def delete_progress(name: str) -> int:
+        return 0
+
+    await race.other.join(beat("c1"))
+    await race.other.leave("g", "c1", 1)
+    await race.store.delete("g", delete_progress)
+    for prefix in ("groups/", "gates/", "live/"):
+        assert (await race.etcd.get_prefix(prefix))[0] == []
+
+
+async def test_unreadable_record_refuses_every_change_with_the_remedy(race: Race) -> None:
+    await race.other.join(beat("c1"))
+    await race.other.join(beat("c2"))
+    stored = await race.etcd.get_tree("groups/g")
+    await race.etcd.delete("groups/g/members/1")
+    damaged = await race.etcd.get_tree("groups/g")
+    for change in (
+        race.store.join(beat("c3")),
+        race.store.leave("g", "c1", 1),
+        race.store.maintain("g"),
+        race.store.update("g", GroupSettings(owned=False)),
+    ):
+        error = await refused(change)
+        assert isinstance(error, Internal)
+        assert error.remedy.startswith("Restore etcd from a backup. Or stop the members")
+    assert await race.etcd.get_tree("groups/g") == damaged
+
+    await race.etcd.txn(compare=(), delete=[one.key for one in stored])
+    outcome = await race.store.join(beat("c1"))
+    assert ids(outcome.group) == ["c1"]
 
 
 async def test_leave_after_the_lease_expired_waits_for_no_live_key(race: Race) -> None:

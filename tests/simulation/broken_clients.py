@@ -18,6 +18,7 @@ from batonmq._consumer.queue_releaser import QueueReleaser
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
 from batonmq._consumer.session import ranges_to_pb
 from batonmq._consumer.wakeup import Condition
+from batonmq._core.epochs import SeenEpochs
 from batonmq._core.queue_progress import Acks, CloseContent, QueueProgress
 from batonmq.errors import BatonError
 
@@ -127,3 +128,14 @@ def handlers_outlive_a_reset(patch: pytest.MonkeyPatch) -> None:
             self._create_tasks(queue)
 
     patch.setattr(MessageDispatcher, "_begin_anew", begin_anew)
+
+
+def answer_of_an_older_epoch(patch: pytest.MonkeyPatch) -> None:
+    """[answer_of_older_epoch] A client uses answers of an older epoch than it has seen."""
+    observe = SeenEpochs.observe
+
+    def observed(self: SeenEpochs, offsets_set: str, epoch: int) -> bool:
+        observe(self, offsets_set, epoch)
+        return True
+
+    patch.setattr(SeenEpochs, "observe", observed)

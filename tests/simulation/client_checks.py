@@ -112,8 +112,10 @@ class ClientChecks:
         before = queue.starts[message.offset]
         if not before:
             self._expected.counts["first starts"] += 1
-            # A message that was never delivered before is flagged only because of a bound.
+            # A message that was never delivered before is flagged only because of a bound, or after
+            # a reset, which flags what it brings back.
             new = len(queue.judged[message.offset]) <= 1
+            new = new and queue.epoch_of.get(message.token) is queue.epochs[0]
             self._expected.counts["flagged by a bound"] += message.redelivered and new
             return
         self._expected.counts["repeated"] += 1

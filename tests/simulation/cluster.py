@@ -22,6 +22,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -93,6 +94,7 @@ class SimulatedCluster(processes.MemoryEnvironment):
         self._deposed: dict[str, int] = {}
         self.etcd.on_put.append(self.checker.etcd.written)
         self.etcd.on_put.append(self._put)
+        self.etcd.on_change.append(partial(self.checker.etcd.changed, self.etcd.get_tree))
         self.loop.set_exception_handler(self._unexpected)
 
     def leader(self, key: str) -> str:

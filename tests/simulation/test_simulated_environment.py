@@ -7,6 +7,7 @@ do in the same situation.
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator
 
 import grpc.aio
@@ -126,6 +127,17 @@ def test_virtual_hour_takes_no_real_time() -> None:
         return asyncio.get_running_loop().time()
 
     assert run_virtual(sleep()) == pytest.approx(3_600)
+
+
+def test_callback_that_ran_is_freed_without_the_garbage_collector() -> None:
+    async def main() -> int:
+        host, before = VirtualHost("a"), len(gc.get_objects())
+        for _ in range(100):
+            host.post(int)
+            await asyncio.sleep(0.1)
+        return len(gc.get_objects()) - before
+
+    assert run_virtual(main()) < 100
 
 
 def test_frozen_host_handles_missed_events_after_it_is_thawed() -> None:
