@@ -14,7 +14,7 @@ SETUP := $(VENV)/.installed
 LOCAL := $(or $(wildcard $(SETUP)),$(VENV)/.local)
 MAIN ?= main
 
-.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults fuzz check bench demo examples docs up clean \
+.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults fuzz check bench bench-quick bench-peers demo examples docs up clean \
   etcd observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
@@ -54,6 +54,7 @@ lock: $(SETUP)  ## lock the newest allowed versions in requirements.lock and dep
 	$(LOCK_IMAGE) services/pyproject.toml -o deploy/images/services.lock
 	$(LOCK_IMAGE) spark-jobs/pyproject.toml -o deploy/images/spark.lock
 	$(LOCK_IMAGE) --no-deps deploy/images/demo.in -o deploy/images/demo.lock
+	$(LOCK_IMAGE) --group pyproject.toml:peers -o bench/peers/requirements.lock
 
 fmt: $(SETUP)   ## rewrite code to the house format
 	ruff check --fix --quiet . && ruff format --quiet . && buf format -w
@@ -129,6 +130,12 @@ check: lint k8s test ## what CI runs
 
 bench: $(SETUP) ## benchmarks; results in bench/results.json and docs/explanation/performance.md
 	python -m bench
+
+bench-quick: $(SETUP) ## CPU time of a message in under two minutes; ARGS='--json FILE', then python -m bench.compare
+	python -m bench.quick $(ARGS)
+
+bench-peers: $(SETUP) ## the same work with Kafka, RocketMQ and NATS, which are downloaded; ARGS='--json FILE'
+	python -m bench.peers $(ARGS)
 
 demo: $(LOCAL)  ## a real data set, moving queues, nothing lost, nothing twice
 	baton demo

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from batonmq._core.queues import QueueRef
     from batonmq._core.records import Message
     from batonmq._core.retries import Origin
+    from batonmq._producer.message_columns import ArrowColumn
     from batonmq._producer.producer import Producer
     from batonmq._producer.producer_settings import Durability, ProducerSettings
     from batonmq._producer.receipts import (
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Admin",
+    "ArrowColumn",
     "AtTime",
     "BatonError",
     "BlockingConsumer",
@@ -91,6 +93,7 @@ __all__ = [
 
 _HOMES = {
     "Admin": "batonmq.admin.admin",
+    "ArrowColumn": "batonmq._producer.message_columns",
     "AtTime": "batonmq._consumer.puller",
     "BatonError": "batonmq.errors",
     "BlockingConsumer": "batonmq._blocking",

@@ -30,12 +30,17 @@ def write_docs(results: Path) -> None:
     figures = [Figure(**one) for one in read(results)]  # type: ignore[arg-type]
     lines = ["| figure | value | reference | ratio | goal | met |", "|---|---:|---:|---:|---|---|"]
     lines += [f"| {' | '.join((*_cells(one), _MET[one.met]))} |" for one in figures]
-    page = DOCS / "explanation" / "performance.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text("\n".join((before + BEGIN, *lines, END + after)))
+    replace_part(DOCS / "explanation" / "performance.md", "\n".join(lines))
     _plot_growth(figures)
     _plot_ratios(figures)
+
+
+def replace_part(page: Path, text: str) -> None:
+    """Replace the part of a page between the marks of the figures."""
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"{page} has no {BEGIN} ... {END}"
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
 def _cells(one: Figure) -> tuple[str, ...]:

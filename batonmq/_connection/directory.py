@@ -29,6 +29,7 @@ from batonmq.errors import (
     InvalidArgument,
     NoQuorum,
     Retry,
+    Throttled,
     Unreachable,
 )
 
@@ -46,6 +47,9 @@ _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTIN
 _ROUTE_AGE_S = 1.0
 """Callers of `has_leader` share an answer of the nameserver for this time."""
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=1_000)
+_THROTTLED_INTERVAL_S = 0.05
+"""Minimum time between two retries of throttled calls of a client. A consumer of many queues would
+otherwise try all of them at the end of each wait, and have all but one rejected again."""
 T = TypeVar("T")
 
 
@@ -124,6 +128,7 @@ class Directory:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._nodes: list[pb.Node] = []
         self._refreshed_s, self._outdated = 0.0, True
+        self._throttled_s = 0.0
         self._placements: dict[str, pb.Placement] = {}
         self._refreshing = asyncio.Lock()
 
@@ -409,7 +414,10 @@ class Directory:
                 channel.get_state(try_to_connect=True)
         if isinstance(error, GroupMoved):
             self.note_moved(error)
-        await asyncio.sleep(_BACKOFF.delay_ms(failures, self._random, error.retry_after_ms) / 1000)
+        delay_s = _BACKOFF.delay_ms(failures, self._random, error.retry_after_ms) / 1000
+        if isinstance(error, Throttled):
+            delay_s = self._throttled_delay_s(delay_s)
+        await asyncio.sleep(delay_s)
         if isinstance(error, Unreachable | NoQuorum) or error.retry is Retry.REFRESH_ROUTE:
             if not isinstance(error, GroupMoved):
                 self._placements.clear()  # the set that could report a move may be down
@@ -417,6 +425,12 @@ class Directory:
                 await self.refresh()
             except BatonError as failure:
                 log.debug("could not refresh nodes error=%s", failure)
+
+    def _throttled_delay_s(self, delay_s: float) -> float:
+        """Return the delay of a retry that keeps the interval to the retry before it."""
+        now_s = asyncio.get_running_loop().time()
+        self._throttled_s = max(now_s + delay_s, self._throttled_s + _THROTTLED_INTERVAL_S)
+        return self._throttled_s - now_s
 
     async def _ask(
         self, ask: Callable[[nameserver_grpc.NameserverServiceAsyncStub], Awaitable[T]]

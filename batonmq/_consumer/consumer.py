@@ -46,7 +46,7 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.retries import retry_topic
 from batonmq._core.subscription import parse_filter
 from batonmq._producer.producer import stream_of
-from batonmq._telemetry.client_metrics import ClientMetrics
+from batonmq._telemetry.client_metrics import ClientMetrics, ConsumerMetrics
 from batonmq.errors import TopicNotFound
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Consumer:
         random, host = secured.random, socket.gethostname()
         incarnation_id = random.getrandbits(63) or 1
         self.client_id = client_id or f"{host}-{incarnation_id:016x}"
-        counted = None if metrics is None else metrics.of_consumer(group, self.client_id)
+        counted = None if metrics is None else ConsumerMetrics(metrics, group, self.client_id)
         self._stream: ClientStream | None = None
         event_counter: ConsumerEventCounter | None = None
         if chosen.metrics_stream:

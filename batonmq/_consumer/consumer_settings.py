@@ -156,17 +156,17 @@ class ConsumerSettings:
             return self.model == "clustering" and not self.orderly
         return self.send_back
 
-    @property
-    def policy(self) -> RetryPolicy:
-        """The retry policy that the settings mean."""
-        limit, broadcasting = self.retries_max, self.model == "broadcasting"
-        if limit is None and (self.sends_back or broadcasting):
-            limit = RETRIES_MAX
-        skips = broadcasting and self.exhausted == "dead_letter"
-        return RetryPolicy(
-            sends_back=self.sends_back,
-            retries_max=limit,
-            exhausted="skip" if skips else self.exhausted,
-            first_ms=self.retry_first_ms,
-            delay_ms_max=self.retry_ms_max,
-        )
+
+def retry_policy(settings: ConsumerSettings) -> RetryPolicy:
+    """Return the retry policy that the settings mean."""
+    limit, broadcasting = settings.retries_max, settings.model == "broadcasting"
+    if limit is None and (settings.sends_back or broadcasting):
+        limit = RETRIES_MAX
+    skips = broadcasting and settings.exhausted == "dead_letter"
+    return RetryPolicy(
+        sends_back=settings.sends_back,
+        retries_max=limit,
+        exhausted="skip" if skips else settings.exhausted,
+        first_ms=settings.retry_first_ms,
+        delay_ms_max=settings.retry_ms_max,
+    )

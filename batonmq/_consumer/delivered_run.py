@@ -94,7 +94,7 @@ class DeliveredRun:
         """Return the object of the message at a place in the run."""
         if self._messages:
             return self._messages[number]
-        return ReceivedMessage.of_columns(self.columns, self.indexes[number])
+        return ReceivedMessage._of_columns(self.columns, self.indexes[number])
 
     def bodies(self) -> Iterator[bytes]:
         """Return the bodies without creating the other parts of the messages."""
@@ -143,7 +143,7 @@ class Delivery:
                     yield DeliveredRun(columns, indexes)
                 continue
             for index in indexes:
-                message = ReceivedMessage.of_columns(columns, index)
+                message = ReceivedMessage._of_columns(columns, index)
                 self.prepare(message)
                 yield DeliveredRun(columns, range(index, index + 1), [message])
 
@@ -184,7 +184,7 @@ class Delivery:
         hashes, accepted = columns.tag_hashes, wanted.hashes
         if hashes is not None and accepted is not None:
             indexes = [index for index in indexes if hashes[index] in accepted]
-        messages = (ReceivedMessage.of_columns(columns, index) for index in indexes)
+        messages = (ReceivedMessage._of_columns(columns, index) for index in indexes)
         passed = [wanted.accepts(one.tag, one.keys, one.properties) for one in messages]
         indexes = list(compress(indexes, passed))
         consecutive = bool(indexes) and indexes[-1] - indexes[0] + 1 == len(indexes)

@@ -101,7 +101,7 @@ class ReceivedMessage:
         self._origin: Origin | None = None
 
     @classmethod
-    def of_columns(cls, columns: BatchColumns, index: int) -> ReceivedMessage:
+    def _of_columns(cls, columns: BatchColumns, index: int) -> ReceivedMessage:
         """Return the message at `index` of a batch; its parts are decoded when they are read."""
         message = cls.__new__(cls)
         message._columns, message._index = columns, index

@@ -20,6 +20,7 @@ from functools import partial
 from batonmq._common.aio import unless
 from batonmq._common.threads import DaemonThreads
 from batonmq._consumer.assigned_queue import AssignedQueue
+from batonmq._consumer.consumer_settings import retry_policy
 from batonmq._consumer.handler_adapters import HandlerAdapter
 from batonmq._consumer.handler_deadlines import HandlerCall, HandlerDeadlines
 from batonmq._consumer.handler_results import MessageFailed
@@ -58,7 +59,7 @@ class MessageDispatcher:
         settings = session.settings
         self._session, self._adapter, self._retry_sender = session, adapter, retry_sender
         self._tasks, self._on_stop = tasks, on_stop
-        self._policy, self._metrics = settings.policy, session.metrics
+        self._policy, self._metrics = retry_policy(settings), session.metrics
         self._event_counter = session.event_counter
         self._threads: DaemonThreads | None = None
         if not inspect.iscoroutinefunction(adapter.handler):

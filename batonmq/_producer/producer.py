@@ -32,7 +32,7 @@ from batonmq._producer.scheduled_sender import PendingSchedule, ScheduledSender,
 from batonmq._producer.send_buffer import ProducerClosed, SendBuffer
 from batonmq._producer.topic_queues import TopicQueues
 from batonmq._producer.waiting_sends import WaitingSend, WaitingSends
-from batonmq._telemetry.client_metrics import ClientMetrics
+from batonmq._telemetry.client_metrics import ClientMetrics, ProducerMetrics
 from batonmq.errors import BatonError, Unreachable
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Producer:
     ) -> None:
         self._settings = settings or ProducerSettings()
         secured = (environment or ClientEnvironment()).secured(self._settings.security)
-        self._metrics = None if metrics is None else metrics.of_producer()
+        self._metrics = None if metrics is None else ProducerMetrics(metrics)
         self._clock = secured.clock
         self._directory = Directory(nameserver, secured.random, secured.connect)
         self._tasks = asyncio.TaskGroup()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, Protocol
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._connection.security import Security
@@ -61,22 +61,36 @@ class ProducerSettings:
     metrics_stream: bool = False
     security: Security | None = None
 
-    @property
-    def packing(self) -> RecordCompressor:
-        """Return the compressor of batches.
 
-        Raises:
-            InvalidArgument: `compression` is not a known compression.
-        """
-        try:
-            compression = Compression[self.compression.upper()]
-        except KeyError:
-            raise InvalidArgument(
-                f"unknown compression {self.compression!r}",
-                remedy="Use none, lz4 or zstd.",
-                facts={"field": "compression"},
-            ) from None
-        return RecordCompressor(compression, self.compression_bytes_min)
+class CompressionSettings(Protocol):
+    """The part of `ProducerSettings` that says how batches are compressed."""
+
+    @property
+    def compression(self) -> str:
+        """See `ProducerSettings`."""
+        ...
+
+    @property
+    def compression_bytes_min(self) -> int:
+        """See `ProducerSettings`."""
+        ...
+
+
+def compressor_of(settings: CompressionSettings) -> RecordCompressor:
+    """Return the compressor of batches.
+
+    Raises:
+        InvalidArgument: `compression` is not a known compression.
+    """
+    try:
+        compression = Compression[settings.compression.upper()]
+    except KeyError:
+        raise InvalidArgument(
+            f"unknown compression {settings.compression!r}",
+            remedy="Use none, lz4 or zstd.",
+            facts={"field": "compression"},
+        ) from None
+    return RecordCompressor(compression, settings.compression_bytes_min)
 
 
 METRICS_PRODUCER = ProducerSettings(compression="zstd", delivery_timeout_ms=10_000)

@@ -20,10 +20,10 @@ from batonmq._common.batcher import Batcher
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import Directory
-from batonmq._core.compression import RecordCompressor
 from batonmq._core.queue_sender import SEQUENCE_LIMIT, maybe_stored
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder, Message
+from batonmq._producer.producer_settings import CompressionSettings, compressor_of
 from batonmq.errors import (
     BatonError,
     DuplicateSequence,
@@ -68,7 +68,7 @@ class PendingSchedule:
         return (yield from asyncio.shield(self._future).__await__())
 
 
-class ScheduledSenderSettings(Protocol):
+class ScheduledSenderSettings(CompressionSettings, Protocol):
     """The part of `ProducerSettings` that scheduled messages need."""
 
     @property
@@ -83,11 +83,6 @@ class ScheduledSenderSettings(Protocol):
 
     @property
     def request_timeout_ms(self) -> int:
-        """See `ProducerSettings`."""
-        ...
-
-    @property
-    def packing(self) -> RecordCompressor:
         """See `ProducerSettings`."""
         ...
 
@@ -108,7 +103,7 @@ class ScheduledSender:
         settings: ScheduledSenderSettings,
     ) -> None:
         self._directory, self._clock, self._random = directory, clock, random
-        self._group, self._settings, self._packing = tasks, settings, settings.packing
+        self._group, self._settings, self._packing = tasks, settings, compressor_of(settings)
         self._batchers: dict[str, Batcher[pb.ScheduleItem, _Outcome]] = {}
         self._lanes: dict[QueueRef, list[_Lane]] = {}
         self._running: set[asyncio.Task[None]] = set()

@@ -15,7 +15,7 @@ from batonmq._core.records import Message
 from batonmq._producer.broker_sender import BrokerSender
 from batonmq._producer.message_columns import MessagePiece
 from batonmq._producer.one_way_failures import OneWayFailures
-from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings, compressor_of
 from batonmq._producer.receipts import ANY_QUEUE, BatchOutcome, PendingReceipt, SendOptions
 from batonmq._producer.topic_queues import TopicQueues
 from batonmq._telemetry.client_metrics import ProducerMetrics
@@ -61,7 +61,7 @@ class SendBuffer:
         self._settings, self._directory = settings, directory
         self._metrics, self._event_counter = metrics, event_counter
         self._clock, self._random, self._start = environment.clock, environment.random, start
-        self._packing = settings.packing
+        self._packing = compressor_of(settings)
         self.topics: dict[str, TopicQueues] = {}
         self.broker_health = BrokerHealth()
         self.one_way_failures = OneWayFailures()

@@ -158,14 +158,6 @@ class ClientMetrics:
             registry=registry,
         ).set_function(lambda: sum(bytes_count() for bytes_count in list(self.in_flight.values())))
 
-    def of_producer(self) -> ProducerMetrics:
-        """Return the metrics of one producer."""
-        return ProducerMetrics(self)
-
-    def of_consumer(self, group: str, client_id: str) -> ConsumerMetrics:
-        """Return the metrics of one consumer."""
-        return ConsumerMetrics(self, group, client_id)
-
 
 class ConsumerMetrics:
     """The metrics of one consumer."""

@@ -206,12 +206,18 @@ Global___DeleteRangeResponse: _TypeAlias = DeleteRangeResponse  # noqa: Y015
 
 @_typing.final
 class RequestOp(_message.Message):
-    """One write of a transaction."""
+    """One operation of a transaction."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUEST_RANGE_FIELD_NUMBER: _builtins.int
     REQUEST_PUT_FIELD_NUMBER: _builtins.int
     REQUEST_DELETE_RANGE_FIELD_NUMBER: _builtins.int
+    REQUEST_TXN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request_range(self) -> Global___RangeRequest:
+        """Reads keys."""
+
     @_builtins.property
     def request_put(self) -> Global___PutRequest:
         """Writes a key."""
@@ -220,21 +226,53 @@ class RequestOp(_message.Message):
     def request_delete_range(self) -> Global___DeleteRangeRequest:
         """Deletes a key."""
 
+    @_builtins.property
+    def request_txn(self) -> Global___TxnRequest:
+        """Carries out a transaction within this one, at the same revision."""
+
     def __init__(
         self,
         *,
+        request_range: Global___RangeRequest | None = ...,
         request_put: Global___PutRequest | None = ...,
         request_delete_range: Global___DeleteRangeRequest | None = ...,
+        request_txn: Global___TxnRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "request_delete_range", b"request_delete_range", "request_put", b"request_put"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "request_delete_range", b"request_delete_range", "request_put", b"request_put", "request_range", b"request_range", "request_txn", b"request_txn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "request_delete_range", b"request_delete_range", "request_put", b"request_put"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "request_delete_range", b"request_delete_range", "request_put", b"request_put", "request_range", b"request_range", "request_txn", b"request_txn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["request_put", "request_delete_range"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["request_range", "request_put", "request_delete_range", "request_txn"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
 Global___RequestOp: _TypeAlias = RequestOp  # noqa: Y015
+
+@_typing.final
+class ResponseOp(_message.Message):
+    """Outcome of one operation of a transaction."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSE_RANGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def response_range(self) -> Global___RangeResponse:
+        """The keys that were read."""
+
+    def __init__(
+        self,
+        *,
+        response_range: Global___RangeResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response", "response_range", b"response_range"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["response", b"response", "response_range", b"response_range"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_response: _TypeAlias = _typing.Literal["response_range"]  # noqa: Y015
+    _WhichOneofArgType_response: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_response) -> _WhichOneofReturnType_response | None: ...
+
+Global___ResponseOp: _TypeAlias = ResponseOp  # noqa: Y015
 
 @_typing.final
 class Compare(_message.Message):
@@ -328,7 +366,7 @@ class TxnRequest(_message.Message):
 
     @_builtins.property
     def success(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOp]:
-        """The writes, carried out together at one revision."""
+        """The operations, carried out together at one revision."""
 
     def __init__(
         self,
@@ -352,21 +390,27 @@ class TxnResponse(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     SUCCEEDED_FIELD_NUMBER: _builtins.int
+    RESPONSES_FIELD_NUMBER: _builtins.int
     succeeded: _builtins.bool
     """Whether all conditions held."""
     @_builtins.property
     def header(self) -> Global___ResponseHeader:
         """Head; its revision is that of the writes."""
 
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResponseOp]:
+        """The outcome of each operation."""
+
     def __init__(
         self,
         *,
         header: Global___ResponseHeader | None = ...,
         succeeded: _builtins.bool = ...,
+        responses: _abc.Iterable[Global___ResponseOp] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "succeeded", b"succeeded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "responses", b"responses", "succeeded", b"succeeded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -451,6 +495,7 @@ class WatchCreateRequest(_message.Message):
     RANGE_END_FIELD_NUMBER: _builtins.int
     START_REVISION_FIELD_NUMBER: _builtins.int
     PROGRESS_NOTIFY_FIELD_NUMBER: _builtins.int
+    FRAGMENT_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """First key of the range."""
     range_end: _builtins.bytes
@@ -459,6 +504,8 @@ class WatchCreateRequest(_message.Message):
     """First revision to report."""
     progress_notify: _builtins.bool
     """Whether etcd reports its revision now and then while nothing changes."""
+    fragment: _builtins.bool
+    """Whether etcd may split a large response."""
     def __init__(
         self,
         *,
@@ -466,10 +513,11 @@ class WatchCreateRequest(_message.Message):
         range_end: _builtins.bytes = ...,
         start_revision: _builtins.int = ...,
         progress_notify: _builtins.bool = ...,
+        fragment: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "progress_notify", b"progress_notify", "range_end", b"range_end", "start_revision", b"start_revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fragment", b"fragment", "key", b"key", "progress_notify", b"progress_notify", "range_end", b"range_end", "start_revision", b"start_revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -485,6 +533,7 @@ class WatchResponse(_message.Message):
     CREATED_FIELD_NUMBER: _builtins.int
     CANCELED_FIELD_NUMBER: _builtins.int
     COMPACT_REVISION_FIELD_NUMBER: _builtins.int
+    FRAGMENT_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     created: _builtins.bool
     """Set in the first response."""
@@ -492,6 +541,8 @@ class WatchResponse(_message.Message):
     """Set if etcd has ended the watch."""
     compact_revision: _builtins.int
     """Oldest revision that can be watched; set if `start_revision` was older."""
+    fragment: _builtins.bool
+    """Set if the next response has more changes that belong to this one."""
     @_builtins.property
     def header(self) -> Global___ResponseHeader:
         """Head; without events its revision is how far the watch has come."""
@@ -507,11 +558,12 @@ class WatchResponse(_message.Message):
         created: _builtins.bool = ...,
         canceled: _builtins.bool = ...,
         compact_revision: _builtins.int = ...,
+        fragment: _builtins.bool = ...,
         events: _abc.Iterable[_kv_pb2.Event] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["canceled", b"canceled", "compact_revision", b"compact_revision", "created", b"created", "events", b"events", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["canceled", b"canceled", "compact_revision", b"compact_revision", "created", b"created", "events", b"events", "fragment", b"fragment", "header", b"header"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq_server.lockmgr.access import RULES
 from batonmq_server.lockmgr.candidate import Candidate
 from batonmq_server.lockmgr.config import LockmgrSettings
-from batonmq_server.lockmgr.group_membership import GROUPS_PREFIX, GroupMembership
+from batonmq_server.lockmgr.group_membership import GroupMembership
 from batonmq_server.lockmgr.offsets_client import OffsetsChannels
 from batonmq_server.lockmgr.server import LockmgrServicer
 from batonmq_server.runtime.app import App
@@ -22,6 +22,7 @@ from batonmq_server.runtime.group_placements import (
     PLACEMENTS_PREFIX,
     GroupPlacements,
 )
+from batonmq_server.runtime.group_records import GroupRecords
 from batonmq_server.runtime.leader_channels import LeaderChannels
 from batonmq_server.runtime.service_runtime import Runtime
 
@@ -31,7 +32,7 @@ SERVICE = "baton.lockmgr.v1.LockmgrService"
 @asynccontextmanager
 async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[App]:
     """Yield a lock manager, ready to be run by the runtime."""
-    groups, gates = EtcdMirror(runtime.etcd, GROUPS_PREFIX), EtcdMirror(runtime.etcd, GATES_PREFIX)
+    groups, gates = GroupRecords(runtime.etcd), EtcdMirror(runtime.etcd, GATES_PREFIX)
     placements = EtcdMirror(runtime.etcd, PLACEMENTS_PREFIX)
     channels: OffsetsChannels = LeaderChannels(
         runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub, runtime.connect
@@ -54,7 +55,7 @@ async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[Ap
             rules=RULES,
             leader=False,
             loops=[
-                groups.run,
+                groups.mirror.run,
                 gates.run,
                 placements.run,
                 candidate.run,
@@ -62,7 +63,7 @@ async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[Ap
                 candidate.siblings.run,
             ],
             long_polls=frozenset({"Acquire"}),
-            caught_up=partial(all_ready, groups, gates, placements),
+            caught_up=partial(all_ready, groups.mirror, gates, placements),
             drain=candidate.wait_for_changes,
         )
     finally:

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq._core.queues import GroupQueue, Incarnation
-from batonmq.errors import NotMember, NotSubscribed, SubscriptionDraining
+from batonmq.errors import Internal, NotMember, NotSubscribed, SubscriptionDraining
 from batonmq_server.lockmgr.core.lock_entry import Requester
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.group_gates import GroupGate, GroupGates
+from batonmq_server.runtime.group_records import GroupRecords
 
-GROUPS_PREFIX = "groups/"
+log = logging.getLogger(__name__)
+
 WAIT_S = 2.0
 """A request waits this long for a group record or gate that etcd has not sent yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMembers:
-    """A group record, as far as the lock manager needs it."""
+    """A group record, as far as the lock manager needs it.
+
+    Attributes:
+        damage: Why the newest record is not readable; None if it is. Then the others are those of
+            the last readable record.
+    """
 
     generation: int = 0
     members: frozenset[Incarnation] = frozenset()
     topics: frozenset[str] = frozenset()
+    damage: Internal | None = None
 
     def has(self, incarnation: Incarnation) -> bool:
         """Return whether the incarnation is a member; an unknown owner matches every owner."""
@@ -37,32 +46,32 @@ class GroupMembers:
 class GroupMembership:
     """Answers from live copies of the group records and gates. An unknown group has no members.
 
+    While the record of a group is not readable, no queue is granted; present owners keep theirs.
+
     Args:
         groups, gates: Live copies; the caller runs them.
     """
 
-    def __init__(self, groups: EtcdMirror, gates: EtcdMirror) -> None:
+    def __init__(self, groups: GroupRecords, gates: EtcdMirror) -> None:
         self._groups, self._gates, self._group_gates = groups, gates, GroupGates(gates)
-        self._decoded: dict[str, tuple[int, GroupMembers]] = {}
+        self._known: dict[str, GroupMembers] = {}
+        self._outdated: set[str] = set()
         self._changed = asyncio.Event()
+        groups.on_change.append(self._outdated.update)
         groups.on_change.append(self._wake)
         gates.on_change.append(self._wake)
 
     async def ready(self) -> None:
         """Return once both copies are complete."""
-        await self._groups.ready()
+        await self._groups.mirror.ready()
         await self._gates.ready()
 
     def group(self, name: str) -> GroupMembers:
         """Return the members and topics of a group; none if it is unknown."""
-        stored = self._groups.values.get(name)
-        if stored is None:
-            self._decoded.pop(name, None)
-            return GroupMembers()
-        known = self._decoded.get(name)
-        if known is None or known[0] != stored.mod_revision:
-            known = self._decoded[name] = stored.mod_revision, _group(stored.value)
-        return known[1]
+        if name in self._outdated:
+            self._outdated.discard(name)
+            self._update(name)
+        return self._known.get(name, GroupMembers())
 
     def is_member(self, name: str, incarnation: Incarnation) -> bool:
         """Return whether this incarnation is a member of the group."""
@@ -77,6 +86,7 @@ class GroupMembership:
         """Return the group's gate, which must be unchanged when the grant is persisted.
 
         Raises:
+            Internal: the record of the group is not readable.
             NotMember: the requester is not a member, or its generation is not known here.
             ModeChanged: queues of the group have no owners.
             NotSubscribed: the group does not subscribe to the topic.
@@ -88,6 +98,8 @@ class GroupMembership:
         if gate is None:
             raise NotMember(f"group {key.group} is not known", facts=facts)
         self._group_gates.check_owned(key.group)
+        if group.damage is not None:
+            raise group.damage.with_traceback(None)
         if not group.has(requester.incarnation):
             raise NotMember(f"{client_id} is not a member of {key.group}", facts=facts)
         if requester.generation > group.generation:
@@ -140,13 +152,24 @@ class GroupMembership:
                 while not holds():
                     await self._changed.wait()
 
+    def _update(self, name: str) -> None:
+        try:
+            record = self._groups.get(name)
+        except Internal as error:
+            log.error("no queue is granted group=%s error=%s", name, error)
+            self._known[name] = replace(self._known.get(name, GroupMembers()), damage=error)
+            return
+        if record is None:
+            self._known.pop(name, None)
+        else:
+            self._known[name] = _members_of(record.group)
+
     def _wake(self, _: frozenset[str]) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
-def _group(value: bytes) -> GroupMembers:
-    group = StoredGroup.FromString(value)
+def _members_of(group: StoredGroup) -> GroupMembers:
     return GroupMembers(
         generation=group.generation,
         members=frozenset(

@@ -98,7 +98,12 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     topics = TopicCalls(
         settings, catalog, topic_store, progress_deleter, runtime.guard.quotas.quota_of
     )
-    refused = RefusedClients(etcd, catalog, lease_ms=settings.member_lease_ms)
+    refused = RefusedClients(
+        etcd,
+        catalog,
+        lease_ms=settings.member_lease_ms,
+        write_bytes_per_s=settings.group_write_bytes_per_s,
+    )
     groups = GroupCalls(
         settings=settings,
         clock=runtime.clock,

@@ -17,8 +17,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from baton.nameserver.v1.stored_group_pb2 import StoredGroup
-from batonmq.errors import NotServing, Overloaded
+from batonmq.errors import Internal, NotServing, Overloaded
 from batonmq_server.nameserver.core.groups import Group
 from batonmq_server.nameserver.core.topics import Route, Topic, build_route
 from batonmq_server.nameserver.group_proto import group_from_stored, group_to_pb
@@ -28,6 +27,7 @@ from batonmq_server.nameserver.topic_proto import topic_from_bytes
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.group_placements import PLACEMENTS_PREFIX as PLACES
+from batonmq_server.runtime.group_records import GroupRecords
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Catalog:
 
     def __init__(self, etcd: EtcdSession, nodes: EtcdMirror, *, watchers_max: int) -> None:
         self.topic_mirror = EtcdMirror(etcd, "topics/")
-        self.group_mirror = EtcdMirror(etcd, "groups/")
+        self.group_records = GroupRecords(etcd)
         self.live = EtcdMirror(etcd, "live/")
         self.refused = EtcdMirror(etcd, "refused/")
         self.places = EtcdMirror(etcd, PLACES)
@@ -57,7 +57,7 @@ class Catalog:
         self._nodes, self._watchers_max = nodes, watchers_max
         self._needed = (
             self.topic_mirror,
-            self.group_mirror,
+            self.group_records.mirror,
             self.live,
             self.refused,
             self.places,
@@ -75,7 +75,7 @@ class Catalog:
         self._route_generation = 0
         self._waiting: dict[str, dict[asyncio.Event, None]] = defaultdict(dict)
         self.topic_mirror.on_change.append(self._topics_changed)
-        self.group_mirror.on_change.append(self._groups_changed)
+        self.group_records.on_change.append(self._groups_changed)
         self.locks.on_change.append(self._locks_changed)
         nodes.on_change.append(self._nodes_changed)
         self._nodes_changed(frozenset())
@@ -105,7 +105,7 @@ class Catalog:
         try:
             async with asyncio.timeout(CATCH_UP_MS_MAX / 1000):
                 await self.topic_mirror.reached(topics)
-                await self.group_mirror.reached(groups)
+                await self.group_records.mirror.reached(groups)
                 await self.live.reached(live)
                 await self.places.reached(places)
         except TimeoutError as error:
@@ -185,14 +185,27 @@ class Catalog:
         self._wake(f"topics/{name}" for name in names)
 
     def _groups_changed(self, names: frozenset[str]) -> None:
-        _update_copies(self.group_mirror, names, self._groups, _decode_group)
         for name in names:
-            entry = self._groups.get(name)
+            entry = self._read_group(name)
             if entry is None:
+                self._groups.pop(name, None)
                 self.groups.pop(name, None)
             else:
+                self._groups[name] = entry
                 self.groups[name] = entry.group
         self._wake(f"groups/{name}" for name in names)
+
+    def _read_group(self, name: str) -> _CatalogGroup | None:
+        """Return the group; None if there is none, or it is unreadable; the log says so."""
+        try:
+            record = self.group_records.get(name)
+            if record is None:
+                return None
+            message = pb.WatchGroupResponse(group=group_to_pb(record.group))
+            return _CatalogGroup(message, group_from_stored(record.group))
+        except (Internal, KeyError) as error:
+            log.error("group is not served group=%s error=%s", name, error)
+            return None
 
     def _locks_changed(self, keys: frozenset[str]) -> None:
         for key in keys:
@@ -268,13 +281,6 @@ def _update_copies(
             decoded.pop(key, None)
         else:
             decoded[key] = value
-
-
-def _decode_group(value: bytes) -> _CatalogGroup:
-    stored = StoredGroup.FromString(value)
-    return _CatalogGroup(
-        pb.WatchGroupResponse(group=group_to_pb(stored)), group_from_stored(stored)
-    )
 
 
 def _decoded(key: str, value: bytes, decode: Callable[[bytes], Value]) -> Value | None:

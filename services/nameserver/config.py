@@ -44,8 +44,9 @@ class NameserverSettings(ServiceSettings):
     group_members_max: int = Field(MEMBERS_MAX, ge=1, le=10_000)
     """Limit of live members of a group; more are refused."""
     group_write_bytes_per_s: int = Field(262_144, ge=1_024)
-    """Limit of the bytes that one group writes to etcd per second: a group of many members changes
-    less often, and each change carries out more requests."""
+    """Limit of the bytes of changed records of one group per second, each counted whole, as its
+    readers and members get it: a group of many members changes less often, and each change carries
+    out more requests. The records of its refused clients have the same limit."""
     joins_per_s_max: int = Field(50, ge=1)
     """Limit of the joins and changed subscriptions of one identity per second, over all groups; ten
     times as many at once. Without access control there are no identities and no limit."""

@@ -39,7 +39,7 @@ class GroupMaintainer:
         self._has_pending = asyncio.Event()
         catalog.live.on_change.append(self._live_changed)
         catalog.locks.on_change.append(self._check_groups_of_keys)
-        catalog.group_mirror.on_change.append(self._check)
+        catalog.group_records.on_change.append(self._check)
         catalog.topic_mirror.on_change.append(self._topics_changed)
 
     async def run(self) -> None:
@@ -87,14 +87,14 @@ class GroupMaintainer:
     def _check(self, names: frozenset[str]) -> None:
         # A record may arrive before its live keys: look for dead members only once the live keys
         # are as new as the record.
-        known, seen = self._catalog.group_mirror.values, self._catalog.live.revision
+        records, seen = self._catalog.group_records, self._catalog.live.revision
         known_names = names & self._catalog.groups.keys()
         self._add_pending({name for name in known_names if self._needs_maintenance(name)})
         self._add_pending(
             {
                 name
                 for name in known_names
-                if known[name].mod_revision <= seen and self._has_dead_member(name)
+                if records.revision(name) <= seen and self._has_dead_member(name)
             }
         )
 

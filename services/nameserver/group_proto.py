@@ -35,6 +35,8 @@ from batonmq_server.nameserver.enum_values import enum_value
 
 BY_CHARACTERS_MAX = 255
 REASON_CHARACTERS_MAX = 1_024
+REFUSED_BYTES_MAX = 8_192
+"""Largest stored refusal of a client, unless its first difference alone is larger."""
 ROOM_CHARACTERS_MAX = 127
 _MODELS: Mapping[int, str] = {
     pb.MESSAGE_MODEL_UNSPECIFIED: "CLUSTERING",
@@ -260,8 +262,8 @@ def settings_from_pb(request: pb.UpdateGroupRequest, now_unix_ms: int) -> GroupS
 def refused_to_stored(
     heartbeat: Heartbeat, error: BatonError, since_unix_ms: int
 ) -> StoredRefusedClient:
-    """Return the refusal of a heartbeat as stored in etcd."""
-    return StoredRefusedClient(
+    """Return the refusal of a heartbeat as stored in etcd, with as many differences as fit."""
+    stored = StoredRefusedClient(
         incarnation=queue_pb2.Incarnation(
             client_id=heartbeat.client_id, incarnation_id=heartbeat.incarnation_id
         ),
@@ -269,6 +271,10 @@ def refused_to_stored(
         error=error_to_pb(error),
         since_unix_ms=since_unix_ms,
     )
+    differences = stored.error.differences
+    while len(differences) > 1 and stored.ByteSize() > REFUSED_BYTES_MAX:
+        del differences[-1]
+    return stored
 
 
 def refused_to_pb(client: StoredRefusedClient) -> pb.RefusedClient:

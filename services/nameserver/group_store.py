@@ -1,14 +1,15 @@
 """Groups in etcd, read and written by compare-and-swap.
 
-    groups/<name>                   nameserver.v1.StoredGroup: members, terms, settings, assignments
+    groups/<name>, groups/<name>/*  the record: members, terms, settings, assignments, in several
+                                    keys (`group_record`); a change writes those that it changes
     gates/<name>                    nameserver.v1.StoredGate: what the other services need to know
     live/<group>/<client_id>        incarnation id, decimal, with the member's lease
     refused/<group>/<client_id>     nameserver.v1.StoredRefusedClient, with a lease
 
-The record is the lock: every write of a gate or of a live key also writes the record, and every
-write compares the record. So a decision from a record, and from live keys that were read after it,
-is written only if no live key was added since. Live keys that vanish belong to members that are
-dead. Any replica may remove a recorded member without live key.
+The record is the lock: every write of a gate or of a live key also writes the head of the record,
+and every write compares the head. So a decision from a record, and from live keys that were read
+after it, is written only if no live key was added since. Live keys that vanish belong to members
+that are dead. Any replica may remove a recorded member without live key.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-
-from google.protobuf.message import DecodeError
 
 from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1.stored_group_pb2 import StoredGroup
@@ -40,7 +39,7 @@ from batonmq_server.nameserver.core.group_transaction import (
     GroupTransaction,
     verdict_of,
 )
-from batonmq_server.nameserver.core.groups import MEMBERS_MAX, Group, Heartbeat
+from batonmq_server.nameserver.core.groups import MEMBERS_MAX, Group, Heartbeat, hash_of
 from batonmq_server.nameserver.core.topics import Topic
 from batonmq_server.nameserver.group_proto import gate_of, group_from_stored, group_to_stored
 from batonmq_server.nameserver.group_requests import (
@@ -51,11 +50,23 @@ from batonmq_server.nameserver.group_requests import (
 )
 from batonmq_server.nameserver.topic_store import TopicStore
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Put
+from batonmq_server.runtime.group_record import (
+    GROUPS_PREFIX,
+    HEAD,
+    Parts,
+    changed_parts,
+    read_record,
+    record_bytes,
+    record_key,
+    split_key,
+    split_record,
+)
 
 BATCH_MAX = 32
-"""Requests about one group in one transaction. Each may need three of etcd's 128 operations."""
+"""Requests about one group in one transaction."""
 RECORD_BYTES_MAX = 1_400_000
-"""Largest record of a group: etcd accepts requests of 1.5 MiB."""
+"""Largest record of a group, so that one transaction can write all of it: etcd accepts requests of
+1.5 MiB."""
 WRITE_BYTES_PER_S = 262_144
 ASSIGNED_IN_LOOP_MAX = 2_048
 """Queues that are assigned within the event loop, which takes about 15 ms; more in a thread."""
@@ -74,7 +85,8 @@ class GroupStore:
     Args:
         on_change: Called with every change of a record that this replica writes.
         members_max: Limit of the live members of a group.
-        write_bytes_per_s: Limit of the bytes of records that one group writes per second.
+        write_bytes_per_s: Limit of the bytes of changed records of one group per second; each
+            counts whole.
     """
 
     def __init__(  # noqa: PLR0913  keyword-only from the lease on
@@ -94,9 +106,13 @@ class GroupStore:
         self._waiting: dict[str, list[GroupRequest]] = defaultdict(list)
 
     async def read(self, name: str) -> tuple[Group, int] | None:
-        """Return the present group in etcd and its revision; None if there is none."""
-        stored = await self._etcd.get(self._etcd.key("groups", name))
-        return (_decoded(stored), stored.mod_revision) if stored else None
+        """Return the present group in etcd and its revision; None if there is none.
+
+        Raises:
+            Internal: its record is not readable.
+        """
+        stored = await self._read_record(name)
+        return (stored.group, stored.head.mod_revision) if stored else None
 
     async def renew(self, live: KeyValue) -> bool:
         """Renew the lease of a live key; return False if it has expired."""
@@ -170,10 +186,10 @@ class GroupStore:
             if snapshot.stored is None:
                 return 0
             snapshot.transaction.check_unused("a group can only be deleted without live members")
-            key = self._etcd.key("groups", name)
+            keys = [record_key(name, part) for part in snapshot.stored.parts]
             return await self._etcd.txn(
-                compare=[unchanged(key, snapshot.stored)],
-                delete=[key, self._etcd.key("gates", name)],
+                compare=[unchanged(keys[0], snapshot.stored.head)],
+                delete=[*keys, self._etcd.key("gates", name)],
             )
 
         revision = await self._swap.run(f"groups/{name}", attempt)
@@ -248,17 +264,13 @@ class GroupStore:
     async def _write(
         self, snapshot: _GroupSnapshot, after: Group, accepted: list[str]
     ) -> GroupWrite:
-        """Write the record and the keys that change with it, if the record is unchanged since."""
+        """Write what changes of the record and with it, if the record is unchanged since."""
         transaction, name, key = snapshot.transaction, snapshot.name, self._etcd.key
-        value = group_to_stored(after).SerializeToString()
-        if len(value) > RECORD_BYTES_MAX:
-            raise LimitExceeded(
-                f"the record of group {name} would have {len(value)} bytes; "
-                f"the limit is {RECORD_BYTES_MAX}",
-                remedy="Use shorter client ids and host names, fewer topics, or more groups.",
-                facts={"field": "group", "limit": RECORD_BYTES_MAX, "actual": len(value)},
-            )
-        put = [Put(key("groups", name), value)]
+        before = snapshot.stored.parts if snapshot.stored else {}
+        whole = group_to_stored(after)
+        parts = _checked_parts(whole, hash_of(after.terms.subscriptions), snapshot)
+        changed, vanished = changed_parts(before, parts)
+        put = [Put(record_key(name, part), value) for part, value in changed.items()]
         gate = gate_of(after)
         if snapshot.group is None or gate != gate_of(snapshot.group):
             put.append(Put(key("gates", name), gate.SerializeToString()))
@@ -269,12 +281,18 @@ class GroupStore:
             transaction.joined.items(), leases, strict=True
         ):
             put.append(Put(key("live", name, client_id), str(incarnation_id).encode(), lease))
-        delete = [key("live", name, client_id) for client_id in sorted(transaction.left)]
+        delete = [record_key(name, part) for part in vanished]
+        delete += [key("live", name, client_id) for client_id in sorted(transaction.left)]
         delete += [key("refused", name, client_id) for client_id in sorted({*accepted})]
         revision = await self._etcd.txn(
-            compare=[unchanged(key("groups", name), snapshot.stored)], put=put, delete=delete
+            compare=[
+                unchanged(record_key(name, HEAD), snapshot.stored.head if snapshot.stored else None)
+            ],
+            put=put,
+            delete=delete,
         )
-        self._pace.written(name, len(value), self._etcd.clock.monotonic_ms())
+        # A change costs what its readers do: they decode the whole record, and each member gets it.
+        self._pace.written(name, whole.ByteSize(), self._etcd.clock.monotonic_ms())
         if revision is None:
             await self._revoke([lease.lease_id for lease in leases])
             return GroupWrite(snapshot.group, 0)
@@ -307,8 +325,8 @@ class GroupStore:
 
     async def _read(self, name: str) -> _GroupSnapshot:
         """Read the record first, then the live keys, so that these are at least as new."""
-        stored = await self._etcd.get(self._etcd.key("groups", name))
-        group = _decoded(stored) if stored else None
+        stored = await self._read_record(name)
+        group = stored.group if stored else None
         prefix = f"live/{name}/"
         live, revision = await self._etcd.get_prefix(prefix)
         await _let_other_tasks_run()
@@ -325,6 +343,22 @@ class GroupStore:
             members_max=self._members_max,
         )
         return _GroupSnapshot(name, stored, group, by_client, transaction)
+
+    async def _read_record(self, name: str) -> _StoredRecord | None:
+        """Return the record of a group in etcd; None if there is none."""
+        keys = {
+            split_key(one.key.removeprefix(GROUPS_PREFIX))[1]: one
+            for one in await self._etcd.get_tree(record_key(name, HEAD))
+        }
+        if not keys:
+            return None
+        parts = {part: one.value for part, one in keys.items()}
+        record = read_record(name, parts)
+        try:
+            group = group_from_stored(record.group)
+        except KeyError as error:
+            raise Internal(f"the record of group {name} has an unknown value: {error}") from error
+        return _StoredRecord(group, keys[HEAD], parts, record.numbers)
 
     async def _topics_of(self, group: Group) -> list[Topic]:
         """Return the existing topics that the group subscribes to, as etcd has them now."""
@@ -343,6 +377,27 @@ class GroupStore:
         """Revoke unused leases; if that fails, they expire."""
         with contextlib.suppress(NoQuorum):
             await run_concurrently([self._etcd.attach(one).revoke for one in lease_ids if one])
+
+
+def _checked_parts(
+    whole: StoredGroup, subscription_hash: int, snapshot: _GroupSnapshot
+) -> dict[str, bytes]:
+    """Return the parts of a record that is to be written.
+
+    Raises:
+        LimitExceeded: it is too large.
+    """
+    numbers = snapshot.stored.numbers if snapshot.stored else {}
+    parts = split_record(whole, subscription_hash, numbers)
+    size = record_bytes(whole.name, parts)
+    if size > RECORD_BYTES_MAX:
+        raise LimitExceeded(
+            f"the record of group {whole.name} would have {size} bytes; "
+            f"the limit is {RECORD_BYTES_MAX}",
+            remedy="Use shorter client ids and host names, fewer topics, or more groups.",
+            facts={"field": "group", "limit": RECORD_BYTES_MAX, "actual": size},
+        )
+    return parts
 
 
 async def _let_other_tasks_run() -> None:
@@ -369,22 +424,31 @@ def group_not_found(name: str) -> GroupNotFound:
 
 
 @dataclass(frozen=True, slots=True)
+class _StoredRecord:
+    """The record of a group in etcd.
+
+    Attributes:
+        head: Its first key; its revision is that of the record.
+        parts: Values of all its keys; the head is the first one.
+        numbers: Number of each member's key, by client id.
+    """
+
+    group: Group
+    head: KeyValue
+    parts: Parts
+    numbers: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class _GroupSnapshot:
     """A group and its live keys by client id, as read for one batch of requests."""
 
     name: str
-    stored: KeyValue | None
+    stored: _StoredRecord | None
     group: Group | None
     live: Mapping[str, KeyValue]
     transaction: GroupTransaction
 
     @property
     def revision(self) -> int:
-        return self.stored.mod_revision if self.stored else 0
-
-
-def _decoded(stored: KeyValue) -> Group:
-    try:
-        return group_from_stored(StoredGroup.FromString(stored.value))
-    except (DecodeError, KeyError) as error:
-        raise Internal(f"etcd has an unreadable value of {stored.key}") from error
+        return self.stored.head.mod_revision if self.stored else 0

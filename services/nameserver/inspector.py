@@ -242,7 +242,7 @@ class QueueInspector:
             described = await self._queries.lock(e.group.name, queue)
             e = replace(e, lock=described.value or e.lock, lock_error=described.error)
         filters = e.expression not in (None, "", "*")
-        if filters and e.owner and e.progress and not e.progress.unacked_count:
+        if filters and e.owner and e.progress and not e.progress.in_flight_count:
             scan = await self._queries.filtered(queue, e.head_offset, e.expression or "")
             e = replace(e, filtered=scan)
         return e

@@ -268,10 +268,12 @@ class LagMetrics:
     def _add(self, values_by_gauge: dict[Gauge, Values], topic: Labels, e: QueueEvidence) -> None:
         """Add a queue to the values of its topic."""
         if e.lag_count >= 0:
-            in_flight = e.progress.unacked_count if e.progress else 0
-            ready = e.lag_count
-            if e.progress is not None and e.log is not None:
-                ready = e.log.next_offset - max(e.progress.delivered_offset, e.log.first_offset)
+            in_flight, ready = 0, e.lag_count
+            if e.progress is not None:
+                in_flight = e.progress.in_flight_count
+                if e.log is not None:
+                    delivered_offset = e.progress.delivered_offset - e.progress.unsure_count
+                    ready = e.log.next_offset - max(delivered_offset, e.log.first_offset)
             values_by_gauge[self._lag_messages][topic] += e.lag_count
             values_by_gauge[self._ready][topic] += max(0, ready)
             values_by_gauge[self._in_flight][topic] += in_flight

@@ -303,6 +303,7 @@ def _progress(progress: offsets_pb.Progress) -> ProgressEvidence:
         token=progress.token,
         committed_offset=progress.committed_offset,
         unacked_count=progress.unacked_count,
+        unsure_count=progress.unacked_count - progress.unacked_count_min,
         acked_count=progress.acked_count,
         delivered_offset=progress.delivered_offset,
         acked_range_count=progress.acked_range_count,

@@ -1,8 +1,8 @@
 """Bounds the connections of one address to the port of the service.
 
-gRPC bounds the connections of all clients before their handshake, but not those of one address, and
-does not show its sockets. So this module finds the sockets among the descriptors of the process,
-and shuts down the newest ones of an address that has too many; gRPC then sees that they ended.
+gRPC bounds the connections of all clients before their handshake, but not those of one address. So
+this module shuts down the newest sockets of an address that has too many; gRPC then sees that they
+ended.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import os
-import socket
-import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter
 
+from batonmq_server.runtime.accepted_sockets import (
+    accepted_sockets,
+    end_connection,
+    plain_address,
+)
 from batonmq_server.runtime.descriptor_shortage import is_shortage
 
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5
-_OPEN = "/proc/self/fd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,8 @@ class ConnectionAges:
 
 def network_of(address: str) -> str:
     """Return the IPv4 address, or the network of 64 bits of an IPv6 address."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
+    ip = ipaddress.ip_address(plain_address(address))
     if isinstance(ip, ipaddress.IPv6Address):
-        if ip.ipv4_mapped is not None:
-            return str(ip.ipv4_mapped)
         return str(ipaddress.ip_network((int(ip) >> 64 << 64, 64)))
     return str(ip)
 
@@ -122,7 +120,10 @@ class ConnectionLimiter:
 
     def connections(self) -> dict[Connection, int]:
         """Return the open connections of clients, with their descriptors."""
-        return dict(_accepted(self._port))
+        return {
+            Connection(one.inode, network_of(one.address)): one.descriptor
+            for one in accepted_sockets(self._port)
+        }
 
     def check(self) -> None:
         """Check once; blocks for some microseconds per open descriptor."""
@@ -140,41 +141,3 @@ class ConnectionLimiter:
                 ended[-1].network,
                 self._per_address,
             )
-
-
-def _accepted(port: int) -> Iterator[tuple[Connection, int]]:
-    """Yield the connections that were accepted on `port`, with their descriptors."""
-    for name in os.listdir(_OPEN):  # noqa: PTH208  thousands of names, which need no paths
-        descriptor = int(name)
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISSOCK(status.st_mode):
-                continue
-            # It belongs to gRPC, which may close it meanwhile: it is only read, and not closed.
-            borrowed = socket.socket(fileno=descriptor)
-        except OSError:
-            continue
-        try:
-            if borrowed.getsockname()[1] != port:
-                continue
-            network = network_of(borrowed.getpeername()[0])
-        except (OSError, ValueError, IndexError):
-            continue  # it listens, has ended, or is no socket of a network
-        finally:
-            borrowed.detach()
-        yield Connection(status.st_ino, network), descriptor
-
-
-def end_connection(descriptor: int, inode: int) -> None:
-    """Shut down the socket with this inode, unless the descriptor is another file by now."""
-    with suppress(OSError):
-        copy = os.dup(descriptor)  # stays the same file even if gRPC closes its descriptor
-        try:
-            if os.fstat(copy).st_ino == inode:
-                ended = socket.socket(fileno=copy)
-                try:
-                    ended.shutdown(socket.SHUT_RDWR)
-                finally:
-                    ended.detach()
-        finally:
-            os.close(copy)

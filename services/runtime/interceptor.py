@@ -51,6 +51,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         long_polls: Names of the methods without a stream that are long polls.
+        pause: Pauses a connection whose caller ignores its quota; it is named by its client.
     """
 
     def __init__(
@@ -59,10 +60,13 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         registry: CollectorRegistry,
         long_polls: frozenset[str] = frozenset(),
         guard: Guard | None = None,
+        pause: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._clock, self._long_polls = clock, long_polls
         self.draining = False
-        self._admission = Admission(guard, long_polls) if guard is not None and guard.on else None
+        self._admission = (
+            Admission(guard, long_polls, pause) if guard is not None and guard.on else None
+        )
         self._waiting: set[asyncio.Task[Any]] = set()
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         self._by_method = lru_cache(maxsize=None)(self._metrics_of)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import NoReturn, TypeVar
 
 import grpc.aio
@@ -24,8 +25,9 @@ from batonmq._process import logs
 from batonmq._process.config import ConfigError, ConfigProblem, load
 from batonmq._process.settings_help import settings_help
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.app import App
+from batonmq_server.runtime.app import App, Loop
 from batonmq_server.runtime.connection_limiter import ConnectionLimiter
+from batonmq_server.runtime.connection_pauser import ConnectionPauser
 from batonmq_server.runtime.descriptors import (
     DescriptorShares,
     open_descriptors,
@@ -186,8 +188,10 @@ async def _serve(
     settings = runtime.settings
     runtime.guard.add_rules(app.rules)
     export_expiry(settings, runtime.registry)
-    edge = EdgeInterceptor(runtime.clock, runtime.registry, app.long_polls, runtime.guard)
-    names = [*app.servicers, *_COMMON_SERVICES]
+    pauser = ConnectionPauser(runtime.registry)
+    edge = EdgeInterceptor(
+        runtime.clock, runtime.registry, app.long_polls, runtime.guard, pauser.pause
+    )
     server = _server(runtime, app, status, edge, shares.clients)
     add_settings(described, server)
     port = listen(server, settings)
@@ -201,13 +205,14 @@ async def _serve(
     await status.set_started()
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(loop()) for loop in (limiter.run, *app.loops)]
+            loops: list[Loop] = [limiter.run, partial(pauser.run, port), *app.loops]
+            running = [tasks.create_task(loop()) for loop in loops]
             if settings.metrics_stream:
                 running.append(tasks.create_task(event_publisher(runtime).run()))
             await unless(runtime.stop_requested, _register(runtime, app))
             if not runtime.stop_requested.is_set():
                 running.append(tasks.create_task(runtime.node_entry.keep()))
-                await status.set_serving(names)
+                await status.set_serving([*app.servicers, *_COMMON_SERVICES])
                 follow = status.follow_readiness(lambda: runtime.node_entry.listed, app.caught_up)
                 running.append(tasks.create_task(follow))
                 log.info("serving address=%s metrics_port=%d", address, http.server_port)

@@ -16,6 +16,8 @@ from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.core.commitlog import PositionRange
+from batonmq_server.storage.core.keyindex import RunExtent
+from batonmq_server.storage.core.queue_repair import QueueRepair
 from batonmq_server.storage.core.retention import Retention
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.delivery_router import DeliveryRouter
@@ -134,10 +136,14 @@ def build_components(
     shortage = metrics.descriptor_shortages.inc
     checkpointer = Checkpointer(node, flusher, in_thread, shortage, partial(_count_purged, metrics))
     damage = DamageTracker(metrics.damaged_batches.inc)
-    repairs = QueueRepairer(node, in_thread, metrics.rebuilt_queues.inc, runtime.random)
-    key_repairs = KeyRunRepairer(node, in_thread, metrics.rebuilt_key_runs.inc)
+    repairs = QueueRepairer(
+        node, in_thread, partial(_queue_rebuilt, metrics, stream), runtime.random
+    )
+    key_repairs = KeyRunRepairer(node, in_thread, partial(_key_run_rebuilt, metrics, stream))
     patient = waiting_for_descriptors(in_thread, shortage)
-    scrubber = Scrubber(node, damage, bytes_per_s=settings.scrub_bytes_per_s, in_thread=patient)
+    scrubber = Scrubber(
+        node, damage, repairs.rebuild, bytes_per_s=settings.scrub_bytes_per_s, in_thread=patient
+    )
     store = node.store
     cleaner = LogCleaner(
         store,
@@ -249,6 +255,20 @@ def build_components(
 
 def _count_purged(metrics: StorageMetrics, segments: Sequence[PositionRange]) -> None:
     metrics.purged_bytes.inc(sum(end - begin for begin, end in segments))
+
+
+def _queue_rebuilt(
+    metrics: StorageMetrics, stream: StorageMetricStream, topic: str, repair: QueueRepair
+) -> None:
+    metrics.rebuilt_queues.inc()
+    stream.queue_rebuilt(topic, repair.key[1], repair.first_offset, repair.next_offset)
+
+
+def _key_run_rebuilt(
+    metrics: StorageMetrics, stream: StorageMetricStream, extent: RunExtent
+) -> None:
+    metrics.rebuilt_key_runs.inc()
+    stream.key_index_rebuilt(extent.first_position, extent.next_position)
 
 
 def _synced(metrics: StorageMetrics, stream: StorageMetricStream, seconds: float) -> None:

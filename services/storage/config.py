@@ -27,7 +27,7 @@ class StorageSettings(ServiceSettings):
     min_in_sync: int = Field(1, ge=1, le=5)
     """Minimum size of the in-sync set, including the leader. With fewer replicas in sync the leader
     rejects messages with NOT_ENOUGH_REPLICAS."""
-    leader_lease_ms: int = Field(3_000, ge=2_000)
+    leader_lease_ms: int = Field(5_000, ge=2_000)
     """Lease of the leader, in milliseconds. If the leader does not renew it, another replica is
     elected."""
     replica_lag_ms_max: int = Field(3_000, ge=500)

@@ -21,11 +21,11 @@ class KeyRunRepairer:
 
     Args:
         in_thread: Runs the blocking calls outside the event loop.
-        on_repair: Called once for each run that was rebuilt.
+        on_repair: Called with the extent of each run that was rebuilt.
     """
 
     def __init__(
-        self, node: StorageNode, in_thread: InThread, on_repair: Callable[[], None]
+        self, node: StorageNode, in_thread: InThread, on_repair: Callable[[RunExtent], None]
     ) -> None:
         self._node, self._in_thread, self._on_repair = node, in_thread, on_repair
         self._one_at_a_time = asyncio.Lock()
@@ -53,7 +53,7 @@ class KeyRunRepairer:
             if not store.keys.replace(repair.run):  # retention has removed it meanwhile
                 await self._in_thread(self._node.disk.remove, path)
                 return True
-            self._on_repair()
+            self._on_repair(extent)
             log.warning("key index rebuilt from the log file=%s", path)
             return True
 

@@ -95,6 +95,21 @@ class StorageMetricStream:
             self._closed.append((owner, client_id, known))
             self._delivered[owner, client_id] = DeliveredRange(step)
 
+    def queue_rebuilt(self, topic: str, queue_id: int, first_offset: int, next_offset: int) -> None:
+        """Publish that damaged entries of a consume queue were rebuilt."""
+        queue = queue_pb2.QueueRef(topic=topic, broker=self._broker, queue_id=queue_id)
+        range_ = queue_pb2.OffsetRange(first_offset=first_offset, next_offset=next_offset)
+        self.hub.publish(
+            pb.MetricEvent(
+                queue=queue_pb2.GroupQueue(queue=queue), queue_rebuilt=pb.QueueRebuilt(range=range_)
+            )
+        )
+
+    def key_index_rebuilt(self, first_position: int, next_position: int) -> None:
+        """Publish that a damaged file of the key index was rebuilt."""
+        rebuilt = pb.KeyIndexRebuilt(first_position=first_position, next_position=next_position)
+        self.hub.publish(pb.MetricEvent(key_index_rebuilt=rebuilt))
+
     def _events(self) -> Iterator[pb.MetricEvent]:
         appended, self._appended = self._appended, {}
         for (topic, queue_id), (count, size, next_offset) in appended.items():

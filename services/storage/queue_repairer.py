@@ -12,6 +12,7 @@ from random import Random
 from batonmq._common.backoff import Backoff
 from batonmq.errors import DataLoss
 from batonmq_server.runtime.descriptor_shortage import is_shortage
+from batonmq_server.storage.core.consumequeue import topic_of
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.queue_repair import (
     ENTRIES_AT_ONCE,
@@ -44,11 +45,11 @@ class _Failure:
 
 
 class QueueRepairer:
-    """Repairs one queue at a time, when a read of it fails.
+    """Repairs one queue at a time, when a read of it fails or the scrub finds damage.
 
     Args:
         in_thread: Runs the blocking reads of the log outside the event loop.
-        on_repair: Called once for each repair that changed a file.
+        on_repair: Called with the topic, once for each repair that changed a file.
         random: For the pauses after failed repairs.
     """
 
@@ -56,7 +57,7 @@ class QueueRepairer:
         self,
         node: StorageNode,
         in_thread: InThread,
-        on_repair: Callable[[], None],
+        on_repair: Callable[[str, QueueRepair], None],
         random: Random,
     ) -> None:
         self._node, self._in_thread, self._on_repair = node, in_thread, on_repair
@@ -86,7 +87,9 @@ class QueueRepairer:
             for first_offset in range(offset, offset + SCANNED_MAX, ENTRIES_AT_ONCE):
                 repair = find_damage(self._node.store, key, first_offset)
                 try:
-                    if repair is not None and await self._rebuild(repair):
+                    if repair is not None:
+                        await self._in_thread(self._read, repair)
+                    if repair is not None and await self._apply(repair):
                         self._failures.pop((key, offset), None)
                         return
                 except OSError as cause:  # for example: retention has removed a segment meanwhile
@@ -103,13 +106,21 @@ class QueueRepairer:
                 self._failures.popitem(last=False)
             raise lost or error
 
-    async def _rebuild(self, repair: QueueRepair) -> bool:
-        await self._in_thread(self._read, repair)
+    async def rebuild(self, repair: QueueRepair) -> None:
+        """Write entries that the scrub has read from the log; the next round tries it again."""
+        async with self._one_at_a_time:
+            try:
+                await self._apply(repair)
+            except OSError as error:
+                log.warning("consume queue not rebuilt queue=%s error=%s", repair.key, error)
+
+    async def _apply(self, repair: QueueRepair) -> bool:
+        """Write the entries of a repair; return whether a file was changed."""
         changed = apply_repair(self._node.store, repair)
         await self._in_thread(self._node.disk.sync, changed)
         if not changed:
             return False
-        self._on_repair()
+        self._on_repair(topic_of(changed[0]), repair)
         log.warning(
             "consume queue rebuilt from the log topic_id=%d queue_id=%d first_offset=%d "
             "next_offset=%d files=%s",

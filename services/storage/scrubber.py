@@ -1,10 +1,16 @@
-"""The background scrub: re-reads the log slowly, round by round, and reports damaged batches."""
+"""The background scrub: re-reads the log slowly, round by round.
+
+It reports damaged batches, and rebuilds entries of consume queues that differ from the log.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
+from batonmq_server.storage.core.queue_repair import QueueRepair
+from batonmq_server.storage.core.queue_scrub import QueueScrub
 from batonmq_server.storage.core.scrub import LogScrub, ScrubRange
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.flusher import InThread, in_thread
@@ -20,6 +26,7 @@ class Scrubber:
     """Checks everything that is synced to the disk, round by round.
 
     Args:
+        rebuild: Writes the entries of a repair to the consume queue.
         bytes_per_s: Maximum read rate; 0 turns the scrub off.
         in_thread: Runs the blocking reads outside the event loop.
     """
@@ -28,12 +35,14 @@ class Scrubber:
         self,
         node: StorageNode,
         damage: DamageTracker,
+        rebuild: Callable[[QueueRepair], Awaitable[None]],
         *,
         bytes_per_s: int,
         in_thread: InThread = in_thread,
     ) -> None:
         self._scrub = LogScrub(node.disk, node.store.log)
-        self._damage, self._bytes_per_s, self._in_thread = damage, bytes_per_s, in_thread
+        self._node, self._damage, self._rebuild = node, damage, rebuild
+        self._bytes_per_s, self._in_thread = bytes_per_s, in_thread
 
     @property
     def position(self) -> int:
@@ -54,11 +63,19 @@ class Scrubber:
             await asyncio.sleep(ROUND_INTERVAL_S)
 
     async def check(self, range_: ScrubRange) -> None:
-        """Check one range of the log and report its damaged batches."""
+        """Check one range of the log and its entries in the consume queues."""
         try:
             await self._in_thread(self._scrub.check, range_)
         except FileNotFoundError:  # retention has removed the segment meanwhile
             range_.position = range_.segment_end_position
         for position, detail in range_.damaged.items():
             self._damage.report_batch(position, detail)
+        queues = QueueScrub(self._node.disk, self._node.store, range_)
+        await self._in_thread(_compare, queues)
+        for repair in queues.repairs:
+            await self._rebuild(repair)
         self._scrub.checked(range_)
+
+
+def _compare(queues: QueueScrub) -> None:
+    queues.compare()

@@ -54,12 +54,14 @@ class MemoryEtcd:
 
     Attributes:
         on_put: Functions that are called with each key that is written.
+        on_change: Functions that are called with the changed keys after each transaction.
     """
 
     def __init__(self, network: MemoryNetwork) -> None:
         self.network = network
         self.revision = 1
         self.on_put: list[Callable[[KeyValue], None]] = []
+        self.on_change: list[Callable[[frozenset[str]], None]] = []
         self._kept: dict[str, KeyValue] = {}
         self._leases: dict[int, _Lease] = {}
         self._lease_count = 0
@@ -74,6 +76,11 @@ class MemoryEtcd:
         """Return all keys under `prefix`, and the revision."""
         entries = [self._kept[key] for key in sorted(self._kept) if key.startswith(prefix)]
         return entries, self.revision
+
+    def get_tree(self, key: str) -> list[KeyValue]:
+        """Return the key and every key below it."""
+        below = self.get_prefix(f"{key}/")[0]
+        return [self._kept[key], *below] if key in self._kept else below
 
     def txn(self, compare: Sequence[Compare], put: Sequence[Put], delete: Sequence[str]) -> int:
         """Return the new revision; 0 if a condition is false, -1 if a lease has expired."""
@@ -144,6 +151,8 @@ class MemoryEtcd:
                 lease.keys.pop(key, None)
             changes.append(_Change(self.revision, key, None))
         self._changes += changes
+        for observe in self.on_change:
+            observe(frozenset(change.key for change in changes))
         for watch in list(self._watches):
             self._show(watch, changes)
 
@@ -162,9 +171,13 @@ class MemoryEtcd:
         return _Change(self.revision, put.key, stored)
 
     def _show(self, watch: _EtcdWatch, changes: Sequence[_Change]) -> None:
+        """Send the changes of one revision, each in a fragment of its own."""
         events = [_event(c, watch.absolute) for c in changes if c.key.startswith(watch.prefix)]
-        if events:
-            watch.push(pb.WatchResponse(header=self._header(), events=events))
+        header = self._header()
+        parts = [pb.WatchResponse(header=header, events=[one], fragment=True) for one in events]
+        if parts:
+            parts[-1].fragment = False
+            watch.push(*parts)
 
     def _header(self) -> Any:
         return pb.ResponseHeader(revision=self.revision)
@@ -199,18 +212,18 @@ class _EtcdWatch:
         self.prefix = ""
         self.over = False
         self._last_s = 0.0
-        self._travelling: deque[Any] = deque()
+        self._travelling: deque[tuple[Any, ...]] = deque()
         self._arrived: deque[Any] = deque()
         self._woken = asyncio.Event()
 
-    def push(self, answer: Any) -> None:
+    def push(self, *answers: Any) -> None:
         if self.over:
             return
         now_s = self._network.loop.time()
         self._last_s = max(now_s + self._network.delay_s(), self._last_s)
         if self._network.lost(NAME, self._name):
-            self.over, answer = True, None
-        self._travelling.append(answer)
+            self.over, answers = True, (None,)
+        self._travelling.append(answers)
         self._network.later(self._last_s - now_s, self._arrive)
 
     async def next(self) -> Any:
@@ -221,7 +234,7 @@ class _EtcdWatch:
         return self._arrived.popleft()
 
     def _arrive(self) -> None:
-        self._arrived.append(self._travelling.popleft())
+        self._arrived += self._travelling.popleft()
         self._woken.set()
 
 
@@ -250,6 +263,10 @@ class MemoryEtcdSession(EtcdSession):
     async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
         """See EtcdSession."""
         return await self._call(lambda: self._server.get_prefix(prefix))
+
+    async def get_tree(self, key: str) -> list[KeyValue]:
+        """See EtcdSession."""
+        return await self._call(lambda: self._server.get_tree(key))
 
     async def delete(self, key: str) -> bool:
         """See EtcdSession."""

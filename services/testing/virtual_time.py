@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import heapq
 import itertools
-import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
@@ -20,6 +20,9 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SPINS_MAX = 1_000_000
+TIMERS_KEPT = 100
+"""With more timers than that, cancelled ones are removed if they are the majority."""
+CLOCK_RESOLUTION_S = 1e-9
 _HOST: ContextVar[VirtualHost | None] = ContextVar("host", default=None)
 
 
@@ -32,11 +35,19 @@ class Livelock(Exception):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop like that of asyncio, with a clock that jumps to the next timer."""
+    """An event loop like that of asyncio, with a clock that jumps to the next timer.
+
+    It has its own queues of callbacks and timers, and replaces the step of the loop, `_run_once`.
+    That of asyncio polls sockets, and compares timers in Python: half of the time of a simulation.
+    """
 
     def __init__(self) -> None:
-        super().__init__(_NeverWaits(self))
+        super().__init__()
         self.now_s = 0.0
+        self._due: deque[_Callback] = deque()
+        self._timers: list[tuple[float, _Callback]] = []
+        self._timers_cancelled = 0
+        self._spins = 0
         self._task_numbers = itertools.count()
         self.set_task_factory(self._new_task)  # type: ignore[arg-type]
 
@@ -46,35 +57,81 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
+    ) -> _Callback:
         """See asyncio; a callback of a frozen host waits until the host is thawed."""
-        context = copy_context() if context is None else context
-        host = context.get(_HOST)
-        if host is None:
-            return super().call_soon(callback, *args, context=context)
-        gate = _Gate(host, callback, args, context)
-        gate.handle = super().call_soon(gate, context=context)
-        return gate.handle
+        handle = _Callback(self, self.now_s, callback, args, context)
+        self._due.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> _Callback:
+        """See asyncio."""
+        return self.call_at(self.now_s + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
+    ) -> _Callback:
         """See asyncio; a callback of a frozen host waits until the host is thawed."""
-        context = copy_context() if context is None else context
-        host = context.get(_HOST)
-        if host is None:
-            return super().call_at(when, callback, *args, context=context)
-        gate = _Gate(host, callback, args, context)
-        gate.handle = handle = super().call_at(when, gate, context=context)
+        handle = _Callback(self, when, callback, args, context)
+        handle.is_timer = True
+        heapq.heappush(self._timers, (when, handle))
         return handle
 
-    def run_again(self, gate: _Gate) -> None:
+    def run_again(self, handle: _Callback) -> None:
         """Queue a callback that a frozen host had kept."""
-        super().call_soon(gate, context=gate.context)
+        self._due.append(handle)
+
+    def timer_cancelled(self) -> None:
+        """Count a timer that is cancelled before its time."""
+        self._timers_cancelled += 1
 
     def run_in_executor(self, *_: Any) -> Any:  # type: ignore[override]
         """Raise RuntimeError: there are no threads in virtual time."""
         raise RuntimeError("threads can't be used in virtual time")
+
+    def close(self) -> None:
+        """See asyncio; forget all callbacks and timers."""
+        super().close()
+        self._due.clear()
+        self._timers.clear()
+
+    def _run_once(self) -> None:
+        """Run the callbacks that are due; if there are none, jump to the next timer first."""
+        due, timers = self._due, self._timers
+        self._remove_cancelled()
+        wait_s = 0.0
+        if not due and not self._stopping:  # type: ignore[attr-defined]
+            if not timers:
+                raise Deadlock
+            wait_s = timers[0][0] - self.now_s
+        if wait_s > 0:
+            self._spins = 0
+            self.now_s += wait_s
+        else:
+            self._spins += 1
+            if self._spins > SPINS_MAX:
+                raise Livelock
+        end_s = self.now_s + CLOCK_RESOLUTION_S
+        while timers and timers[0][0] < end_s:
+            _, handle = heapq.heappop(timers)
+            handle.is_timer = False
+            due.append(handle)
+        for _ in range(len(due)):
+            due.popleft().run()
+
+    def _remove_cancelled(self) -> None:
+        """Remove cancelled timers: all if they are the majority, otherwise those at the head."""
+        timers = self._timers
+        if len(timers) > TIMERS_KEPT and self._timers_cancelled > len(timers) / 2:
+            timers[:] = [entry for entry in timers if not entry[1].is_cancelled]
+            heapq.heapify(timers)
+            self._timers_cancelled = 0
+        while timers and timers[0][1].is_cancelled:
+            heapq.heappop(timers)
+            self._timers_cancelled -= 1
 
     def _new_task(
         self, _: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **kwargs: Any
@@ -93,7 +150,7 @@ class VirtualHost:
 
     def __init__(self, name: str) -> None:
         self.name, self.frozen = name, False
-        self._held: deque[_Gate] = deque()
+        self._held: deque[_Callback] = deque()
         self._context = Context()
         self._context.run(_HOST.set, self)
 
@@ -115,9 +172,9 @@ class VirtualHost:
         while self._held:
             _loop().run_again(self._held.popleft())
 
-    def hold(self, gate: _Gate) -> None:
+    def hold(self, handle: _Callback) -> None:
         """Keep a callback until the process is thawed."""
-        self._held.append(gate)
+        self._held.append(handle)
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
@@ -147,28 +204,68 @@ def _loop() -> VirtualTimeLoop:
     return loop
 
 
-class _Gate:
-    """A callback of a host; it waits while the host is frozen, and can be cancelled at any time."""
+class _Callback:
+    """The handle of a callback or timer; it waits while its host is frozen.
 
-    __slots__ = ("args", "callback", "context", "handle", "host")
-    handle: asyncio.Handle
+    It has the methods of `asyncio.Handle` and `asyncio.TimerHandle`, and no reference cycle.
+    """
+
+    __slots__ = (
+        "args",
+        "callback",
+        "context",
+        "due_s",
+        "host",
+        "is_cancelled",
+        "is_timer",
+        "loop",
+    )
 
     def __init__(
         self,
-        host: VirtualHost,
-        callback: Callable[..., Any],
+        loop: VirtualTimeLoop,
+        due_s: float,
+        callback: Callable[..., Any] | None,
         args: tuple[Any, ...],
-        context: Context,
+        context: Context | None,
     ) -> None:
-        self.host, self.callback, self.args, self.context = host, callback, args, context
+        self.loop, self.due_s, self.callback, self.args = loop, due_s, callback, args
+        self.context = copy_context() if context is None else context
+        self.host = self.context.get(_HOST)
+        self.is_cancelled = self.is_timer = False
 
-    def __call__(self) -> None:
-        if self.handle.cancelled():
+    def __lt__(self, other: _Callback) -> bool:
+        return False  # `_timers` compares two handles only if they are due at the same time.
+
+    def when(self) -> float:
+        """See asyncio."""
+        return self.due_s
+
+    def cancelled(self) -> bool:
+        """See asyncio."""
+        return self.is_cancelled
+
+    def cancel(self) -> None:
+        """See asyncio."""
+        if not self.is_cancelled:
+            self.is_cancelled, self.callback, self.args = True, None, ()
+            if self.is_timer:
+                self.loop.timer_cancelled()
+
+    def run(self) -> None:
+        """Run the callback, unless it is cancelled or its host is frozen."""
+        if self.callback is None:
             return
-        if self.host.frozen:
+        if self.host is not None and self.host.frozen:
             self.host.hold(self)
-        else:
-            self.callback(*self.args)
+            return
+        try:
+            self.context.run(self.callback, *self.args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001  the loop continues, as that of asyncio
+            message = f"Exception in callback {self.callback}"
+            self.loop.call_exception_handler({"message": message, "exception": error})
 
 
 class _NumberedTask(asyncio.Task[Any]):
@@ -181,19 +278,3 @@ class _NumberedTask(asyncio.Task[Any]):
 
     def __eq__(self, other: object) -> bool:
         return self is other
-
-
-class _NeverWaits(selectors.SelectSelector):
-    def __init__(self, loop: VirtualTimeLoop) -> None:
-        super().__init__()
-        self._loop = loop
-        self._spins = 0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise Deadlock
-        self._spins = 0 if timeout > 0 else self._spins + 1
-        if self._spins > SPINS_MAX:
-            raise Livelock
-        self._loop.now_s += max(timeout, 0)
-        return []

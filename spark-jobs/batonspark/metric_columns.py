@@ -268,5 +268,11 @@ KINDS: Mapping[str, Kind] = {
         {"reason": "outcome", "count": "count"},
         {"call": "call", "identity": "identity", "needs": _needs, "request": "request"},
     ),
+    "queue_rebuilt": Kind(
+        {"first_offset": "range.first_offset", "next_offset": "range.next_offset"}
+    ),
+    "key_index_rebuilt": Kind(
+        {}, {"first_position": "first_position", "next_position": "next_position"}
+    ),
 }
 """Kinds by the name of the field in the oneof of MetricEvent."""

@@ -30,6 +30,7 @@ from batonmq_server.runtime.access.oidc import OidcTokens
 from batonmq_server.runtime.access.permissions import AccessRole, Grant
 from batonmq_server.runtime.access.rules import COMMON_RULES, AccessRules
 from batonmq_server.runtime.access.stored_access import digest_of
+from batonmq_server.runtime.connection_pauser import ConnectionPauser
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.health import Health
 from batonmq_server.runtime.interceptor import EdgeInterceptor
@@ -164,6 +165,7 @@ async def scene(
     certificates: bool = True,
     tls: Security | None = None,
     oidc: OidcTokens | None = None,
+    pauser: ConnectionPauser | None = None,
 ) -> AsyncIterator[Scene]:
     """A server with servicers of all contracts, health and reflection.
 
@@ -172,12 +174,14 @@ async def scene(
         certificates: Whether clients must show a certificate.
         tls: Certificate of the server, for `localhost`; None for no TLS.
         oidc: The tokens of an OIDC issuer.
+        pauser: Pauses the connections of callers that ignore their quotas.
     """
     registry = CollectorRegistry()
     guard = Guard(etcd, registry, on=True, admins=["root"], certificates=certificates, oidc=oidc)
     guard.add_rules(rules)
     made = Scene(guard, AccessStore(etcd, CompareAndSwap(etcd.random)), registry)
-    edge = EdgeInterceptor(Clock(), registry, frozenset(long_polls), guard)
+    pauser = pauser or ConnectionPauser(registry)
+    edge = EdgeInterceptor(Clock(), registry, frozenset(long_polls), guard, pauser.pause)
     server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
     recording: Any = _RecordingServer(server, made.read)
     for service in SERVICES:
@@ -198,12 +202,14 @@ async def scene(
     async with asyncio.TaskGroup() as tasks, connector(tls)(made.address) as channel:
         made.channel = channel
         following = tasks.create_task(guard.mirror.run())
+        pausing = tasks.create_task(pauser.run(port))
         await guard.mirror.ready()
         try:
             yield made
         finally:
             await server.stop(None)
             following.cancel()
+            pausing.cancel()
 
 
 class _RecordingServer:

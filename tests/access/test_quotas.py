@@ -22,6 +22,7 @@ from grpc_status import rpc_status
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
+from batonmq._connection.channels import connect
 from batonmq.errors import Throttled
 from batonmq_server.runtime.access import throttle_delay
 from batonmq_server.runtime.access.authenticator import Caller, Context
@@ -41,6 +42,7 @@ from batonmq_server.runtime.access.throttle_delay import (
     DELAY_MS_MAX,
     DELAYED_MAX,
     OFTEN,
+    REJECTED_BURST,
     ThrottleDelay,
 )
 from batonmq_server.runtime.etcd.session import EtcdSession
@@ -256,11 +258,50 @@ async def test_caller_that_does_not_wait_sends_a_bounded_number_of_rejected_call
     assert 0 < rejected <= in_flight * (seconds + 1), "about one call a second, each"
 
 
+async def test_connection_of_a_flood_is_paused_and_other_callers_are_served(
+    made: Scene, etcd: EtcdSession
+) -> None:
+    """Calls without a bound of those in flight: without the pause each of them is rejected."""
+    await set_quota(made, etcd, "tenant", Quota(produce_calls_per_s=1))
+    request = request_of(METHODS[APPEND])
+    await made.call(APPEND, request, "tenant")
+    outcomes = Counter[grpc.StatusCode]()
+
+    async def flood(channel: grpc.aio.Channel) -> None:
+        try:
+            await made.call(APPEND, request, "tenant", channel)
+        except grpc.aio.AioRpcError as error:
+            outcomes[error.code()] += 1
+
+    def rejected() -> float:
+        labels = {"quota": "produce_calls_per_s"}
+        return made.registry.get_sample_value("baton_throttled_calls_total", labels) or 0
+
+    def paused() -> float:
+        return made.registry.get_sample_value("baton_connections_paused_total") or 0
+
+    async with connect(made.address) as channel, asyncio.TaskGroup() as tasks:
+        for _ in range(REJECTED_BURST + 100):
+            tasks.create_task(flood(channel))
+        await until(paused)
+        before, more = rejected(), 500
+        for _ in range(more):
+            tasks.create_task(flood(channel))
+        for _ in range(3):
+            await made.call(APPEND, request, "other")
+    assert outcomes[grpc.StatusCode.UNAVAILABLE] > more / 2, "they end with the connection"
+    assert rejected() - before < more / 2
+    await made.call(PULL, request_of(METHODS[PULL]), "tenant")
+
+
 class Deadline:
     """The context of a call with a deadline."""
 
-    def __init__(self, left_s: float | None) -> None:
-        self._left_s = left_s
+    def __init__(self, left_s: float | None, peer: str = "ipv4:10.0.0.1:1") -> None:
+        self._left_s, self._peer = left_s, peer
+
+    def peer(self) -> str:
+        return self._peer
 
     def time_remaining(self) -> float | None:
         return self._left_s
@@ -329,6 +370,46 @@ def test_caller_that_is_rejected_often_waits_longer_than_its_debt_lasts() -> Non
 
     each = [50] * OFTEN + [DELAY_MS_MAX] * 5
     assert run_virtual(waits_ms()) == pytest.approx([*each, *each], abs=2)
+
+
+def paused(rejections: list[tuple[int, str]]) -> set[str]:
+    """Return the connections that are paused after calls were rejected at these times, in ms."""
+
+    async def run() -> set[str]:
+        loop, begin_s = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        peers = set[str]()
+        delay = ThrottleDelay(Clock(), peers.add)
+
+        async def rejected(at_ms: int, peer: str) -> None:
+            await asyncio.sleep(begin_s + at_ms / 1000 - loop.time())
+            await delay.delayed(throttled_error(), cast("Context", Deadline(30.0, peer)))
+
+        async with asyncio.TaskGroup() as tasks:
+            for at_ms, peer in rejections:
+                tasks.create_task(rejected(at_ms, peer))
+        return peers
+
+    return run_virtual(run())
+
+
+def test_connection_with_more_rejected_calls_than_waiting_clients_need_is_paused() -> None:
+    flood = [(0, "flood") for _ in range(REJECTED_BURST + 1)]
+    assert paused(flood) == {"flood"}
+    assert paused(flood[:-1]) == set()
+
+
+def test_waiting_clients_are_never_paused() -> None:
+    """A consumer of 1,000 queues; 300 clients that send one call a second, each."""
+    consumer = [(at_ms, "consumer") for at_ms in (*[0] * 1_000, *range(1_000, 60_000, 50))]
+    assert paused(consumer) == set()
+    clients = [(1_000 * second, f"{one}") for second in range(60) for one in range(300)]
+    assert paused(clients) == set()
+
+
+def test_other_clients_of_a_flooding_identity_are_not_paused() -> None:
+    flood = [(at_ms, "flood") for at_ms in range(0, 20_000, 2)]
+    clients = [(1_000 * second, f"{one}") for second in range(20) for one in range(10)]
+    assert paused([*flood, *clients]) == {"flood"}
 
 
 def test_identities_without_rejected_calls_are_forgotten() -> None:

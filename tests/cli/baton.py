@@ -138,8 +138,8 @@ def _descendants(pid: int) -> Iterator[int]:
         yield from _descendants(child)
 
 
-def _about(pid: int, what: str) -> str:
+def _about(pid: int, name: str) -> str:
     try:
-        return Path(f"/proc/{pid}/{what}").read_text()
+        return Path(f"/proc/{pid}/{name}").read_text()
     except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         return ""

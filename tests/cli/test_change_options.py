@@ -108,7 +108,7 @@ def test_operation_has_an_id_of_its_own_unless_one_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "target"),
+    ("options", "target"),
     [
         (TargetOptions(to_offset=0), ToOffset(0)),
         (TargetOptions(shift_by=0), ShiftBy(0)),
@@ -120,9 +120,9 @@ def test_operation_has_an_id_of_its_own_unless_one_is_given() -> None:
         (TargetOptions(to_latest=True), ToLatest()),
     ],
 )
-def test_target_options_become_one_target(wanted: TargetOptions, target: ResetTarget) -> None:
-    assert wanted.count == 1
-    assert wanted.target(NOW) == target
+def test_target_options_become_one_target(options: TargetOptions, target: ResetTarget) -> None:
+    assert options.count == 1
+    assert options.target(NOW) == target
 
 
 def test_target_options_are_counted() -> None:

@@ -98,9 +98,9 @@ def dead(cluster: RunningCluster, name: str, *arguments: str) -> list[dict[str, 
 
 def handled(cluster: RunningCluster, name: str, count: int) -> list[ReceivedMessage]:
     """Return what a member gets next."""
-    seen: list[ReceivedMessage] = []
-    asyncio.run(handle_all(cluster, name, seen.append, lambda: len(seen) == count, "b"))
-    return seen
+    messages: list[ReceivedMessage] = []
+    asyncio.run(handle_all(cluster, name, messages.append, lambda: len(messages) == count, "b"))
+    return messages
 
 
 def test_dead_letter_is_traced_redriven_once_and_handled(
@@ -143,10 +143,11 @@ def test_dead_letter_is_traced_redriven_once_and_handled(
     other = cluster("dlq", "redrive", name, "--execute", "--replay-id", "again-2", *WHY, *JSON)
     assert [one["outcome"] for one in other.json_lines] == ["passed_over"]
 
-    (got,) = handled(cluster, name, 1)
-    assert (got.body, got.attempts, got.tag, got.keys) == (b"order", 1, "paid", ("k0",))
-    assert (got.topic, got.origin.message_id) == (name, message_id)
-    assert got.properties == {
+    (redriven,) = handled(cluster, name, 1)
+    assert (redriven.body, redriven.attempts) == (b"order", 1)
+    assert (redriven.tag, redriven.keys) == ("paid", ("k0",))
+    assert (redriven.topic, redriven.origin.message_id) == (name, message_id)
+    assert redriven.properties == {
         "region": "r0",
         "baton.redrive_id": "again-1",
         "baton.redriven_from": letter["message_id"],
@@ -195,8 +196,8 @@ def test_redrive_to_the_topic_reaches_other_groups(cluster: RunningCluster, name
     assert cluster("consume", name, "--group", other).code == 0
     done = cluster("dlq", "redrive", name, "--to-topic", "--execute", *WHY, *JSON).json_lines
     assert (done[0]["outcome"], done[0]["copy_topic"]) == ("redriven", name)
-    (got,) = cluster("consume", name, "--group", other, *JSON).json_lines
-    assert (got["body"], got["offset"]) == ("order", done[0]["copy_offset"])
+    (message,) = cluster("consume", name, "--group", other, *JSON).json_lines
+    assert (message["body"], message["offset"]) == ("order", done[0]["copy_offset"])
     groups = cluster("message", "trace", message_id, *JSON).json["groups"]
     assert all(one["copies"][-1]["kind"] == "redriven" for one in groups)
 

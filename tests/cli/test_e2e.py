@@ -135,9 +135,9 @@ def test_topic_is_created_described_and_deleted(cluster: RunningCluster) -> None
     assert "come" in [row["TOPIC"] for row in cluster("topic", "list").rows]
     assert [row["QUEUE"] for row in cluster("topic", "describe", "come").rows] == ["0", "1"]
     assert cluster("topic", "delete", "come", "--yes").code == 0
-    gone = cluster("topic", "describe", "come", "--format", "json")
-    assert gone.code == 1
-    assert json.loads(gone.err)["error"]["reason"] == "TOPIC_NOT_FOUND"
+    missing = cluster("topic", "describe", "come", "--format", "json")
+    assert missing.code == 1
+    assert json.loads(missing.err)["error"]["reason"] == "TOPIC_NOT_FOUND"
 
 
 def test_system_topics_are_listed_with_all_only(cluster: RunningCluster) -> None:
@@ -183,11 +183,11 @@ def test_topic_update_changes_queues_and_permission(cluster: RunningCluster, lin
 
 def test_messages_are_found_by_id_key_offset_and_time(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "look-up", "--queues", "1")
-    sent = cluster(
+    receipts = cluster(
         "produce", "look-up", "--file", str(lines), "--key", "k", "--key", "other",
         "--tag", "t", "--format", "json",
     ).json_lines  # fmt: skip
-    by_id = cluster("message", "get", sent[1]["message_id"], "--format", "json").json
+    by_id = cluster("message", "get", receipts[1]["message_id"], "--format", "json").json
     assert (by_id["body"], by_id["offset"], by_id["keys"]) == ("2", 1, ["k", "other"])
     by_key = cluster("message", "get", "--topic", "look-up", "--key", "other", "--format", "json")
     assert [message["body"] for message in by_key.json_lines] == ["3", "2", "1"]
@@ -195,9 +195,9 @@ def test_messages_are_found_by_id_key_offset_and_time(cluster: RunningCluster, l
     assert cluster(*place, "--offset", "2").json["body"] == "3"
     for time in ("0", "2001-01-01T00:00:00Z", str(by_id["store_unix_ms"] - 60_000)):
         assert cluster(*place, "--time", time).json["body"] == "1"
-    plain = cluster("message", "get", sent[0]["message_id"])
+    plain = cluster("message", "get", receipts[0]["message_id"])
     assert plain.out.split()[1:] == [
-        sent[0]["message_id"], "look-up/broker-0/0@0", "tag=t", "keys=k,other", "1",
+        receipts[0]["message_id"], "look-up/broker-0/0@0", "tag=t", "keys=k,other", "1",
     ]  # fmt: skip
     for arguments, reason in (
         ((*place, "--offset", "3"), "MESSAGE_NOT_FOUND"),
@@ -382,26 +382,26 @@ def test_group_and_locks_show_a_running_member(cluster: RunningCluster, lines: P
 
 def _settled(cluster: RunningCluster, group: str, total: int) -> dict[str, list[dict[str, Any]]]:
     """Return the group when its committed offsets add up to `total`."""
-    seen: list[CommandResult] = []
+    results: list[CommandResult] = []
 
     def committed() -> bool:
-        seen.append(cluster("group", "describe", group, "--format", "json"))
-        return sum(q["committed_offset"] or 0 for q in seen[-1].json["queues"]) == total
+        results.append(cluster("group", "describe", group, "--format", "json"))
+        return sum(q["committed_offset"] or 0 for q in results[-1].json["queues"]) == total
 
     until_now(committed, timeout_s=60)
-    described: dict[str, list[dict[str, Any]]] = seen[-1].json
+    described: dict[str, list[dict[str, Any]]] = results[-1].json
     return described
 
 
 def test_status_lists_every_service(cluster: RunningCluster) -> None:
-    seen: list[CommandResult] = []
+    results: list[CommandResult] = []
 
     def all_answer() -> bool:
-        seen.append(cluster("cluster", "status", "--format", "json"))
-        return seen[-1].code == 0
+        results.append(cluster("cluster", "status", "--format", "json"))
+        return results[-1].code == 0
 
     until_now(all_answer, timeout_s=60)
-    status = seen[-1].json
+    status = results[-1].json
     nodes = {node["service"]: node for node in status["nodes"]}
     announced = {e["name"]: e for e in cluster.announced["endpoints"] if e["name"] != "etcd"}
     assert nodes.keys() == announced.keys()

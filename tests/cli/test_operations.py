@@ -96,14 +96,14 @@ def test_exported_plan_can_be_executed_from_a_file(
 ) -> None:
     exported = cluster("group", "reset-offsets", read, "--to-current", "--export")
     assert exported.out == f"{read},broker-0,0,3\n"
-    kept = tmp_path / "kept.csv"
-    kept.write_text(exported.out.replace(",3", ",1"))
-    arguments = ("group", "reset-offsets", read, "--from-file", str(kept), *JSON)
+    plan = tmp_path / "kept.csv"
+    plan.write_text(exported.out.replace(",3", ",1"))
+    arguments = ("group", "reset-offsets", read, "--from-file", str(plan), *JSON)
     assert cluster(*arguments).json["steps"][0]["to_offset"] == 1
     assert _queue(cluster, read)["committed_offset"] == 3
     assert cluster(*arguments, "--execute", "--reason", "r").code == 0
     assert _queue(cluster, read)["committed_offset"] == 1
-    kept.write_text(f"{read},broker-0,7,1\n")
+    plan.write_text(f"{read},broker-0,7,1\n")
     assert _reason(cluster(*arguments[:-2]).err) == "QUEUE_NOT_FOUND"
 
 
@@ -229,8 +229,8 @@ def test_group_is_deleted_without_members_only(cluster: RunningCluster, read: st
         assert (refused.code, _reason(refused.err)) == (1, "GROUP_IN_USE")
     deleted = cluster("group", "delete", read, "--yes", *JSON).json
     assert deleted == {"name": read, "deleted": True, "queue_count": 1}
-    gone = cluster("group", "describe", read)
-    assert (gone.code, _reason(gone.err)) == (1, "GROUP_NOT_FOUND")
+    missing = cluster("group", "describe", read)
+    assert (missing.code, _reason(missing.err)) == (1, "GROUP_NOT_FOUND")
     assert len(cluster("consume", read, "--group", read).out.splitlines()) == 3
 
 
@@ -249,15 +249,15 @@ def test_queue_released_by_force_is_acquired_again(
         assert "nothing was changed" in looked.out
         assert _lock(cluster, read)["token"] == before["token"]
         force = ("lock", "release", *queue, "--force", "--reason", "r", *JSON)
-        taken = cluster(*force).json
-        assert taken["client_id"] == before["client_id"]
-        assert taken["token"] > before["token"]
+        forced = cluster(*force).json
+        assert forced["client_id"] == before["client_id"]
+        assert forced["token"] > before["token"]
         until_now(lambda: _lock(cluster, read)["state"] == "held", timeout_s=60)
         cluster("produce", read, "--file", str(lines))
         assert reading.stdout is not None
         assert [reading.stdout.readline().split()[-1] for _ in "123"] == [b"1", b"2", b"3"]
-        kept = cluster("lock", "release-all", before["client_id"], *JSON).json
-        assert (kept["released_count"], len(kept["kept"])) == (0, 1)
+        release = cluster("lock", "release-all", before["client_id"], *JSON).json
+        assert (release["released_count"], len(release["kept"])) == (0, 1)
         released = cluster("lock", "release-all", before["client_id"])
         assert "released: 0 queues; kept: 1" in released.out
     nobody = cluster("lock", "release-all", "nobody")

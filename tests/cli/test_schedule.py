@@ -43,7 +43,7 @@ def test_scheduled_messages_are_sent_cancelled_and_delivered(tmp_path: Path) -> 
             first, second = cluster(*options, *delay).json_lines
             assert 600_000 <= first["deliver_unix_ms"] - now < 660_000
             assert first["schedule_id"] != second["schedule_id"]
-        kept, cancelled = cluster(*options, "--delay", "8s").json_lines
+        remaining, cancelled = cluster(*options, "--delay", "8s").json_lines
         done = cluster("message", "cancel", cancelled["schedule_id"])
         assert (done.code, done.out) == (0, f"{cancelled['schedule_id']} cancelled\n")
         again = cluster("message", "cancel", cancelled["schedule_id"])
@@ -61,4 +61,4 @@ def test_scheduled_messages_are_sent_cancelled_and_delivered(tmp_path: Path) -> 
             "--format", "json",
         ).json_lines  # fmt: skip
         assert message["body"] == "one"
-        assert message["store_unix_ms"] >= kept["deliver_unix_ms"]
+        assert message["store_unix_ms"] >= remaining["deliver_unix_ms"]

@@ -259,8 +259,8 @@ def test_bound_token_works_with_its_certificate_and_blocked_certificates_do_not(
     authority = CertificateAuthority(running.stderr.parent / "data" / "tls")
     shop, thief = (authority.issue(CertificateSubject(name=name)) for name in ("shop", "thief"))
     token = tmp_path / "shop.token"
-    made = ("access", "token", "create", "shop", "--bind-to", shop.cert_file, "--file", str(token))
-    assert baton(*made).code == 0
+    argv = ("access", "token", "create", "shop", "--bind-to", shop.cert_file, "--file", str(token))
+    assert baton(*argv).code == 0
     assert baton("access", "grant", "shop", "admin", "cluster").code == 0
 
     def reason(files: Security) -> str:

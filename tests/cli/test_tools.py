@@ -120,7 +120,7 @@ def test_start_by_time_skips_older_messages(cluster: RunningCluster, lines: Path
 
 
 @pytest.mark.parametrize(
-    ("what", "options"),
+    ("bench", "options"),
     [
         ("produce", ("--count", "2000", "--compression", "zstd")),
         ("produce", ("--rate", "500/s", "--seconds", "1")),
@@ -130,14 +130,14 @@ def test_start_by_time_skips_older_messages(cluster: RunningCluster, lines: Path
     ],
 )
 def test_bench_deletes_its_topic_and_group(
-    cluster: RunningCluster, what: str, options: tuple[str, ...]
+    cluster: RunningCluster, bench: str, options: tuple[str, ...]
 ) -> None:
-    measured = cluster("bench", what, "--queues", "2", *options, *JSON)
+    measured = cluster("bench", bench, "--queues", "2", *options, *JSON)
     assert measured.code == 0, measured.err
     report = measured.json
     assert report["count"] == (int(options[1]) if options[0] == "--count" else 500)
     assert report["per_s"] > 0
-    if what != "consume":
+    if bench != "consume":
         latency = list(report["latency_ms"].values())
         assert latency == sorted(latency)
         assert latency[0] > 0
@@ -167,9 +167,9 @@ def test_stats_show_offsets_and_store_times_of_queues(cluster: RunningCluster, l
         "--format", "json", "topic", "stats", "stats", "--watch", "--interval", "0.2"
     ) as watching:
         assert watching.stdout is not None
-        seen = 0
-        while seen < 3:
-            seen += watching.stdout.readline().strip() == b'"per_s": 0.0'
+        idle_count = 0
+        while idle_count < 3:
+            idle_count += watching.stdout.readline().strip() == b'"per_s": 0.0'
         watching.send_signal(signal.SIGINT)
         assert watching.wait(60) == 0
 
@@ -214,9 +214,9 @@ def test_bundle_has_all_files_and_is_not_overwritten(
     cluster("group", "reset-offsets", "bundle", "--to-earliest", "--execute", "--reason", "r")
     out = tmp_path / "b.tar.gz"
     command = ("debug", "bundle", "--out", str(out))
-    made = cluster(*command, "--data-dir", str(cluster.stderr.with_name("data")), *JSON)
-    assert made.code == 0, made.err
-    assert made.json["problems"] == []
+    created = cluster(*command, "--data-dir", str(cluster.stderr.with_name("data")), *JSON)
+    assert created.code == 0, created.err
+    assert created.json["problems"] == []
     with tarfile.open(out) as archive:
         files = {
             name.removeprefix("b/"): content.read().decode()
@@ -249,8 +249,8 @@ def test_mqadmin_commands_equal_those_of_baton(cluster: RunningCluster) -> None:
     assert cluster("topic", "describe", "rmq", *JSON).json["queue_count"] == 2
     mqadmin("updateTopic", "-t", "rmq", "-p", "6", "-r", "3")
     assert len(mqadmin("topicRoute", "-t", "rmq").splitlines()) == 4
-    sent = mqadmin("sendMessage", "-t", "rmq", "-p", "hi", "-k", "k", "-b", "broker-0", "-i", "1")
-    message_id = sent.split()[-1]
+    line = mqadmin("sendMessage", "-t", "rmq", "-p", "hi", "-k", "k", "-b", "broker-0", "-i", "1")
+    message_id = line.split()[-1]
     looked = mqadmin("queryMsgById", "-i", message_id)
     assert looked == mqadmin("queryMsgByKey", "-t", "rmq", "-k", "k")
     place = ("-t", "rmq", "-b", "broker-0", "-i", "1", "-o", "0")

@@ -53,9 +53,9 @@ class Screen:
     def press(self, key: bytes) -> None:
         os.write(self.fd, key)
 
-    def until(self, wanted: bytes) -> None:
+    def until(self, expected: bytes) -> None:
         """Wait until the command has drawn this."""
-        while wanted not in self.shown:
+        while expected not in self.shown:
             assert select.select([self.fd], [], [], 30)[0], self.shown
             try:
                 self.shown += os.read(self.fd, 65_536)

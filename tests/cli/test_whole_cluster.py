@@ -26,8 +26,8 @@ def groups(
     path = tmp_path_factory.mktemp("sent") / "lines"
     path.write_text("1\n2\n3\n")
     assert cluster("topic", "create", TOPIC, "--queues", "2").code == 0
-    sent = cluster("produce", TOPIC, "--file", str(path), "--queue", "broker-0/0")
-    assert sent.code == 0, sent.err
+    produced = cluster("produce", TOPIC, "--file", str(path), "--queue", "broker-0/0")
+    assert produced.code == 0, produced.err
     for group in ("behind", "paused"):
         assert len(cluster("consume", TOPIC, "--group", group).out.splitlines()) == 3
     path.write_text("4\n5\n")

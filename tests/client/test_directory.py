@@ -10,6 +10,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from random import Random
 
 import grpc
@@ -22,7 +23,8 @@ from batonmq._connection.channels import connect
 from batonmq._connection.directory import CALL_TIMEOUT_S, Directory
 from batonmq._connection.routes import query_route
 from batonmq.admin.admin import Admin
-from batonmq.errors import InvalidArgument, TopicNotFound, Unreachable
+from batonmq.errors import InvalidArgument, Throttled, TopicNotFound, Unreachable
+from batonmq_server.testing import run_virtual
 from tests.support.grpc_server import serving_at
 
 NO_SERVER = "127.0.0.1:1,127.0.0.1:2"
@@ -87,6 +89,29 @@ async def test_call_tries_every_nameserver_once_if_none_answers() -> None:
         with pytest.raises(Unreachable):
             await opened.ask_nameserver(call)
     assert addresses == NO_SERVER.split(",")
+
+
+def test_retries_of_throttled_calls_are_spread_over_time() -> None:
+    """As many as a consumer of 100 queues makes when its quota is used up."""
+
+    async def retried_s() -> list[float]:
+        loop, directory = asyncio.get_running_loop(), Directory(NO_SERVER, Random(1))
+        begin_s, times_s = loop.time(), list[float]()
+
+        async def one() -> None:
+            await directory.pause(Throttled("quota", retry_after_ms=500), 0)
+            times_s.append(loop.time() - begin_s)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(100):
+                tasks.create_task(one())
+        return times_s
+
+    times_s = run_virtual(retried_s())
+    assert 0.5 <= times_s[0] < 1
+    gaps_s = [after - before for before, after in pairwise(times_s)]
+    assert min(gaps_s) >= 0.049, "20 calls in a second"
+    assert max(gaps_s) < 0.2, "no slot is left out"
 
 
 async def test_pause_after_a_failed_call_connects_idle_channels() -> None:

@@ -239,14 +239,14 @@ def test_batch_becomes_a_table_of_arrow() -> None:
 def test_columns_of_a_batch_create_no_message() -> None:
     batch = batch_of()
     created = list[int]()
-    original = ReceivedMessage.of_columns
+    original = ReceivedMessage._of_columns
 
     def count(columns: object, index: int) -> ReceivedMessage:
         created.append(index)
         return original(columns, index)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReceivedMessage, "of_columns", count)
+        patch.setattr(ReceivedMessage, "_of_columns", count)
         assert len(batch.bodies()) == 6
         assert len(batch.offsets) == 6
     assert created == []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.consumer_settings import ConsumerSettings, retry_policy
 from batonmq._consumer.handler_results import SUCCESS, RetryLater, Suspend, failure_of
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import (
@@ -36,7 +36,7 @@ SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
 
 
 def decide(attempts: int, asked_ms: int | None = None, **settings: Any) -> FailureAction:
-    return ConsumerSettings(**settings).policy.decide(attempts, asked_ms)
+    return retry_policy(ConsumerSettings(**settings)).decide(attempts, asked_ms)
 
 
 def test_retry_delays_are_those_of_rocketmq() -> None:

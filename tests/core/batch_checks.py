@@ -16,7 +16,7 @@ except ModuleNotFoundError:  # an environment with the dependencies of the clien
 
 
 def check_batch(batch: bytes, *, stamped: bool) -> Header:
-    """Return or raise what both implementations agree on."""
+    """Return the header, or raise the error, on which both implementations agree."""
     expected = _outcome(records.check_batch, batch, stamped=stamped)
     if batch_columns is not None:
         with mock.patch.object(batch_columns, "LOOP_RECORDS_MAX", 0):

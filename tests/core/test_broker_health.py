@@ -18,7 +18,7 @@ QUEUES = tuple(QueueRef("orders", broker, queue) for broker in "abc" for queue i
 
 
 def chosen(brokers: BrokerHealth, now_ms: int, count: int = 12) -> Counter[str]:
-    """How many of the next batches go to each broker."""
+    """Return the number of the next batches that go to each broker."""
     return Counter(brokers.choose(QUEUES, turn, now_ms).broker for turn in range(count))
 
 
@@ -86,13 +86,13 @@ def test_all_batches_move_to_a_healthy_broker_and_one_to_a_broker_due_for_a_prob
     brokers = BrokerHealth()
     brokers.failed("a", 0)
     assert brokers.takes_count(QUEUES, "a", 0) == sys.maxsize
-    assert brokers.takes_count(QUEUES[:2], "a", 0) == 0, "it has no queue at another"
+    assert brokers.takes_count(QUEUES[:2], "a", 0) == 0, "the topic has no queue at another broker"
     brokers.failed("b", 10)
     assert brokers.takes_count(QUEUES, "a", 10) == sys.maxsize
     brokers.failed("c", 20)
     assert brokers.takes_count(QUEUES, "a", FAILED_MS + 9) == 0
     assert brokers.takes_count(QUEUES, "a", FAILED_MS + 10) == 1
-    assert brokers.takes_count(QUEUES, "b", FAILED_MS + 10) == 1, "a is due too"
+    assert brokers.takes_count(QUEUES, "b", FAILED_MS + 10) == 1, "broker a is due for a probe too"
 
 
 def test_avoided_broker_does_not_affect_topics_without_queues_on_it() -> None:

@@ -110,7 +110,7 @@ def pack(compression: Compression, records: bytes) -> bytes:
 def test_decoded_messages_equal_the_encoded_ones(
     compression: Compression, messages: list[Message]
 ) -> None:
-    messages = messages * 5  # enough for it to be worth while
+    messages = messages * 5  # long enough to be compressed
     plain, packed = (
         encode(RecordCompressor(), *messages),
         encode(RecordCompressor(compression), *messages),
@@ -125,7 +125,7 @@ def test_format_equals_the_golden_batch(compression: Compression) -> None:
     assert read_header(golden).compression is compression
     assert contents(golden) == [(m.body, m.tag, m.keys, {}) for m in GOLDEN_MESSAGES]
     encoded = encode(RecordCompressor(compression), *GOLDEN_MESSAGES)
-    assert encoded[:8] == golden[:8], "another release of the library may pack in another way"
+    assert encoded[:8] == golden[:8], "another release of the library may compress differently"
     assert encoded[BODY_FROM : HEADER_BYTES + 33] == golden[BODY_FROM : HEADER_BYTES + 33]
 
 
@@ -182,7 +182,7 @@ def test_records_that_do_not_match_their_lengths_are_rejected(
         packed + packed,
         b"\0",
         b"garbage",
-        struct.pack("<II", 0x184D2A50, len(records)) + records,  # a frame that says: skip me
+        struct.pack("<II", 0x184D2A50, len(records)) + records,  # a skippable frame
     ]
     for one in wrong:
         bad = repacked(batch, one)

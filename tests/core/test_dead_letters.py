@@ -35,21 +35,29 @@ DLQ = QueueRef("%DLQ%shop", "broker-1", 0)
 
 
 def letter(attempts: int = 17, **properties: str) -> DeadLetter:
-    told = properties_of(ORIGIN, attempts, HandlingFailure("failed", "ValueError: x"), "worker-1")
-    message = Message(b"body", "paid", ("k1", ORIGIN.message_id), {**told, "a": "1", **properties})
+    history = properties_of(
+        ORIGIN, attempts, HandlingFailure("failed", "ValueError: x"), "worker-1"
+    )
+    message = Message(
+        b"body", "paid", ("k1", ORIGIN.message_id), {**history, "a": "1", **properties}
+    )
     return dead_letter(("broker-1-ff-0", DLQ, 7), (100, 200), message, redriven=False)
 
 
 def test_dead_letter_separates_the_message_from_its_history() -> None:
-    found = letter()
-    assert (found.group, found.origin, found.attempts) == ("shop", ORIGIN, 17)
-    assert (found.reason, found.error, found.client_id) == ("failed", "ValueError: x", "worker-1")
-    assert (found.keys, found.properties) == (("k1",), {"a": "1"})
+    parsed = letter()
+    assert (parsed.group, parsed.origin, parsed.attempts) == ("shop", ORIGIN, 17)
+    assert (parsed.reason, parsed.error, parsed.client_id) == (
+        "failed",
+        "ValueError: x",
+        "worker-1",
+    )
+    assert (parsed.keys, parsed.properties) == (("k1",), {"a": "1"})
 
 
-def test_message_that_batonmq_did_not_send_there_has_no_origin() -> None:
-    found = dead_letter(("b-1-0", DLQ, 7), (1, 2), Message(b"x", keys=("k",)), redriven=True)
-    assert (found.origin, found.attempts, found.keys, found.redriven) == (None, 0, ("k",), True)
+def test_message_not_dead_lettered_by_batonmq_has_no_origin() -> None:
+    parsed = dead_letter(("b-1-0", DLQ, 7), (1, 2), Message(b"x", keys=("k",)), redriven=True)
+    assert (parsed.origin, parsed.attempts, parsed.keys, parsed.redriven) == (None, 0, ("k",), True)
 
 
 def test_copy_for_the_group_restarts_at_the_same_origin() -> None:
@@ -99,7 +107,7 @@ def test_copy_goes_to_its_first_queue_or_to_the_broker_of_the_dead_letter() -> N
 
 
 @pytest.mark.parametrize(
-    ("criteria", "wanted"),
+    ("criteria", "accepted"),
     [
         (Criteria(), True),
         (Criteria(cause="failed"), True),
@@ -115,8 +123,8 @@ def test_copy_goes_to_its_first_queue_or_to_the_broker_of_the_dead_letter() -> N
         (Criteria(cause="failed", tag="new"), False),
     ],
 )
-def test_all_criteria_must_hold(criteria: Criteria, wanted: bool) -> None:
-    assert criteria.accepts(letter()) is wanted
+def test_all_criteria_must_hold(criteria: Criteria, accepted: bool) -> None:
+    assert criteria.accepts(letter()) is accepted
 
 
 def test_criteria_with_an_invalid_condition_are_rejected() -> None:

@@ -42,7 +42,7 @@ def test_time_delay_and_level_give_a_delivery_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "values",
     [
         {"delay_ms": -1},
         {"delay_level": -1},
@@ -51,9 +51,9 @@ def test_time_delay_and_level_give_a_delivery_time() -> None:
         {"deliver_at_unix_ms": NOW, "delay_ms": 0},
     ],
 )
-def test_contradicting_or_negative_values_are_rejected(given: dict[str, int]) -> None:
+def test_contradicting_or_negative_values_are_rejected(values: dict[str, int]) -> None:
     with pytest.raises(InvalidArgument):
-        deliver_time(NOW, **given)
+        deliver_time(NOW, **values)
 
 
 def test_delay_of_more_than_40_days_is_rejected() -> None:

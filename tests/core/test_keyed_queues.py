@@ -24,7 +24,7 @@ KEYS = [f"order-{number}" for number in range(8_000)]
 
 
 def score(key: str, queue: QueueRef) -> int:
-    """As the documentation has it."""
+    """Return the score as the documentation defines it."""
     value = zlib.crc32(key.encode()) << 32 | zlib.crc32(f"{queue.broker}/{queue.queue_id}".encode())
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
     value = (value ^ value >> 27) * 0x94D049BB133111EB % (1 << 64)
@@ -64,7 +64,7 @@ def test_keys_move_only_to_an_added_queue(added: QueueRef) -> None:
     before, after = KeyedQueues(QUEUES), KeyedQueues(tuple(sorted((*QUEUES, added))))
     moved = [key for key in KEYS if before.of(key) != after.of(key)]
     assert {after.of(key) for key in moved} == {added}
-    assert len(KEYS) / 12 < len(moved) < len(KEYS) / 7, "about a ninth"
+    assert len(KEYS) / 12 < len(moved) < len(KEYS) / 7, "about a ninth of the keys moves"
 
 
 def test_only_keys_of_a_removed_queue_move() -> None:

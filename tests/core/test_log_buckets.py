@@ -45,8 +45,8 @@ def test_parts_merged_in_any_order_equal_the_whole(parts: list[list[int]], rando
 @given(st.lists(st.integers(1, 1 << 40), min_size=1, max_size=200), st.floats(0.01, 1))
 def test_percentile_has_an_error_of_at_most_4_5_percent(values: list[int], share: float) -> None:
     exact = sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
-    found = LogBuckets(values).percentile(share)
-    assert abs(found - exact) <= exact * 0.045
+    estimate = LogBuckets(values).percentile(share)
+    assert abs(estimate - exact) <= exact * 0.045
 
 
 def test_empty_histogram_has_percentile_zero() -> None:

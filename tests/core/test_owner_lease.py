@@ -1,4 +1,4 @@
-"""The lease of a queue, as its owner counts it.
+"""The lease of a queue, as its owner measures it.
 
 Goal: the own deadline passes before the lease expires at the lock manager, is extended by accepted
 calls, and never moves back under one grant (protocol section 8).
@@ -39,7 +39,7 @@ def test_late_answer_to_an_earlier_call_does_not_shorten_the_deadline() -> None:
     assert lease.deadline_ms == 33_000
 
 
-def test_new_lease_length_applies_from_the_call_that_names_it() -> None:
+def test_new_lease_length_applies_from_the_call_that_has_it() -> None:
     lease = granted(1_000)
     lease.renew(6_000, 40_000)
     assert lease.deadline_ms == 43_000

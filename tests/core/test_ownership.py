@@ -1,7 +1,7 @@
 """The transition table of a queue's ownership.
 
-Goal: every state and input is a stated transition or a stated refusal, and what must hold of every
-way through the table holds.
+Goal: every state and input is a stated transition or a stated refusal, and the invariants hold on
+every path through the table.
 Method: the expected table is written down as one row per state; walks follow all transitions.
 """
 
@@ -39,9 +39,9 @@ EXPECTED = {
     "RELEASED": "- - - = = = - = - - -",
 }
 CELLS = [
-    (state, happened, target)
+    (state, cause, target)
     for state, row in EXPECTED.items()
-    for happened, target in zip(INPUTS, row.split(), strict=True)
+    for cause, target in zip(INPUTS, row.split(), strict=True)
 ]
 
 
@@ -53,21 +53,19 @@ def in_state(state: OwnershipState) -> QueueOwnership:
 
 def test_expected_table_names_every_state_and_every_input() -> None:
     assert [state.name for state in OwnershipState] == list(EXPECTED)
-    assert [happened.name for happened in OwnershipInput] == list(INPUTS)
+    assert [cause.name for cause in OwnershipInput] == list(INPUTS)
     assert list(TABLE) == list(OwnershipState)
 
 
-@pytest.mark.parametrize(("state", "happened", "target"), CELLS)
-def test_input_leads_to_the_stated_state_or_is_refused(
-    state: str, happened: str, target: str
-) -> None:
+@pytest.mark.parametrize(("state", "cause", "target"), CELLS)
+def test_input_leads_to_the_stated_state_or_is_refused(state: str, cause: str, target: str) -> None:
     ownership = in_state(OwnershipState[state])
     if target == "-":
-        with pytest.raises(InvalidInput, match=f"^{happened} is not possible in state {state}$"):
-            ownership.receive(OwnershipInput[happened])
+        with pytest.raises(InvalidInput, match=f"^{cause} is not possible in state {state}$"):
+            ownership.receive(OwnershipInput[cause])
         assert ownership.state is OwnershipState[state]
     else:
-        ownership.receive(OwnershipInput[happened])
+        ownership.receive(OwnershipInput[cause])
         assert ownership.state is (
             OwnershipState[state] if target == "=" else OwnershipState[target]
         )
@@ -96,23 +94,23 @@ def test_only_owned_and_draining_queues_are_held() -> None:
 def test_revoked_queue_is_never_assigned_again() -> None:
     """The next assignment begins with a new object, after the hand-over."""
     for state in OwnershipState:
-        for happened, (target, _) in TABLE[state].items():
+        for cause, (target, _) in TABLE[state].items():
             if not in_state(state).assigned:
-                assert not in_state(target).assigned, (state, happened)
+                assert not in_state(target).assigned, (state, cause)
 
 
 def test_owned_is_entered_by_a_grant_only() -> None:
     for state in OwnershipState:
-        for happened, (target, _) in TABLE[state].items():
+        for cause, (target, _) in TABLE[state].items():
             if target is OwnershipState.OWNED:
-                assert happened is OwnershipInput.GRANTED
+                assert cause is OwnershipInput.GRANTED
 
 
-def test_draining_is_entered_by_a_grant_a_revocation_or_with_a_token_from_before() -> None:
+def test_draining_is_entered_by_a_grant_a_revocation_or_with_an_earlier_token() -> None:
     entries = {
-        (state, happened)
+        (state, cause)
         for state in OwnershipState
-        for happened, (target, _) in TABLE[state].items()
+        for cause, (target, _) in TABLE[state].items()
         if target is OwnershipState.DRAINING is not state
     }
     assert entries == {
@@ -148,35 +146,35 @@ def test_released_queue_was_closed_or_lost_its_token_or_was_never_granted() -> N
 
 def test_grant_is_reported_once_and_its_end_once() -> None:
     for state in OwnershipState:
-        for happened, (target, effects) in TABLE[state].items():
-            gained = happened is OwnershipInput.GRANTED
-            assert (OwnershipEffect.REPORT_GRANTED in effects) == gained, (state, happened)
+        for cause, (target, effects) in TABLE[state].items():
+            gained = cause is OwnershipInput.GRANTED
+            assert (OwnershipEffect.REPORT_GRANTED in effects) == gained, (state, cause)
             lost = in_state(state).held and target in (
                 OwnershipState.EXPIRED,
                 OwnershipState.FENCED,
                 OwnershipState.LOST,
             )
-            assert (OwnershipEffect.REPORT_FENCED in effects) == lost, (state, happened)
+            assert (OwnershipEffect.REPORT_FENCED in effects) == lost, (state, cause)
             assert (OwnershipEffect.REPORT_RELEASED in effects) == (
-                happened is OwnershipInput.RELEASED
+                cause is OwnershipInput.RELEASED
             )
             assert (OwnershipEffect.REPORT_DRAINING in effects) == (
                 state is OwnershipState.OWNED and target is OwnershipState.DRAINING
             )
 
 
-def test_reset_and_mode_change_forget_all_work_unless_it_is_closed() -> None:
+def test_reset_and_mode_change_drop_all_work_unless_the_queue_is_closed() -> None:
     for state in OwnershipState:
-        for happened in (OwnershipInput.RESET, OwnershipInput.MODE_CHANGED):
-            forgets = OwnershipEffect.FORGET_WORK in TABLE[state][happened].effects
-            assert forgets == (state not in (OwnershipState.CLOSING, OwnershipState.RELEASED)), (
+        for cause in (OwnershipInput.RESET, OwnershipInput.MODE_CHANGED):
+            drops_work = OwnershipEffect.FORGET_WORK in TABLE[state][cause].effects
+            assert drops_work == (state not in (OwnershipState.CLOSING, OwnershipState.RELEASED)), (
                 state,
-                happened,
+                cause,
             )
 
 
 def test_fence_keeps_the_work_in_flight() -> None:
-    """The next request claims it (protocol section 11)."""
+    """The next request claims these messages (protocol section 11)."""
     for state in OwnershipState:
         assert OwnershipEffect.FORGET_WORK not in TABLE[state][OwnershipInput.FENCED].effects
 

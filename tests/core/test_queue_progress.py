@@ -1,7 +1,7 @@
 """The progress of a queue at its owner.
 
 Goal: only offsets that were finished, filtered or acked before are acked; finished offsets are
-neither forgotten nor started again after a new grant; a Close names exactly the offsets that were
+neither lost nor started again after a new grant; a Close names exactly the offsets that were
 started and not finished.
 Method: hand-written cases of known mistakes, then a Hypothesis state machine that compares one
 queue with plain sets, together with an offsets service that is a set. Commits may be lost in both
@@ -65,8 +65,8 @@ def is_done(progress: QueueProgress, offset: int) -> bool:
     return not progress.not_done(offset, offset + 1)
 
 
-def receive(progress: QueueProgress, next_offset: int, wanted: Iterable[int]) -> None:
-    progress.receive(next_offset, runs(wanted))
+def receive(progress: QueueProgress, next_offset: int, offsets: Iterable[int]) -> None:
+    progress.receive(next_offset, runs(offsets))
 
 
 # ---- known mistakes
@@ -210,7 +210,7 @@ class NaiveProgress:
         self.known_acked = set(acked)
 
     @property
-    def in_hand(self) -> set[int]:
+    def unconfirmed(self) -> set[int]:
         return (self.handled - self.known_acked) | self.running
 
     @property
@@ -264,14 +264,14 @@ class OneQueue(RuleBasedStateMachine):
         first = self.naive.next_offset
         end = first + count
         arrived = range(first, end)
-        wanted = [o for o in arrived if not self.naive.is_done(o) and o not in filtered]
+        startable = [o for o in arrived if not self.naive.is_done(o) and o not in filtered]
         self.real.note_maybe_seen(runs(redelivered))
         self.maybe_seen |= redelivered
-        receive(self.real, end, wanted)
+        receive(self.real, end, startable)
         self.naive.next_offset = end
-        self.naive.waiting |= set(wanted)
-        unwanted = set(arrived) - set(wanted) - self.naive.running - self.naive.given_up
-        self.naive.handled |= unwanted
+        self.naive.waiting |= set(startable)
+        handled = set(arrived) - set(startable) - self.naive.running - self.naive.given_up
+        self.naive.handled |= handled
         for offset in arrived:
             flagged = offset in self.maybe_seen or offset in self.naive.dropped
             assert self.real.is_redelivered(offset) == flagged
@@ -287,16 +287,16 @@ class OneQueue(RuleBasedStateMachine):
     @rule(pick=PICKS, count=st.integers(2, 5))
     def start_together(self, pick: int, count: int) -> None:
         first = picked(self.naive.startable, pick)
-        wanted = set(range(first, first + count))
-        assert self.real.start(first, first + count) == (wanted <= self.naive.startable)
-        if wanted <= self.naive.startable:
-            self.naive.running |= wanted
+        offsets = set(range(first, first + count))
+        assert self.real.start(first, first + count) == (offsets <= self.naive.startable)
+        if offsets <= self.naive.startable:
+            self.naive.running |= offsets
 
     @rule(first=OFFSETS, count=st.integers(2, 6))
     def finish_together(self, first: int, count: int) -> None:
-        ended = set(range(first, first + count)) & self.naive.running
-        assert self.real.finish(first, first + count) == len(ended)
-        self._finished(ended)
+        finished = set(range(first, first + count)) & self.naive.running
+        assert self.real.finish(first, first + count) == len(finished)
+        self._finished(finished)
 
     def _finished(self, offsets: set[int]) -> None:
         self.naive.running -= offsets
@@ -305,7 +305,7 @@ class OneQueue(RuleBasedStateMachine):
         self.naive.waiting -= offsets
 
     @rule(offset=OFFSETS)
-    def start_only_what_waits(self, offset: int) -> None:
+    def start_only_waiting_messages(self, offset: int) -> None:
         if offset not in self.naive.startable:
             assert not start(self.real, offset)
 
@@ -339,7 +339,7 @@ class OneQueue(RuleBasedStateMachine):
         return (self.token, acks)
 
     @rule(commit=consumes(commits))
-    def hear_of_commit(self, commit: tuple[int, Acks]) -> None:
+    def confirm_commit(self, commit: tuple[int, Acks]) -> None:
         token, acks = commit
         if token != self.token:
             return  # as the puller does
@@ -349,13 +349,13 @@ class OneQueue(RuleBasedStateMachine):
     @rule()
     def claim(self) -> None:
         self.naive.claimed = members(self.real.claim(100))
-        assert self.naive.claimed == self.naive.in_hand
+        assert self.naive.claimed == self.naive.unconfirmed
 
     @rule(handled_elsewhere=st.just(set()) | SETS, flagged=SETS)
     def granted_again(self, handled_elsewhere: set[int], flagged: set[int]) -> None:
         self.server |= handled_elsewhere
         before = self.naive
-        finished = before.in_hand - before.running
+        finished = before.unconfirmed - before.running
         self.maybe_seen = flagged
         self.real = self.real.renewed(self._start())
         self.naive = NaiveProgress(set(self.server), set(before.running), finished)
@@ -372,7 +372,7 @@ class OneQueue(RuleBasedStateMachine):
         self.committed = self.real.committed
 
     @invariant()
-    def acks_are_what_was_handled(self) -> None:
+    def acks_are_the_handled_offsets(self) -> None:
         acks = self.real.acks()
         assert handled_offsets(acks) == set(range(acks.committed)) | self.naive.handled
         assert self.naive.handled >= handled_offsets(acks), "acked without being handled"
@@ -385,18 +385,18 @@ class OneQueue(RuleBasedStateMachine):
             )
 
     @invariant()
-    def in_hand_is_what_runs_and_what_is_finished_and_not_known_to_be_acked(self) -> None:
+    def unconfirmed_work_is_claimable(self) -> None:
         claimed = self.real.claimable()
-        assert members(claimed) == self.naive.in_hand
+        assert members(claimed) == self.naive.unconfirmed
         assert claimed == normalize(claimed)
 
     @invariant()
-    def nothing_done_would_be_started_again(self) -> None:
+    def handled_messages_are_not_started_again(self) -> None:
         for offset in range(self.naive.next_offset, self.naive.next_offset + 5):
             assert is_done(self.real, offset) == self.naive.is_done(offset)
 
     @invariant()
-    def closing_says_all_of_it(self) -> None:
+    def close_content_is_complete(self) -> None:
         closing = self.real.close_content()
         assert closing.acks == self.real.acks()
         started = self.naive.started | self.naive.dropped
@@ -406,7 +406,7 @@ class OneQueue(RuleBasedStateMachine):
         assert self.real.running_count == len(self.naive.running)
 
     @invariant()
-    def position_is_above_all_that_was_received_or_is_kept(self) -> None:
+    def position_is_above_every_received_or_kept_offset(self) -> None:
         held = members(self.real.running) | self.real._given_up | self.real._dropped
         finished = handled_offsets(self.real.acks())
         assert self.real.received_offset >= max({self.real.next_offset - 1, *held, *finished}) + 1

@@ -8,6 +8,8 @@ responses are lost.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -36,7 +38,7 @@ def new_sender() -> QueueSender[str]:
 
 
 def submit(sender: QueueSender[str], body: bytes, monotonic_ms: int = 0) -> Batch[str]:
-    """What the producer does with a message."""
+    """Submit a message as the producer does."""
     message = Message(body)
     record = encode_record(message)
     batch = sender.open_batch(len(record)) or sender.begin_batch(f"of {body!r}", monotonic_ms)
@@ -150,7 +152,7 @@ def test_retry_sends_the_same_bytes_before_all_others() -> None:
     first = sender.take(1_000).encoded
     sender.retry()
     submit(sender, b"2")
-    assert not sender.ready, "it backs off"
+    assert not sender.ready, "the sender backs off"
     assert sender.failures == 1
     sender.backing_off = False
     assert sender.take(9_999).encoded == first
@@ -163,14 +165,19 @@ def test_retry_sends_the_same_bytes_before_all_others() -> None:
     assert bodies(sender.take(0).encoded) == [b"2"]
 
 
-def test_next_batch_reuses_the_sequence_of_a_rejected_one() -> None:
+def header_after(outcome: Callable[[QueueSender[str]], Batch[str]]) -> tuple[int, int]:
+    """Return epoch and sequence of the batch that follows a batch with this outcome."""
     sender = new_sender()
     batch = submit(sender, b"1")
     send(sender)
     submit(sender, b"2")
-    assert sender.rejected() is batch
+    assert outcome(sender) is batch
     header = send(sender)
-    assert (header.producer_epoch, header.sequence) == (0, 0)
+    return header.producer_epoch, header.sequence
+
+
+def test_next_batch_reuses_the_sequence_of_a_rejected_one() -> None:
+    assert header_after(QueueSender.rejected) == (0, 0)
 
 
 def test_batch_rejected_after_a_lost_response_keeps_its_sequence() -> None:
@@ -187,13 +194,7 @@ def test_batch_rejected_after_a_lost_response_keeps_its_sequence() -> None:
 
 
 def test_batch_with_unknown_outcome_starts_a_new_epoch() -> None:
-    sender = new_sender()
-    batch = submit(sender, b"1")
-    send(sender)
-    submit(sender, b"2")
-    assert sender.unknown() is batch
-    header = send(sender)
-    assert (header.producer_epoch, header.sequence) == (1, 0)
+    assert header_after(QueueSender.unknown) == (1, 0)
 
 
 def test_expire_removes_old_batches_that_were_never_sent() -> None:
@@ -205,7 +206,7 @@ def test_expire_removes_old_batches_that_were_never_sent() -> None:
     sender.retry()
     assert sender.expire(20) == [late]
     sender.backing_off = False
-    assert sender.take(0) is sent, "it may be stored already"
+    assert sender.take(0) is sent, "the batch may be stored already"
     sender.stored()
     assert sender.take(0) is young
 
@@ -258,6 +259,11 @@ class LossyStorage(RuleBasedStateMachine):
         self.log += bodies(encoded)
         return receipt
 
+    def send_without_an_answer(self, arrives: bool) -> None:
+        batch = self.sender.take(0)
+        if arrives:
+            assert isinstance(self.store(batch.encoded), StoreReceipt)
+
     @rule(count=st.integers(1, 6))
     def submit(self, count: int) -> None:
         for _ in range(count):
@@ -277,18 +283,14 @@ class LossyStorage(RuleBasedStateMachine):
     @precondition(lambda self: self.sender.ready)
     @rule(arrives=st.booleans())
     def no_answer(self, arrives: bool) -> None:
-        batch = self.sender.take(0)
-        if arrives:
-            assert isinstance(self.store(batch.encoded), StoreReceipt)
+        self.send_without_an_answer(arrives)
         self.sender.retry()
         self.sender.backing_off = False
 
     @precondition(lambda self: self.sender.ready)
     @rule(arrives=st.booleans())
     def no_answer_till_the_timeout(self, arrives: bool) -> None:
-        batch = self.sender.take(0)
-        if arrives:
-            assert isinstance(self.store(batch.encoded), StoreReceipt)
+        self.send_without_an_answer(arrives)
         self.sender.unknown()
 
     @precondition(lambda self: self.sender.ready)
@@ -317,7 +319,7 @@ TestLossyStorage = LossyStorage.TestCase
 
 
 def test_builder_counts_what_open_batch_compares() -> None:
-    """`batch_bytes_max` bounds what is encoded but for the header and the topic."""
+    """`batch_bytes_max` bounds the encoded bytes without header and topic."""
     builder, message = BatchBuilder(), Message(b"x" * 100, tag="t", keys=("k",))
     record = encode_record(message)
     for _ in range(10):

@@ -53,7 +53,7 @@ def test_subtract_is_the_difference_of_sets(offsets: set[int], minus: set[int]) 
 
 
 @given(SETS, st.integers(-1, OFFSETS_MAX + 1))
-@example({0, 1, 5, 6}, 5)  # the first offset of a run that is not the first
+@example({0, 1, 5, 6}, 5)  # the first offset of a later run
 def test_contains_is_membership_of_sets(offsets: set[int], offset: int) -> None:
     assert contains(of_sorted(sorted(offsets)), offset) == (offset in offsets)
 

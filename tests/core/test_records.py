@@ -117,11 +117,11 @@ def test_decoded_messages_equal_the_encoded_ones(
         first_offset,
         first_offset + len(messages),
     )
-    found = list(decode_records(batch, header, range(header.count)))
-    assert [(r.body, r.tag, r.keys, dict(r.properties)) for r in found] == [
+    decoded = list(decode_records(batch, header, range(header.count)))
+    assert [(r.body, r.tag, r.keys, dict(r.properties)) for r in decoded] == [
         (m.body, m.tag, m.keys, dict(m.properties)) for m in messages
     ]
-    assert [r.offset for r in found] == list(range(first_offset, header.next_offset))
+    assert [r.offset for r in decoded] == list(range(first_offset, header.next_offset))
     assert tag_hashes(batch, header) == tuple(tag_hash(m.tag) for m in messages)
 
 

@@ -1,4 +1,4 @@
-"""Goal: a reset goes to its target within the queue, and notes where it could not.
+"""Goal: a reset moves to its target within the queue; a note states a target beyond its bounds.
 
 Method: tables of targets on one queue; Hypothesis for the bounds.
 """
@@ -56,9 +56,9 @@ def test_target_beyond_the_end_becomes_the_end_with_a_note(target: ResetTarget) 
 
 
 def test_queue_without_progress_is_not_shifted() -> None:
-    found = resolve_target(ShiftBy(1), ResetBounds(10, 20))
-    assert found.offset is None
-    assert "no progress" in found.note
+    resolved = resolve_target(ShiftBy(1), ResetBounds(10, 20))
+    assert resolved.offset is None
+    assert "no progress" in resolved.note
 
 
 def test_shift_of_progress_ahead_of_the_log_ends_at_its_end() -> None:
@@ -82,8 +82,8 @@ TARGETS = st.one_of(
     st.integers(0, 1_000),
 )
 def test_every_target_is_within_the_queue(
-    target: ResetTarget, first: int, length: int, committed: int, found: int
+    target: ResetTarget, first: int, length: int, committed: int, time_offset: int
 ) -> None:
-    placed = resolve_target(target, ResetBounds(first, first + length, committed, found))
-    assert placed.offset is not None
-    assert first <= placed.offset <= first + length
+    resolved = resolve_target(target, ResetBounds(first, first + length, committed, time_offset))
+    assert resolved.offset is not None
+    assert first <= resolved.offset <= first + length

@@ -223,10 +223,10 @@ def test_integers_of_any_size_are_exact() -> None:
     ],
 )
 def test_condition_has_one_canonical_text(one: str, other: str, canonical: str) -> None:
-    found = parse_filter(f"sql: {one}")
-    assert found.canonical() == f"sql: {canonical}"
-    assert parse_filter(f" SQL:\t{canonical} ") == found
-    assert parse_filter(f"sql: {other or 'z = 1'}") != found
+    parsed = parse_filter(f"sql: {one}")
+    assert parsed.canonical() == f"sql: {canonical}"
+    assert parse_filter(f" SQL:\t{canonical} ") == parsed
+    assert parse_filter(f"sql: {other or 'z = 1'}") != parsed
 
 
 @pytest.mark.parametrize(
@@ -329,19 +329,19 @@ def leaves(draw: st.DrawFn) -> tuple[str, Oracle]:  # noqa: PLR0911  one for eac
     name = draw(NAMES)
     kind = draw(st.integers(0, 6))
     if kind == 0:
-        sign, value = draw(st.sampled_from(sorted(COMPARE))), draw(NUMBERS)
+        comparison, value = draw(st.sampled_from(sorted(COMPARE))), draw(NUMBERS)
 
         def by_number(p: Properties) -> bool | None:
-            found = as_float(p.get(name))
-            return None if found is None else COMPARE[sign](found, value)
+            parsed = as_float(p.get(name))
+            return None if parsed is None else COMPARE[comparison](parsed, value)
 
-        return f"{name} {sign} {value}", by_number
+        return f"{name} {comparison} {value}", by_number
     if kind == 1:
         low, high = sorted((draw(NUMBERS), draw(NUMBERS)))
 
         def between(p: Properties) -> bool | None:
-            found = as_float(p.get(name))
-            return None if found is None else low <= found <= high
+            parsed = as_float(p.get(name))
+            return None if parsed is None else low <= parsed <= high
 
         return f"{name} between {low} AND {high}", between
     if kind == 2:
@@ -352,13 +352,13 @@ def leaves(draw: st.DrawFn) -> tuple[str, Oracle]:  # noqa: PLR0911  one for eac
         listed = ",".join(map(quoted, texts))
         return f"{name} in({listed})", lambda p: known(lambda t: t in texts)(p.get(name))
     if kind == 4:
-        part, word = draw(TEXTS), draw(st.sampled_from(["contains", "startswith", "endswith"]))
-        has = {
+        part, keyword = draw(TEXTS), draw(st.sampled_from(["contains", "startswith", "endswith"]))
+        matches = {
             "contains": lambda t: part in t,
             "startswith": lambda t: t[: len(part)] == part,
             "endswith": lambda t: t[max(0, len(t) - len(part)) :] == part,
-        }[word]
-        return f"{name} {word} {quoted(part)}", lambda p: known(has)(p.get(name))
+        }[keyword]
+        return f"{name} {keyword} {quoted(part)}", lambda p: known(matches)(p.get(name))
     if kind == 5:
         other = draw(NAMES)
 
@@ -411,19 +411,22 @@ def test_condition_follows_three_valued_logic(
     condition: tuple[str, Oracle], messages: list[dict[str, str]]
 ) -> None:
     text, oracle = condition
-    found, opposite = parse_filter(f"sql: {text}"), parse_filter(f"sql: NOT ({text})")
+    condition_filter, negated_filter = (
+        parse_filter(f"sql: {text}"),
+        parse_filter(f"sql: NOT ({text})"),
+    )
     for properties in messages:
         answer = oracle(properties)
-        assert found.accepts("", (), properties) is (answer is True)
-        assert opposite.accepts("", (), properties) is (answer is False)
+        assert condition_filter.accepts("", (), properties) is (answer is True)
+        assert negated_filter.accepts("", (), properties) is (answer is False)
 
 
 @given(CONDITIONS, st.dictionaries(NAMES, TEXTS))
 def test_canonical_form_is_a_fixed_point_with_the_same_meaning(
     condition: tuple[str, Oracle], properties: dict[str, str]
 ) -> None:
-    found = parse_filter(f"sql: {condition[0]}")
-    again = parse_filter(found.canonical())
-    assert isinstance(again, SqlFilter)
-    assert (again, again.canonical()) == (found, found.canonical())
-    assert again.accepts("", (), properties) is found.accepts("", (), properties)
+    parsed = parse_filter(f"sql: {condition[0]}")
+    reparsed = parse_filter(parsed.canonical())
+    assert isinstance(reparsed, SqlFilter)
+    assert (reparsed, reparsed.canonical()) == (parsed, parsed.canonical())
+    assert reparsed.accepts("", (), properties) is parsed.accepts("", (), properties)

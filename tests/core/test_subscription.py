@@ -18,11 +18,11 @@ TAGS = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=8)
 
 @pytest.mark.parametrize("expression", ["", "*", " * ", "  "])
 def test_star_or_nothing_accepts_all_messages(expression: str) -> None:
-    found = TagFilter.parse(expression)
-    assert found.hashes is None
-    assert found.canonical() == "*"
-    assert found.accepts("any")
-    assert found.accepts("")
+    tag_filter = TagFilter.parse(expression)
+    assert tag_filter.hashes is None
+    assert tag_filter.canonical() == "*"
+    assert tag_filter.accepts("any")
+    assert tag_filter.accepts("")
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def test_tags_are_trimmed_sorted_and_unique(expression: str, canonical: str) -> 
 
 @given(st.lists(TAGS, min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_order_and_repetition_do_not_matter(tags: list[str], random: object) -> None:
-    found = TagFilter.parse("||".join(tags))
+    tag_filter = TagFilter.parse("||".join(tags))
     shuffled = tags + tags[:1]
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert TagFilter.parse(" || ".join(shuffled)) == found
-    assert TagFilter.parse(found.canonical()) == found
-    assert found.hashes == frozenset(map(tag_hash, tags))
-    assert all(found.accepts(tag) for tag in tags)
+    assert TagFilter.parse(" || ".join(shuffled)) == tag_filter
+    assert TagFilter.parse(tag_filter.canonical()) == tag_filter
+    assert tag_filter.hashes == frozenset(map(tag_hash, tags))
+    assert all(tag_filter.accepts(tag) for tag in tags)
 
 
 def test_message_without_a_tag_is_not_accepted_by_tags() -> None:
@@ -55,10 +55,10 @@ def test_message_without_a_tag_is_not_accepted_by_tags() -> None:
 
 
 def test_tags_with_colliding_hashes_are_distinguished() -> None:
-    found = TagFilter.parse("Aa")
-    assert found.hashes == TagFilter.parse("BB").hashes == frozenset({2112})
-    assert found.accepts("Aa")
-    assert not found.accepts("BB")
+    tag_filter = TagFilter.parse("Aa")
+    assert tag_filter.hashes == TagFilter.parse("BB").hashes == frozenset({2112})
+    assert tag_filter.accepts("Aa")
+    assert not tag_filter.accepts("BB")
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_tags_may_look_like_sql(expression: str) -> None:
 
 
 def test_text_after_sql_and_white_space_is_a_condition() -> None:
-    found = parse_filter("  SQL:\n a=1")
-    assert isinstance(found, SqlFilter)
-    assert (found.canonical(), found.hashes) == ("sql: a = 1", None)
-    assert found != parse_filter("a=1")
+    parsed = parse_filter("  SQL:\n a=1")
+    assert isinstance(parsed, SqlFilter)
+    assert (parsed.canonical(), parsed.hashes) == ("sql: a = 1", None)
+    assert parsed != parse_filter("a=1")
 
 
 @pytest.mark.parametrize("expression", ["sql:a=5", "SQL:a>5", "sql:b IN('x')", "sql:(a<>5)"])

@@ -61,9 +61,10 @@ class NumberedTraffic:
 
     async def proceed(self, count: int) -> None:
         """Wait until `count` more messages are sent and handled."""
-        sent, handled = len(self.receipts) + count, len(self.handled) + count
+        sent_count, handled_count = len(self.receipts) + count, len(self.handled) + count
         await until(
-            lambda: len(self.receipts) >= sent and len(self.handled) >= handled, timeout_s=60
+            lambda: len(self.receipts) >= sent_count and len(self.handled) >= handled_count,
+            timeout_s=60,
         )
 
     def handled_numbers(self) -> set[int]:

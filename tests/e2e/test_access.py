@@ -64,8 +64,8 @@ def guarded(
     }
     for service, values in (more or {}).items():
         settings.setdefault(service, {}).update(values)
-    known = ClusterOptions(secure=True, access=True, settings=settings, **options)
-    return LocalCluster(folder, known, start=fork_server().start)
+    cluster_options = ClusterOptions(secure=True, access=True, settings=settings, **options)
+    return LocalCluster(folder, cluster_options, start=fork_server().start)
 
 
 def security_of(cluster: LocalCluster) -> Security:
@@ -75,8 +75,8 @@ def security_of(cluster: LocalCluster) -> Security:
 
 async def as_token(cluster: LocalCluster, control: AccessControl, identity: str) -> Security:
     """Return the security settings of a program with a token of this identity."""
-    made = await control.create_token(identity)
-    return replace(security_of(cluster), token=made.token)
+    created = await control.create_token(identity)
+    return replace(security_of(cluster), token=created.token)
 
 
 def log_of(cluster: LocalCluster) -> str:
@@ -101,10 +101,10 @@ async def test_granted_permissions_suffice_for_retries_and_allow_nothing_else(
             await until(lambda: is_rejected(lambda: received(cluster, settings), rejections))
 
             await grant_all(control)
-            seen: list[tuple[bytes, int]] = []
+            attempts: list[tuple[bytes, int]] = []
 
             async def handle(message: ReceivedMessage) -> None:
-                seen.append((message.body, message.attempts))
+                attempts.append((message.body, message.attempts))
                 if message.body == b"again" and message.attempts == 1:
                     raise RuntimeError("once")
 
@@ -117,7 +117,7 @@ async def test_granted_permissions_suffice_for_retries_and_allow_nothing_else(
                 running = tasks.create_task(consumer.run(handle))
                 for body in (b"one", b"again"):
                     await producer.send(TOPIC, body)
-                await until(lambda: {(b"one", 1), (b"again", 2)} <= set(seen), timeout_s=60)
+                await until(lambda: {(b"one", 1), (b"again", 2)} <= set(attempts), timeout_s=60)
                 running.cancel()
         await grant_stranger(control)
         outcomes = await take_sequence_of_another(cluster, victim=writes, stranger=reads)
@@ -148,11 +148,11 @@ async def test_revoked_permission_stops_calls_within_a_second(tmp_path: Path) ->
         await grant_all(control)
         await producer.send(TOPIC, PROBE)
         await until(lambda: is_admitted(cluster, reads), timeout_s=60)
-        seen: dict[str, set[bytes]] = {GROUP: set(), "audit": set()}
+        handled: dict[str, set[bytes]] = {GROUP: set(), "audit": set()}
 
         async def read(group: str, settings: ConsumerSettings) -> None:
             async def handle(message: ReceivedMessage) -> None:
-                seen[group].add(message.body)
+                handled[group].add(message.body)
 
             async with Consumer(cluster.nameserver, group, {TOPIC: "*"}, settings) as consumer:
                 await consumer.run(handle)
@@ -172,13 +172,13 @@ async def test_revoked_permission_stops_calls_within_a_second(tmp_path: Path) ->
             auditing = tasks.create_task(read("audit", audits))
             before = await sent_to_all("before")
             both = {GROUP: before, "audit": {PROBE, *before}}
-            await until(lambda: seen == both, timeout_s=30)
+            await until(lambda: handled == both, timeout_s=30)
             earlier = await rejected_count(cluster, "storage")
             await control.revoke("billing", RoleGrant(Role.CONSUME, f"topic:{TOPIC}"))
             await until(lambda: more_rejected(cluster, earlier), timeout_s=30)
             after = await sent_to_all("after")
-            await until(lambda: seen["audit"] == {PROBE, *before, *after}, timeout_s=30)
-            assert seen[GROUP] == before
+            await until(lambda: handled["audit"] == {PROBE, *before, *after}, timeout_s=30)
+            assert handled[GROUP] == before
             await until(reading.done, timeout_s=30)
             auditing.cancel()
 
@@ -352,7 +352,7 @@ async def test_services_call_each_other_and_commands_work_with_access_on(tmp_pat
         await run("topic", "delete", TOPIC, "--yes")
         granted = await run("access", "grant", "app", "consume", "topic:orders-*")
         assert granted["changed"]
-        made = await run("access", "token", "create", "app")
+        token = await run("access", "token", "create", "app")
         listed = await run("access", "list")
         assert {(one["identity"], one["resource"]) for one in listed} == {
             ("app", "topic:orders-*"),
@@ -362,7 +362,7 @@ async def test_services_call_each_other_and_commands_work_with_access_on(tmp_pat
         answer = await run("access", "check", "consume", "topic:orders-1", "--identity", "app")
         assert answer["allowed"]
         assert (await run("access", "check", "admin", "cluster"))["identity"] == "admin"
-        await run("access", "token", "revoke", made["token_id"])
+        await run("access", "token", "revoke", token["token_id"])
         await run("access", "revoke", "app", "--all")
         assert await run("access", "list") == []
         for name in cluster.options.names:
@@ -414,10 +414,10 @@ async def test_token_of_an_oidc_issuer_is_a_credential_until_its_identity_is_blo
             await until(lambda: sent(producer, PROBE))
             await until(lambda: is_admitted(cluster, reads), timeout_s=60)
 
-            seen: list[bytes] = []
+            bodies: list[bytes] = []
 
             async def handle(message: ReceivedMessage) -> None:
-                seen.append(message.body)
+                bodies.append(message.body)
 
             async def read_until_blocked() -> None:
                 with pytest.raises(Unauthenticated):
@@ -426,15 +426,15 @@ async def test_token_of_an_oidc_issuer_is_a_credential_until_its_identity_is_blo
 
             reading = tasks.create_task(read_until_blocked())
             await producer.send(TOPIC, b"last")
-            await until(lambda: b"last" in seen, timeout_s=60)
+            await until(lambda: b"last" in bodies, timeout_s=60)
             await control.block("identity:oidc:shop", "laptop stolen")
             await until(lambda: is_unauthenticated(producer))
             await until(reading.done, timeout_s=60)
-        await until(lambda: told_of_block(events), timeout_s=60)
+        await until(lambda: has_block_events(events), timeout_s=60)
         watching.cancel()
 
 
-def told_of_block(events: list[pb.MetricEvent]) -> bool:
+def has_block_events(events: list[pb.MetricEvent]) -> bool:
     """Return whether the stream has the call of the operator, and a refusal of the identity."""
     blocked = [event.operator_called for event in events if event.HasField("operator_called")]
     refused = [event.access_refused for event in events if event.HasField("access_refused")]

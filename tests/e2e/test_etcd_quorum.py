@@ -89,20 +89,20 @@ async def test_owners_continue_without_an_etcd_quorum_and_no_queue_is_granted(
             await workers.join(client_id)
         await send(cluster.nameserver, TOPIC, range(STEP))
         await until(lambda: len(workers.done()) == STEP, timeout_s=60)
-        sent = STEP
+        sent_count = STEP
         async with without_majority(cluster):
             begin_ms = clock.monotonic_ms()
             late = await workers.join("late")
             while clock.monotonic_ms() - begin_ms < LEASE_MS + 3_000:
-                await producer.send(TOPIC, b"%d" % sent)
-                sent += 1
-                await has_done(workers, sent)
+                await producer.send(TOPIC, b"%d" % sent_count)
+                sent_count += 1
+                await has_done(workers, sent_count)
                 await asyncio.sleep(0.2)  # do not load the machine
             assert late.owned == set()
         await owning_at_last(workers, late)
-        await send(cluster.nameserver, TOPIC, range(sent, sent + STEP))
-        await has_done(workers, sent + STEP)
-        assert len(workers.handlings()) == sent + STEP, "a message was handled twice"
+        await send(cluster.nameserver, TOPIC, range(sent_count, sent_count + STEP))
+        await has_done(workers, sent_count + STEP)
+        assert len(workers.handlings()) == sent_count + STEP, "a message was handled twice"
 
 
 async def test_leaders_without_an_etcd_quorum_reject_with_a_reason_and_recover(

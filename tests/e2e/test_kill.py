@@ -34,6 +34,6 @@ async def test_kill_9_of_a_service_loses_and_duplicates_nothing(
             await cluster.kill(victim)
             traffic.join("second")
             await cluster.serving(victim)
-            sent = len(traffic.receipts)
-            await until(lambda: len(traffic.receipts) >= sent + AFTER, timeout_s=60)
+            receipt_count = len(traffic.receipts)
+            await until(lambda: len(traffic.receipts) >= receipt_count + AFTER, timeout_s=60)
             await until(lambda: traffic.handled_by("second"), timeout_s=60)

@@ -241,8 +241,8 @@ async def test_rebalance_storm_loses_and_duplicates_nothing(tmp_path: Path) -> N
                 await workers.join(f"m{len(workers.members)}", handle_ms=1) for _ in range(joining)
             ]
             await until(lambda: all(worker.lines for worker in workers.members), timeout_s=90)
-            gone, present = present[:leaving], present[leaving:]
-            leaves = [tasks.create_task(worker.leave()) for worker in gone]
+            leavers, present = present[:leaving], present[leaving:]
+            leaves = [tasks.create_task(worker.leave()) for worker in leavers]
             for leave in leaves:
                 assert await leave == 0
         await sending

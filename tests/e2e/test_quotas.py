@@ -57,10 +57,10 @@ async def test_producer_and_consumer_wait_for_their_quota_and_fail_nothing(
             offsets = [(await receipt).offset for receipt in waiting]
             assert len(set(offsets)) == COUNT
             assert loop.time() - begin >= LEAST_S
-        seen: list[int] = []
+        sizes: list[int] = []
 
         async def handle(message: ReceivedMessage) -> None:
-            seen.append(len(message.body))
+            sizes.append(len(message.body))
 
         reads = ConsumerSettings(security=tenant, consume_from="first")
         begin = loop.time()
@@ -69,10 +69,10 @@ async def test_producer_and_consumer_wait_for_their_quota_and_fail_nothing(
             asyncio.TaskGroup() as tasks,
         ):
             running = tasks.create_task(consumer.run(handle))
-            await until(lambda: seen.count(len(BODY)) >= COUNT, timeout_s=90)
+            await until(lambda: sizes.count(len(BODY)) >= COUNT, timeout_s=90)
             running.cancel()
         assert loop.time() - begin >= LEAST_S
-        assert seen.count(len(BODY)) == COUNT
+        assert sizes.count(len(BODY)) == COUNT
         log = (tmp_path / "logs" / "storage.log").read_text()
         for quota in ("produce_bytes_per_s", "consume_bytes_per_s"):
             assert f"calls throttled identity=tenant quota={quota} count=1" in log

@@ -58,8 +58,8 @@ async def test_replacing_every_certificate_loses_and_duplicates_nothing(tmp_path
                     _issue_all(tmp_path / "tls")
                     await _all_show_what_the_files_hold(cluster, security, tmp_path / "tls")
                     assert (await admin.describe_topic(TOPIC)).problems == ()
-                    sent = len(traffic.receipts)
-                    enough = partial(_has_receipts, traffic, sent + ROUND)
+                    receipt_count = len(traffic.receipts)
+                    enough = partial(_has_receipts, traffic, receipt_count + ROUND)
                     await until(enough, timeout_s=60)
                 # A new member reads the current files.
                 traffic.join("second")

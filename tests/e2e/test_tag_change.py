@@ -39,13 +39,13 @@ async def test_rolling_change_of_tags_loses_no_message_and_delivers_no_unmatched
             await admin.create_topic(TOPIC, QUEUES)
         async with worker_group(cluster.nameserver, TOPIC, tmp_path) as workers:
             await _set_policy(cluster.nameserver, workers.group)
-            sent: dict[int, Receipt] = {}
+            receipts: dict[int, Receipt] = {}
             stop = asyncio.Event()
 
             async def keep_sending() -> None:
                 while not stop.is_set():
-                    numbers = range(len(sent), len(sent) + ROUND)
-                    sent.update(await send(cluster.nameserver, TOPIC, numbers, *TAGS))
+                    numbers = range(len(receipts), len(receipts) + ROUND)
+                    receipts.update(await send(cluster.nameserver, TOPIC, numbers, *TAGS))
 
             old = [await workers.join(f"old{n}", expression="even") for n in range(MEMBERS)]
             await until(lambda: all(worker.owned for worker in old), timeout_s=60)
@@ -66,28 +66,28 @@ async def test_rolling_change_of_tags_loses_no_message_and_delivers_no_unmatched
                 )
                 stop.set()
                 await sending
-            before = len(sent)
+            before = len(receipts)
             numbers = range(before, before + ROUND)
-            sent.update(await send(cluster.nameserver, TOPIC, numbers, *TAGS))
-            even = {number for number in sent if number % 2 == 0}
+            receipts.update(await send(cluster.nameserver, TOPIC, numbers, *TAGS))
+            even = {number for number in receipts if number % 2 == 0}
             await until(lambda: workers.done() >= even | set(numbers), timeout_s=60)
 
             for worker in old:
                 assert all(handling.number % 2 == 0 for handling in worker.handlings())
             assert started_again(workers.handlings()) == []
-            _assert_odd_numbers_are_handled_from_some_offset_on(sent, workers.done())
+            _assert_odd_numbers_are_handled_from_some_offset_on(receipts, workers.done())
 
 
 def _assert_odd_numbers_are_handled_from_some_offset_on(
-    sent: dict[int, Receipt], done: set[int]
+    receipts: dict[int, Receipt], done: set[int]
 ) -> None:
     by_queue: dict[QueueRef, list[tuple[int, bool]]] = defaultdict(list)
-    for number, receipt in sent.items():
+    for number, receipt in receipts.items():
         if number % 2:
             by_queue[receipt.queue].append((receipt.offset, number in done))
     assert len(by_queue) == QUEUES
     for queue, odd in by_queue.items():
-        handled = [was for _, was in sorted(odd)]
+        handled = [is_done for _, is_done in sorted(odd)]
         assert handled == sorted(handled), f"{queue}: a message after the change is missing"
         assert handled[-1]
 

@@ -1,4 +1,4 @@
-"""Lists 100,000 locks over gRPC and prints what that cost, as JSON; see test_list_pages.
+"""List 100,000 locks over gRPC and print their count and the memory used. See test_list_pages.
 
 A process of its own, because the peak of its memory can be measured only from its start.
 """
@@ -27,7 +27,7 @@ QUEUES_PER_TOPIC = 100
 
 
 class TableLeader:
-    """A candidate and its leader in one, which have a lock table and nothing else."""
+    """A candidate that is its own leader and has only a lock table."""
 
     term, silence_ms = 7, 30_000
 

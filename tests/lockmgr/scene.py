@@ -6,7 +6,7 @@ A test can move a clock, cut a lock manager off from etcd, and set a rule for ea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,7 @@ from batonmq_server.offsets.app import build as build_offsets
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Put
+from batonmq_server.runtime.group_record import changed_parts, record_key, split_record
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.service_runtime import Runtime
 from tests.support.clock import MovableClock
@@ -191,6 +192,7 @@ class Scene:
     tasks: asyncio.TaskGroup
     generation: int = 0
     gate: bytes = b"none"
+    parts: Mapping[str, bytes] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
 
     async def lockmgr(self, **settings: Any) -> Node:
@@ -222,18 +224,21 @@ class Scene:
             members=[nameserver_pb.Member(incarnation=m.incarnation) for m in members],
             subscriptions=[nameserver_pb.Subscription(topic=t, expression="*") for t in topics],
         )
-        put = [Put(f"groups/{GROUP}", group.SerializeToString())]
+        parts = split_record(group, 0, {})
+        changed, vanished = changed_parts(self.parts, parts)
+        put = [Put(record_key(GROUP, part), value) for part, value in changed.items()]
+        delete = [record_key(GROUP, part) for part in vanished]
         opened = StoredGate(**(OPEN | gate)).SerializeToString()
         if opened != self.gate:
             put.append(Put(f"gates/{GROUP}", opened))
-        assert await self.etcd.txn(compare=(), put=put)
-        self.gate = opened
+        assert await self.etcd.txn(compare=(), put=put, delete=delete)
+        self.gate, self.parts = opened, parts
         return self.generation
 
     async def stored(self, queue_id: int = 0) -> stored_lock_pb2.StoredLock | None:
         """Return the queue's entry in etcd."""
-        found = await self.etcd.get(f"locks/{GROUP}/{TOPIC}/{BROKER}/{queue_id}")
-        return stored_lock_pb2.StoredLock.FromString(found.value) if found else None
+        entry = await self.etcd.get(f"locks/{GROUP}/{TOPIC}/{BROKER}/{queue_id}")
+        return stored_lock_pb2.StoredLock.FromString(entry.value) if entry else None
 
     async def stored_count(self) -> int:
         """Return the number of entries in etcd."""
@@ -241,8 +246,8 @@ class Scene:
 
     async def registered(self, service: str) -> list[StoredNode]:
         """Return the registered nodes of a service, by name."""
-        found, _ = await self.etcd.get_prefix(f"nodes/{service}/")
-        return [StoredNode.FromString(stored.value) for stored in found]
+        nodes, _ = await self.etcd.get_prefix(f"nodes/{service}/")
+        return [StoredNode.FromString(stored.value) for stored in nodes]
 
     async def progress(self, queue_id: int = 0) -> offsets_pb.Progress:
         """Return the progress of the queue at offsets."""
@@ -482,9 +487,9 @@ async def open_scene(endpoint: str, folder: Path) -> AsyncIterator[Scene]:
             asyncio.TaskGroup() as tasks,
         ):
             stub = offsets_grpc.OffsetsServiceStub(channel)
-            found = Scene(endpoint, cluster, etcd, stub, clock, rules, tasks)
-            yield found
-            for node in found.nodes:
+            scene = Scene(endpoint, cluster, etcd, stub, clock, rules, tasks)
+            yield scene
+            for node in scene.nodes:
                 node.stop.set()
 
 

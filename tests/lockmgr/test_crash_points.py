@@ -2,7 +2,7 @@
 can be acquired again: every row of the protocol's table of crash points (section 16).
 
 Method: a lock manager with real etcd and offsets. The test acts as owner, as another client and as
-storage, and loses calls and answers or kills leaders exactly between the two steps of the row. The
+storage, and loses calls and answers or stops leaders exactly between the two steps of the row. The
 row in which offsets crashes is tested there: tests/offsets/test_protocol_rules.py,
 `test_s12_restart_...`.
 """
@@ -87,7 +87,7 @@ def flagged(grant: pb.Grant) -> Sequence[tuple[int, int]]:
     return [(part.first_offset, part.next_offset) for part in grant.maybe_seen]
 
 
-# The lock manager dies
+# The lock manager crashes
 
 
 async def test_between_acquire_sent_and_fence_sent_nothing_has_changed(scene: Scene) -> None:
@@ -116,8 +116,8 @@ async def test_between_fence_sent_and_applied_the_announcement_rejects_the_late_
         await old.cut_until_leases_expire()
     assert isinstance(acquiring.result(), BatonError)
     new = await scene.leader(**SHORT)
-    late = (await scene.offsets.Fence(stopped.request, timeout=TIMEOUT_S)).outcomes[0].error
-    assert error_from_pb(late).reason == "OLD_EPOCH"
+    error = (await scene.offsets.Fence(stopped.request, timeout=TIMEOUT_S)).outcomes[0].error
+    assert error_from_pb(error).reason == "OLD_EPOCH"
     assert (await scene.progress()).token == 1
     assert await a.state(new, 1) == "OK"
 
@@ -223,7 +223,7 @@ async def test_between_record_and_bytes_close_returns_messages_that_were_not_sta
     assert (grant.committed_offset, flagged(grant)) == (0, [])
 
 
-# The consumer dies
+# The consumer crashes
 
 
 @pytest.mark.parametrize("acked", [0, 2])

@@ -362,7 +362,7 @@ def test_phantom_is_cleared_by_a_fence_from_the_token_at_offsets(now_ms: int) ->
 
 
 @pytest.mark.parametrize("token", [0, 6])
-def test_token_that_offsets_does_not_know_is_cleared_only_after_its_lease(token: int) -> None:
+def test_token_that_offsets_does_not_have_is_cleared_only_after_its_lease(token: int) -> None:
     """Then it is freed without a fence: a queue without progress can't be fenced."""
     old_backup = Observation(token=token, closed=True)
     assert decide_clear(owned(), old_backup, LEASE_END_MS, POLICY) is None
@@ -397,7 +397,7 @@ def test_queue_of_a_recreated_topic_is_denied_to_an_older_generation() -> None:
 
 
 @pytest.mark.parametrize("observation", [Observation(closed=True), replace(RECREATED, token=6)])
-def test_owner_with_a_token_that_offsets_does_not_know_keeps_the_queue_for_its_lease(
+def test_owner_with_a_token_that_offsets_does_not_have_keeps_the_queue_for_its_lease(
     observation: Observation,
 ) -> None:
     """As after a restore of an old backup: the owner may have messages of this topic."""

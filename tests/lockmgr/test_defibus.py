@@ -129,8 +129,8 @@ def test_owner_silent_for_exactly_the_timeout_keeps_its_queue() -> None:
 
 
 def test_queue_without_deliveries_and_acks_is_drained() -> None:
-    nothing = Observation(token=7, committed=-1, delivered=-1)
-    assert poll(owned(2, -1), nothing)[0] == GrantDecision((CLOSED_OR_DRAINED,), 7)
+    no_progress = Observation(token=7, committed=-1, delivered=-1)
+    assert poll(owned(2, -1), no_progress)[0] == GrantDecision((CLOSED_OR_DRAINED,), 7)
 
 
 def test_ack_without_delivery_is_never_drained() -> None:
@@ -157,7 +157,7 @@ def test_poll_of_the_owner_does_not_reset_the_count() -> None:
 
 
 def test_owner_with_a_new_delivery_and_a_poll_does_not_keep_its_queue() -> None:
-    """The owner's poll stores the new delivery, so the count of the others goes on."""
+    """The owner's poll stores the new delivery, so the count of the other clients continues."""
     entry = owned(2, delivered=9)
     _, entry.poll_count = poll(entry, DRAINED, requester=A)
     assert entry.poll_count == PollCount(10, 2)
@@ -170,7 +170,7 @@ def test_generation_is_ignored(generation: int) -> None:
     assert isinstance(poll(owned(2), DRAINED, requester=A, generation=generation)[0], GrantDecision)
 
 
-def test_older_and_repeated_requests_of_the_owner_are_told_apart() -> None:
+def test_older_and_repeated_requests_of_the_owner_are_distinguished() -> None:
     for seq, seen, outcome in (
         (2, DRAINED, OldRequest),
         (3, DRAINED, RenewDecision),
@@ -218,7 +218,7 @@ def test_count_is_shared_by_all_requesters() -> None:
 
 
 def test_two_members_take_an_idle_queue_from_each_other_repeatedly() -> None:
-    """Each believes that the queue is its own; see domain 7.3."""
+    """Both members poll as owners of the queue; see domain 7.3."""
     table, owner, other = table_of_a(), A, B
     flips = 0
     for token in range(8, 12):
@@ -284,7 +284,7 @@ POLLS = st.lists(
 
 
 @given(POLLS)
-def test_random_polls_are_decided_like_by_defibus(
+def test_random_polls_are_decided_as_by_defibus(
     polls: list[tuple[Incarnation, int, int, int]],
 ) -> None:
     original, table, now_ms, token = Original(), LockTable(POLICY), START_MS, 0
@@ -313,15 +313,15 @@ async def test_silent_owner_loses_its_queue_after_100_ms_and_redeliveries_are_fl
     assert grant.lease_ms == 30_000
     await scene.deliver(1, 0, 5)
     node.clock.ahead_ms = scene.offsets_clock.ahead_ms = DEFIBUS_SILENCE_MS + 1
-    taken = await b.acquire(node, generation)
-    assert taken.token == 2
-    assert [(r.first_offset, r.next_offset) for r in taken.maybe_seen] == [(0, 5)]
+    next_grant = await b.acquire(node, generation)
+    assert next_grant.token == 2
+    assert [(r.first_offset, r.next_offset) for r in next_grant.maybe_seen] == [(0, 5)]
     with pytest.raises(Fenced):
         await scene.commit(1, 5)
 
 
 async def test_third_poll_of_a_drained_queue_is_granted_to_any_client(scene: Scene) -> None:
-    """The owner is active all the time and loses the queue all the same, like in DeFiBus."""
+    """The owner is active all the time and still loses the queue, as in DeFiBus."""
     node, a, b, c = await scene.leader(profile="defibus"), Member("a"), Member("b"), Member("c")
     generation = await scene.set_group(a, b, c)
     await a.acquire(node, generation)

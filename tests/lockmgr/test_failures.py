@@ -23,6 +23,7 @@ from batonmq.errors import (
     Fenced,
     HandoverPending,
     Held,
+    Internal,
     NotLeader,
     Unreachable,
 )
@@ -70,14 +71,14 @@ async def expire_leases(s: Scene, node: Node) -> None:
 
 @asynccontextmanager
 async def blocked_fence(
-    s: Scene, acquire: Coroutine[Any, Any, Outcome], *, landed: bool = False
+    s: Scene, acquire: Coroutine[Any, Any, Outcome], *, applied: bool = False
 ) -> AsyncIterator[asyncio.Task[Outcome]]:
     """Run `acquire`; the block begins when its fence is blocked, and the fence goes on at its end.
 
-    With `landed`, offsets has applied the fence and only its answer is blocked.
+    With `applied`, offsets has applied the fence and only its answer is blocked.
     """
     stop = Stop()
-    s.rules.rules["Fence"] = stop.after if landed else stop.before
+    s.rules.rules["Fence"] = stop.after if applied else stop.before
     async with asyncio.TaskGroup() as tasks:
         acquiring = tasks.create_task(acquire)
         await stop.reached.wait()
@@ -105,7 +106,7 @@ async def expired_at_a(s: Scene) -> tuple[Node, Member, Member, int]:
 async def test_story_06_keep_alive_is_pending_from_before_the_fence(scene: Scene) -> None:
     node, a, b, generation = await expired_at_a(scene)
     async with blocked_fence(scene, b.acquire(node, generation)) as acquiring:
-        assert (await scene.progress()).token == 1, "the fence has not landed"
+        assert (await scene.progress()).token == 1, "offsets has not applied the fence"
         assert await a.state(node, 1) == "PENDING"
         (entry,) = await entries(node)
         assert entry.state == pb.LOCK_STATE_PENDING
@@ -116,11 +117,11 @@ async def test_story_06_keep_alive_is_pending_from_before_the_fence(scene: Scene
 
 async def test_story_07_keep_alive_is_pending_between_fence_and_persist(scene: Scene) -> None:
     node, a, b, generation = await expired_at_a(scene)
-    async with blocked_fence(scene, b.acquire(node, generation), landed=True) as acquiring:
-        assert (await scene.progress()).token == 2, "the fence has landed"
+    async with blocked_fence(scene, b.acquire(node, generation), applied=True) as acquiring:
+        assert (await scene.progress()).token == 2, "offsets has applied the fence"
         stored = await scene.stored()
         assert stored is not None
-        assert stored.owner == a.incarnation, "etcd still names A"
+        assert stored.owner == a.incarnation, "A is still the owner in etcd"
         assert await a.state(node, 1) == "PENDING"
     assert acquiring.result().token == 2
 
@@ -221,19 +222,43 @@ async def test_release_waits_for_the_hand_over_in_progress(scene: Scene) -> None
 async def test_term_is_announced_again_to_offsets_that_lost_it(scene: Scene) -> None:
     node, a = await scene.leader(), Member("a")
     generation = await scene.set_group(a)
-    announced = [r.term for method, r in scene.rules.seen if method == "Announce"]
+    terms = [r.term for method, r in scene.rules.seen if method == "Announce"]
 
-    async def forget_once(request: Any, proceed: Any) -> Any:
+    async def raise_term_once(request: Any, proceed: Any) -> Any:
         del scene.rules.rules["Fence"]
         request.term += 1  # offsets answers as to an unknown term
         return await proceed()
 
-    scene.rules.rules["Fence"] = forget_once
+    scene.rules.rules["Fence"] = raise_term_once
     assert (await a.acquire(node, generation)).token == 1
-    assert [r.term for method, r in scene.rules.seen if method == "Announce"] == announced * 2
+    assert [r.term for method, r in scene.rules.seen if method == "Announce"] == terms * 2
 
 
 # etcd changed by another writer
+
+
+async def test_unreadable_record_of_a_group_grants_nothing_and_owners_keep_their_queues(
+    scene: Scene,
+) -> None:
+    node, a, b, generation = await held_by_a(scene)
+    damaged = f"groups/{GROUP}/members/2"
+    stored = await scene.etcd.get(damaged)
+    assert stored is not None
+    await scene.etcd.delete(damaged)
+
+    async def refused() -> bool:
+        outcome = await outcome_of(b, node, generation)
+        return isinstance(outcome, Internal) and "unreadable record" in outcome.message
+
+    await until(refused)
+    assert await a.state(node, 1) == "OK"
+    await scene.etcd.put(damaged, stored.value)
+    await scene.close(1)
+
+    async def granted() -> bool:
+        return isinstance(await outcome_of(b, node, generation), pb.Grant)
+
+    await until(granted)
 
 
 async def test_entry_changed_by_another_writer_is_not_overwritten(scene: Scene) -> None:
@@ -251,7 +276,7 @@ async def test_entry_changed_by_another_writer_is_not_overwritten(scene: Scene) 
     assert (await a.acquire(node, generation)).token == 3, "token 2 was issued and not persisted"
 
 
-# A leader dies, another takes over
+# A leader crashes, another is elected
 
 
 async def test_owned_queues_survive_a_new_leader_and_no_queue_is_granted_twice(
@@ -272,7 +297,7 @@ async def test_owned_queues_survive_a_new_leader_and_no_queue_is_granted_twice(
     assert [r.state for r in reports][1:] == [pb.HOLD_STATE_OK] * 19
     assert reports[0].state == pb.HOLD_STATE_WANTED
     await scene.commit(1, 10)
-    assert len(scene.rules.fences()) == 20, "no token has moved"
+    assert len(scene.rules.fences()) == 20, "no queue has a new token"
     terms = [request.term for method, request in scene.rules.seen if method == "Announce"]
     assert len(terms) == 2, "the new leader led at once and did not lose the lead again"
 
@@ -382,13 +407,13 @@ async def test_story_19_late_fence_of_a_deposed_leader_changes_nothing(scene: Sc
     async with asyncio.TaskGroup() as tasks:
         acquiring = tasks.create_task(outcome_of(b, old, generation))
         await stop.reached.wait()
-        late = scene.rules.seen[-1][1]
+        request = scene.rules.seen[-1][1]
         await old.cut_until_leases_expire()
     assert isinstance(acquiring.result(), NotLeader)
     del scene.rules.rules["Fence"]
     new = await scene.leader(**SHORT)
-    refused = (await scene.offsets.Fence(late, timeout=TIMEOUT_S)).outcomes[0].error
-    assert error_from_pb(refused).reason == "OLD_EPOCH"
+    error = (await scene.offsets.Fence(request, timeout=TIMEOUT_S)).outcomes[0].error
+    assert error_from_pb(error).reason == "OLD_EPOCH"
     assert (await scene.progress()).token == 1
     assert await a.state(new, 1) == "OK"
 
@@ -399,10 +424,10 @@ async def test_story_19_late_write_of_a_deposed_leader_changes_nothing(scene: Sc
         acquiring = tasks.create_task(outcome_of(b, old, generation))
         await _fenced_then_cut(scene, old)
     assert isinstance(acquiring.result(), NotLeader)
-    late = next(parts for parts in old.session.stopped if parts["put"])
-    assert late["put"][0].key == f"locks/{GROUP}/topic/broker-a/0"
+    transaction = next(parts for parts in old.session.stopped if parts["put"])
+    assert transaction["put"][0].key == f"locks/{GROUP}/topic/broker-a/0"
     new = await scene.leader(**SHORT)
-    assert await scene.etcd.txn(**late) is None, "though the entry is as it was"
+    assert await scene.etcd.txn(**transaction) is None, "the entry has not changed, the leader has"
     stored = await scene.stored()
     assert stored is not None
     assert (stored.owner, stored.token) == (a.incarnation, 1)
@@ -414,17 +439,17 @@ async def test_leader_cut_off_from_etcd_stops_answering(scene: Scene) -> None:
     node, a, _, _ = await held_by_a(scene)
     node.session.cut = True
 
-    async def refused() -> bool:
+    async def is_no_leader() -> bool:
         try:
             await a.keep_alive(node, 1)
         except grpc.aio.AioRpcError as error:
             return isinstance(from_rpc_error(error), NotLeader)
         return False
 
-    await until(refused)
+    await until(is_no_leader)
 
 
-async def test_leader_does_not_serve_before_offsets_knows_its_term(scene: Scene) -> None:
+async def test_leader_does_not_serve_before_offsets_has_its_term(scene: Scene) -> None:
     stop = Stop()
     scene.rules.rules["Announce"] = stop.before
     node = await scene.lockmgr()
@@ -447,6 +472,6 @@ async def _fenced_then_cut(s: Scene, node: Node) -> None:
 
 
 async def _refusal(node: Node) -> BatonError:
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
         await node.stub.List(pb.ListRequest(), timeout=TIMEOUT_S)
-    return from_rpc_error(refused.value)
+    return from_rpc_error(raised.value)

@@ -39,7 +39,10 @@ async def hand_over(s: Scene, node: Node, owner: Member, next_: Member, token: i
 
 @pytest.mark.timeout(240)
 async def test_released_queue_is_granted_to_a_waiting_client_at_once(scene: Scene) -> None:
-    """Slots are a minute long, so no timer helps. The bound is that of protocol section 16."""
+    """Slots are a minute long, so no timer causes the grant.
+
+    The bound is that of protocol section 16.
+    """
     node, owner, next_ = await scene.leader(slot_ms=60_000), Member("a"), Member("b")
     generation = await scene.set_group(owner)
     await owner.acquire_each(node, generation)
@@ -93,22 +96,22 @@ async def test_grants_denials_and_releases_are_published_as_events(scene: Scene)
         await until(lambda: len(events) >= 5)
         watching.cancel()
     by_kind = {event.WhichOneof("kind"): event for event in events}
-    granted, stolen = (event for event in events if event.HasField("lock_granted"))
+    first, second = (event for event in events if event.HasField("lock_granted"))
     denied, released = by_kind["lock_denied"], by_kind["lock_released"]
-    handed = by_kind["handed_over"].handed_over
-    assert (granted.lock_granted.client_id, granted.lock_granted.token) == ("a", 1)
+    handed_over = by_kind["handed_over"].handed_over
+    assert (first.lock_granted.client_id, first.lock_granted.token) == ("a", 1)
     assert (denied.lock_denied.client_id, denied.lock_denied.reason) == (
         "b",
         error_pb2.REASON_UNACKED,
     )
-    assert stolen.lock_granted.stolen
-    assert stolen.lock_granted.previous_client_id == "a"
-    assert stolen.lock_granted.wait_ms >= 31_000
+    assert second.lock_granted.stolen
+    assert second.lock_granted.previous_client_id == "a"
+    assert second.lock_granted.wait_ms >= 31_000
     assert (released.lock_released.client_id, released.lock_released.token) == ("b", 2)
-    assert (handed.previous_client_id, handed.previous_token) == ("a", 1)
-    assert (handed.client_id, handed.token) == ("b", 2)
-    assert handed.manner == metrics_pb.HandedOver.MANNER_LEASE_EXPIRED
-    assert handed.contend_ms + handed.drain_ms >= 31_000
+    assert (handed_over.previous_client_id, handed_over.previous_token) == ("a", 1)
+    assert (handed_over.client_id, handed_over.token) == ("b", 2)
+    assert handed_over.manner == metrics_pb.HandedOver.MANNER_LEASE_EXPIRED
+    assert handed_over.contend_ms + handed_over.drain_ms >= 31_000
     value = node.runtime.registry.get_sample_value
     assert value("baton_lockmgr_steals_total") == 1
     assert value("baton_lockmgr_denials_total", {"reason": "UNACKED"}) == 1

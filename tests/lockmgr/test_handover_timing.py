@@ -1,4 +1,4 @@
-"""Goal: the phases of a hand-over are consecutive, and its manner says how the owner lost the
+"""Goal: the phases of a hand-over are consecutive, and its manner is how the owner lost the
 queue.
 
 Method: plain times.
@@ -36,10 +36,10 @@ def passed(
         owner = OwnershipEnd(A, 3, begin_ms)
     else:
         timings.ownership_ended(KEY, OwnershipEnd(A, 3, freed_ms))
-    found = timings.queue_granted(KEY, owner, NextOwner(B, since_ms, begin_ms))
-    assert found is not None
-    assert (found.end.owner, found.end.token) == (A, 3)
-    return found
+    times = timings.queue_granted(KEY, owner, NextOwner(B, since_ms, begin_ms))
+    assert times is not None
+    assert (times.end.owner, times.end.token) == (A, 3)
+    return times
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_phases_are_consecutive(
     since_ms: int | None,
     phases: tuple[int, int, int],
 ) -> None:
-    found = passed(notified_ms, freed_ms, since_ms)
-    assert (found.contend_ms, found.drain_ms, found.end_ms) == phases
+    times = passed(notified_ms, freed_ms, since_ms)
+    assert (times.contend_ms, times.drain_ms, times.end_ms) == phases
     if since_ms is not None:
-        assert since_ms + found.contend_ms + found.drain_ms == found.end_ms
+        assert since_ms + times.contend_ms + times.drain_ms == times.end_ms
 
 
 def test_grant_to_the_previous_or_without_a_known_owner_is_no_hand_over() -> None:
@@ -78,10 +78,10 @@ def test_grant_to_the_previous_or_without_a_known_owner_is_no_hand_over() -> Non
 
 
 def test_another_incarnation_of_the_same_client_is_another_owner() -> None:
-    found = HandOverTimings().queue_granted(
+    times = HandOverTimings().queue_granted(
         KEY, OwnershipEnd(A, 3, 20), NextOwner(Incarnation("a", 2), 10, 20)
     )
-    assert found is not None
+    assert times is not None
 
 
 def test_times_of_a_hand_over_are_dropped_after_it() -> None:
@@ -89,9 +89,9 @@ def test_times_of_a_hand_over_are_dropped_after_it() -> None:
     timings.owner_notified(KEY, 5)
     timings.owner_overdue(KEY)
     assert timings.queue_granted(KEY, OwnershipEnd(A, 3, 20), NextOwner(B, 10, 20)) is not None
-    found = timings.queue_granted(KEY, OwnershipEnd(B, 4, 40), NextOwner(A, 30, 40))
-    assert found is not None
-    assert (found.contend_ms, found.overdue) == (0, False)
+    times = timings.queue_granted(KEY, OwnershipEnd(B, 4, 40), NextOwner(A, 30, 40))
+    assert times is not None
+    assert (times.contend_ms, times.overdue) == (0, False)
 
 
 @pytest.mark.parametrize(
@@ -125,5 +125,5 @@ def test_manner_follows_from_the_end_of_the_ownership_and_the_condition(
     unfinished: bool,
     manner: HandOverManner,
 ) -> None:
-    found = HandOverTimes(end, 0, 0, 9, overdue)
-    assert found.manner(condition, unfinished=unfinished) is manner
+    times = HandOverTimes(end, 0, 0, 9, overdue)
+    assert times.manner(condition, unfinished=unfinished) is manner

@@ -1,9 +1,9 @@
 """Lock listings in pages.
 
-Goal: the pages of a listing have every lock once, also while locks come and go; the lock manager
-needs memory for one page only; a malformed token is rejected.
-Method: a lock manager with real etcd and offsets and small pages; the lock table alone for entries
-that are removed; and 100,000 locks listed over gRPC in a process of its own, for the memory.
+Goal: the pages of a listing have every lock once, also while locks are added and removed; the lock
+manager needs memory for one page only; a malformed token is rejected. Method: a lock manager with
+real etcd and offsets and small pages; the lock table alone for entries that are removed; and
+100,000 locks listed over gRPC in a process of its own, for the memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def test_locks_are_listed_in_pages(scene: Scene) -> None:
     assert await page(node, group="another") == ([], "")
 
 
-async def test_locks_that_come_between_pages_leave_the_others_listed_once(scene: Scene) -> None:
+async def test_locks_added_between_pages_leave_the_others_listed_once(scene: Scene) -> None:
     node, a = await scene.leader(), Member("a")
     generation = await scene.set_group(a)
     await a.acquire_each(node, generation, range(0, 40, 2))
@@ -63,7 +63,7 @@ async def test_locks_that_come_between_pages_leave_the_others_listed_once(scene:
     assert token == ""
 
 
-def test_entries_that_go_between_pages_leave_the_others_listed_once() -> None:
+def test_entries_removed_between_pages_leave_the_others_listed_once() -> None:
     table, requester = LockTable(LockPolicy(waiter_memory_ms=10)), Incarnation("a", 1)
     keys = [GroupQueue("g", "t", "b", queue_id) for queue_id in range(6)]
     for key in keys[::2]:

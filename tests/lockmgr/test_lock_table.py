@@ -196,8 +196,8 @@ def test_listed_lease_is_expired_from_the_end_of_the_silence_until_the_next_keep
     entry = table.get(KEY)
     assert entry is not None
     end_ms = POLICY.silence_ms
-    shown = [entry_to_pb(entry, ms, end_ms).lease_expired for ms in (0, end_ms - 1, end_ms)]
-    assert shown == [False, False, True]
+    expired = [entry_to_pb(entry, ms, end_ms).lease_expired for ms in (0, end_ms - 1, end_ms)]
+    assert expired == [False, False, True]
     keep_alive(table, end_ms)
     assert not entry_to_pb(entry, end_ms, end_ms).lease_expired
     entry.lock = replace(entry.lock, owner=None)
@@ -213,9 +213,9 @@ def test_keep_alive_shows_the_handler_that_its_queue_waits_for_until_the_next_to
     running = {KEY: RunningHandler(7, queue, 41, 3_000, abandoned=True)}
     call = KeepAliveCall(incarnation=A, acquire_seq=3, holds=[(KEY, 7)], running=running)
     table.keep_alive(call, 10)
-    shown = entry_to_pb(entry, 1_010, POLICY.silence_ms).running
-    assert (shown.offset, shown.running_ms, shown.abandoned) == (41, 4_000, True)
-    assert shown.queue.topic == KEY.topic
+    handler = entry_to_pb(entry, 1_010, POLICY.silence_ms).running
+    assert (handler.offset, handler.running_ms, handler.abandoned) == (41, 4_000, True)
+    assert handler.queue.topic == KEY.topic
     entry.lock = replace(entry.lock, token=8)
     assert not entry_to_pb(entry, 1_010, POLICY.silence_ms).HasField("running")
     entry.lock = replace(entry.lock, token=7)
@@ -469,19 +469,19 @@ def test_entry_of_a_queue_that_was_only_requested_is_dropped() -> None:
 
 def test_lock_without_a_known_owner_is_kept_and_listed_for_its_incarnation() -> None:
     """Access control was switched on since the grant."""
-    table, known = owned_by_a(), A._replace(owner=11)
-    call = KeepAliveCall(incarnation=known, acquire_seq=3, holds=[(KEY, 7)])
+    table, incarnation = owned_by_a(), A._replace(owner=11)
+    call = KeepAliveCall(incarnation=incarnation, acquire_seq=3, holds=[(KEY, 7)])
     assert [report.state for report in table.keep_alive(call, 20_000)] == [HoldState.OK]
     assert lease_age_ms(table, 20_000) == 0
-    assert table.owned_by(known) == [KEY]
-    orphan = table.keep_alive(replace(call, holds=()), 20_000)
-    assert [report.state for report in orphan] == [HoldState.ORPHAN]
+    assert table.owned_by(incarnation) == [KEY]
+    reports = table.keep_alive(replace(call, holds=()), 20_000)
+    assert [report.state for report in reports] == [HoldState.ORPHAN]
 
 
 def test_lock_of_a_known_owner_is_not_kept_by_another_owner() -> None:
     table = LockTable(POLICY)
     table.load(KEY, lock_of(A._replace(owner=11)), 1, 0)
     table.confirm(KEY, 7, 0)
-    thief = KeepAliveCall(incarnation=A._replace(owner=12), acquire_seq=3, holds=[(KEY, 7)])
-    assert [report.state for report in table.keep_alive(thief, 1)] == [HoldState.NOT_OWNER]
-    assert table.owned_by(thief.incarnation) == []
+    call = KeepAliveCall(incarnation=A._replace(owner=12), acquire_seq=3, holds=[(KEY, 7)])
+    assert [report.state for report in table.keep_alive(call, 1)] == [HoldState.NOT_OWNER]
+    assert table.owned_by(call.incarnation) == []

@@ -29,15 +29,15 @@ class Parts(pb_grpc.OffsetsServiceServicer):
     """An offsets twin that answers Announce with one page for each of two groups.
 
     Attributes:
-        epochs: Of the next answers.
+        epochs: The epochs of the next answers.
     """
 
     def __init__(self, epochs: Sequence[int]) -> None:
         self.epochs = list(epochs)
-        self.asked: list[str] = []
+        self.after_groups: list[str] = []
 
     async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceResponse:
-        self.asked.append(request.after_group)
+        self.after_groups.append(request.after_group)
         group = "second" if request.after_group else "first"
         queues = [
             pb.QueueToken(
@@ -88,7 +88,7 @@ async def test_announce_reads_all_pages() -> None:
         for group in ("first", "second")
         for queue_id in range(2)
     }
-    assert twin.asked == ["", "first"]
+    assert twin.after_groups == ["", "first"]
 
 
 async def test_announce_fails_if_the_pages_come_from_two_leaders() -> None:
@@ -97,4 +97,4 @@ async def test_announce_fails_if_the_pages_come_from_two_leaders() -> None:
         with pytest.raises(Unreachable):
             await offsets.announce("offsets")
         assert len(await offsets.announce("offsets")) == 4
-    assert twin.asked == ["", "first", "", "first"]
+    assert twin.after_groups == ["", "first", "", "first"]

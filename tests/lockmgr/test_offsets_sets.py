@@ -90,7 +90,7 @@ async def test_new_leader_does_not_wait_for_an_absent_set(scene: Scene) -> None:
     await until(confirmed)
     grant = await acquire(node, far, 8)
     assert isinstance(grant, pb.Grant)
-    assert grant.token == 6, "greater than the one in etcd"
+    assert grant.token == 6, "the token is greater than the one in etcd"
     assert grant.offsets_set == "offsets"
 
 

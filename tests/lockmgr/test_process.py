@@ -70,8 +70,8 @@ async def leading(s: Scene, number: int) -> AsyncIterator[pb_grpc.LockmgrService
 
     async def address() -> str:
         nodes = await s.registered("lockmgr")
-        found = [n.address for n in nodes if n.node_id == f"lockmgr-{number}" and n.epoch]
-        return found[0] if found else ""
+        addresses = [n.address for n in nodes if n.node_id == f"lockmgr-{number}" and n.epoch]
+        return addresses[0] if addresses else ""
 
     await until(address, timeout_s=40)
     async with connect(await address()) as channel:
@@ -119,9 +119,9 @@ async def test_settings_are_printed_and_unknown_ones_rejected(tmp_path: Path) ->
         status = await running.ended()
         return status, "\n".join(running.last_lines(100))
 
-    status, out = await run("--print-config", BATON_LOCKMGR_LOCK_LEASE_MS="12000")
-    shown = json.loads(out)
-    assert (status, shown["lock_lease_ms"], shown["node_id"]) == (0, 12_000, "lockmgr-0")
+    status, stdout = await run("--print-config", BATON_LOCKMGR_LOCK_LEASE_MS="12000")
+    settings = json.loads(stdout)
+    assert (status, settings["lock_lease_ms"], settings["node_id"]) == (0, 12_000, "lockmgr-0")
     status, problems = await run(BATON_LOCKMGR_LOCK_LEASE="12000")
     assert status == 2
     assert "BATON_LOCKMGR_LOCK_LEASE" in problems
@@ -129,5 +129,5 @@ async def test_settings_are_printed_and_unknown_ones_rejected(tmp_path: Path) ->
     assert status == 2
     assert "BATON_LOCKMGR_LOCK_LEASE_MS" in problems
     assert "lock_lease_ms must be more than 3000, got 3000" in problems
-    status, out = await run("--print-config", BATON_LOCKMGR_PROFILE="defibus")
-    assert (status, json.loads(out)["profile"]) == (0, "defibus")
+    status, stdout = await run("--print-config", BATON_LOCKMGR_PROFILE="defibus")
+    assert (status, json.loads(stdout)["profile"]) == (0, "defibus")

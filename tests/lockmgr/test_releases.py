@@ -1,5 +1,5 @@
-"""Goal: ReleaseAll frees closed queues, ForceRelease takes any queue and records it, and Describe
-returns all details of a queue.
+"""Goal: ReleaseAll frees closed queues, ForceRelease frees any queue and records the operation, and
+Describe returns all details of a queue.
 
 Method: lock managers with real etcd and offsets over gRPC; answers are lost and leaders crash.
 """
@@ -76,11 +76,11 @@ async def test_release_all_frees_closed_or_drained_queues_and_lists_the_others(
     states = [entry.state for entry in await entries(node)]
     free, held = pb.LOCK_STATE_FREE, pb.LOCK_STATE_HELD
     assert states == [free, held, free, held, held]
-    ended = await a.release_all(node, drained=True)
-    assert ended.released_count == 1, "3 is drained"
-    assert [kept.queue.queue_id for kept in ended.kept] == [1, 4]
-    again = await a.release_all(node)
-    assert (again.released_count, len(again.kept)) == (0, 2)
+    second = await a.release_all(node, drained=True)
+    assert second.released_count == 1, "3 is drained"
+    assert [kept.queue.queue_id for kept in second.kept] == [1, 4]
+    third = await a.release_all(node)
+    assert (third.released_count, len(third.kept)) == (0, 2)
 
 
 async def test_release_all_of_another_group_or_client_frees_nothing(scene: Scene) -> None:
@@ -179,7 +179,7 @@ async def test_repeated_operation_changes_nothing_under_a_new_owner(scene: Scene
     assert await b.state(node, grant.token) == "NOT_OWNER"
 
 
-async def test_operation_is_known_to_the_next_leader(scene: Scene) -> None:
+async def test_next_leader_answers_a_repeated_operation(scene: Scene) -> None:
     old, a, b = await scene.leader(), Member("a"), Member("b")
     await a.acquire(old, await scene.set_group(a))
     await force(old)
@@ -191,7 +191,7 @@ async def test_operation_is_known_to_the_next_leader(scene: Scene) -> None:
     assert await b.state(new, grant.token) == "OK"
 
 
-async def test_operation_whose_leader_dies_before_it_is_persisted_can_be_repeated(
+async def test_operation_whose_leader_crashes_before_it_is_persisted_can_be_repeated(
     scene: Scene,
 ) -> None:
     old, a = await scene.leader(), Member("a")
@@ -252,10 +252,10 @@ async def test_previous_owner_of_a_forced_queue_can_acquire_it_again(scene: Scen
 
 async def test_description_of_a_queue_that_was_never_owned_is_free(scene: Scene) -> None:
     node = await scene.leader()
-    described = await describe(node)
-    assert (described.entry.state, described.entry.token) == (pb.LOCK_STATE_FREE, 0)
-    assert (described.entry.queue, described.term > 0) == (queue(), True)
-    assert await entries(node) == [], "acquiring leaves nothing behind"
+    description = await describe(node)
+    assert (description.entry.state, description.entry.token) == (pb.LOCK_STATE_FREE, 0)
+    assert (description.entry.queue, description.term > 0) == (queue(), True)
+    assert await entries(node) == [], "a description creates no entry"
 
 
 async def test_description_has_lease_owner_state_and_refusals(scene: Scene) -> None:
@@ -269,15 +269,15 @@ async def test_description_has_lease_owner_state_and_refusals(scene: Scene) -> N
         await b.acquire(node, generation, hold_ms=100)
     await Member("x").refusal(node, generation)
     node.clock.ahead_ms = 10_000
-    described = await describe(node)
-    assert (described.entry.owner, described.entry.token) == (a.incarnation, 1)
-    assert (described.offsets_token, described.owner_evicted) == (1, False)
-    assert 10_000 <= described.entry.lease_age_ms < 20_000
-    assert described.lease_left_ms == LEASE_MS - described.entry.lease_age_ms
-    reasons = [(denial.client_id, denial.error.reason) for denial in described.denials]
+    description = await describe(node)
+    assert (description.entry.owner, description.entry.token) == (a.incarnation, 1)
+    assert (description.offsets_token, description.owner_evicted) == (1, False)
+    assert 10_000 <= description.entry.lease_age_ms < 20_000
+    assert description.lease_left_ms == LEASE_MS - description.entry.lease_age_ms
+    reasons = [(denial.client_id, denial.error.reason) for denial in description.denials]
     assert reasons == [("x", error_pb2.REASON_NOT_MEMBER), ("b", error_pb2.REASON_UNACKED)]
-    assert all(10_000 <= denial.age_ms < 20_000 for denial in described.denials)
-    assert list(described.entry.waiters) == ["b"]
+    assert all(10_000 <= denial.age_ms < 20_000 for denial in description.denials)
+    assert list(description.entry.waiters) == ["b"]
     await scene.set_group(b)
 
     async def evicted() -> bool:
@@ -302,15 +302,15 @@ async def test_description_has_the_step_of_a_hand_over(scene: Scene) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(a.acquire(node, generation))
         await reached.wait()
-        described = await describe(node)
-        assert (described.entry.state, described.pending_step) == (
+        description = await describe(node)
+        assert (description.entry.state, description.pending_step) == (
             pb.LOCK_STATE_PENDING,
             "fence",
         )
-        assert described.pending_attempt == scene.rules.fences()[0].attempt
+        assert description.pending_attempt == scene.rules.fences()[0].attempt
         go_on.set()
-    described = await describe(node)
-    assert (described.entry.state, described.pending_step, described.pending_attempt) == (
+    description = await describe(node)
+    assert (description.entry.state, description.pending_step, description.pending_attempt) == (
         pb.LOCK_STATE_HELD,
         "",
         "",
@@ -320,15 +320,15 @@ async def test_description_has_the_step_of_a_hand_over(scene: Scene) -> None:
 async def test_description_of_a_phantom_has_both_tokens(scene: Scene) -> None:
     old, a = await scene.leader(), Member("a")
     await a.acquire(old, await scene.set_group(a))
-    await _fence_behind_its_back(scene)
+    await _fence_as_a_crashed_leader(scene)
     await old.crash()
     new = await scene.leader()
-    described = await describe(new)
-    assert (described.entry.state, described.entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
-    assert described.offsets_token == 2
+    description = await describe(new)
+    assert (description.entry.state, description.entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
+    assert description.offsets_token == 2
 
 
-async def test_refusals_are_remembered_for_sixteen_clients(scene: Scene) -> None:
+async def test_refusals_are_kept_for_sixteen_clients(scene: Scene) -> None:
     node, a = await scene.leader(), Member("a")
     generation = await scene.set_group(a)
     await a.acquire(node, generation)
@@ -343,13 +343,13 @@ async def _events(node: Node, events: list[metrics_pb.MetricEvent]) -> None:
         events.extend(batch.events)
 
 
-async def _fence_behind_its_back(s: Scene) -> None:
-    """Fence the queue like a leader that crashed before it could persist."""
+async def _fence_as_a_crashed_leader(s: Scene) -> None:
+    """Fence the queue like a leader that crashed before it persisted the grant."""
     (item,) = s.rules.fences()
-    (term,) = {request.term for method, request in s.rules.seen if method == "Announce"}
+    (term,) = {call.term for method, call in s.rules.seen if method == "Announce"}
     again = type(item)()
     again.CopyFrom(item)
     again.attempt, again.expected_token = "elsewhere", 1
-    request = next(request for method, request in s.rules.seen if method == "Fence")
-    late = type(request)(term=term, items=[again])
-    assert (await s.offsets.Fence(late, timeout=TIMEOUT_S)).outcomes[0].fenced.token == 2
+    fence = next(call for method, call in s.rules.seen if method == "Fence")
+    request = type(fence)(term=term, items=[again])
+    assert (await s.offsets.Fence(request, timeout=TIMEOUT_S)).outcomes[0].fenced.token == 2

@@ -274,11 +274,11 @@ async def test_malformed_request_is_rejected_and_changes_nothing(
 ) -> None:
     node = await scene.leader()
     await scene.set_group(Member("a"))
-    for number, (spoil, reason, where) in enumerate(cases):
+    for number, (spoil, reason, field_path) in enumerate(cases):
         request = make()
         spoil(request)
         error = await refusal(node, request)
-        assert (error.reason, error.facts["field"]) == (reason, where), number
+        assert (error.reason, error.facts["field"]) == (reason, field_path), number
         assert error.message
         assert error.remedy
     assert await scene.stored_count() == 0
@@ -309,9 +309,9 @@ async def test_malformed_filter_of_a_listing_is_rejected(scene: Scene) -> None:
 
 
 async def test_unknown_client_renews_and_releases_nothing(scene: Scene) -> None:
-    node, stranger = await scene.leader(), Member("x")
-    assert await stranger.state(node, 1) == "NOT_OWNER"
-    assert await stranger.release(node, 1) == 0
+    node, client = await scene.leader(), Member("x")
+    assert await client.state(node, 1) == "NOT_OWNER"
+    assert await client.release(node, 1) == 0
     assert await scene.stored_count() == 0
 
 
@@ -336,7 +336,7 @@ async def test_malformed_item_at_offsets_does_not_fail_the_others(scene: Scene) 
 
     scene.rules.rules["Fence"] = spoil
     outcomes = await a.acquire_each(node, generation, range(8))
-    refused = {q: o for q, o in outcomes.items() if isinstance(o, BatonError)}
-    assert set(refused) == {3}
-    assert refused[3].reason == "INVALID_ARGUMENT"
+    errors = {q: o for q, o in outcomes.items() if isinstance(o, BatonError)}
+    assert set(errors) == {3}
+    assert errors[3].reason == "INVALID_ARGUMENT"
     assert await scene.stored_count() == 7

@@ -1,4 +1,4 @@
-"""Goal: the lock manager grants queues as promised, and refuses others with a reason.
+"""Goal: the lock manager grants queues by its rules, and refuses others with a reason.
 
 Method: one lock manager with a real etcd and the real offsets service, in one process, over gRPC.
 """
@@ -113,7 +113,7 @@ async def test_closed_queue_is_granted_after_a_lost_release(scene: Scene) -> Non
         await scene.close(grant.token, committed=4)
     granted = acquiring.result()
     assert (granted.token, granted.committed_offset) == (2, 4)
-    assert not granted.maybe_seen, "what the owner never started is not flagged"
+    assert not granted.maybe_seen, "messages that were never started are not flagged"
 
 
 async def test_drained_queue_is_granted_after_the_quiet_slots_and_not_sooner(scene: Scene) -> None:
@@ -125,7 +125,7 @@ async def test_drained_queue_is_granted_after_the_quiet_slots_and_not_sooner(sce
     grant = await b.acquire(node, generation, hold_ms=HOLD_MS)
     assert grant.token == 2
     assert loop.time() - start_s >= 0.3
-    assert await fence_count(scene) == 2, "nothing is tried before it may pass"
+    assert await fence_count(scene) == 2, "no fence is sent before its condition can hold"
 
 
 async def test_queue_in_flight_is_refused_until_it_is_acked(scene: Scene) -> None:
@@ -149,9 +149,9 @@ async def test_silent_owner_loses_the_queue_and_its_messages_are_flagged(scene: 
     await scene.commit(grant.token, 4)
     generation = await scene.set_group(b)
     node.clock.ahead_ms = scene.offsets_clock.ahead_ms = LEASE_MS + 1_000
-    stolen = await b.acquire(node, generation)
-    assert (stolen.token, stolen.committed_offset) == (2, 4)
-    assert [(r.first_offset, r.next_offset) for r in stolen.maybe_seen] == [(4, 10)]
+    next_grant = await b.acquire(node, generation)
+    assert (next_grant.token, next_grant.committed_offset) == (2, 4)
+    assert [(r.first_offset, r.next_offset) for r in next_grant.maybe_seen] == [(4, 10)]
     assert await a.state(node, grant.token) == "NOT_OWNER"
     with pytest.raises(Fenced):
         await scene.commit(grant.token, 10)
@@ -237,9 +237,9 @@ async def test_request_of_a_non_member_is_denied_and_nothing_is_written(scene: S
     generation = await scene.set_group(a)
     restarted = Member("a", incarnation_id=2)
     async with asyncio.timeout(HOLD_MS / 2000):
-        for stranger in (Member("x"), restarted):
+        for client in (Member("x"), restarted):
             with pytest.raises(NotMember):
-                await stranger.acquire(node, generation, hold_ms=HOLD_MS)
+                await client.acquire(node, generation, hold_ms=HOLD_MS)
     assert (await scene.stored_count(), await fence_count(scene)) == (0, 0)
 
 
@@ -291,13 +291,13 @@ async def test_repeated_request_is_answered_with_the_same_grant(scene: Scene) ->
     assert await a.acquire(node, generation, seq=1) == first
     assert (await scene.progress()).token == 1
     (entry,) = await entries(node)
-    assert entry.lease_age_ms < 20_000, "the owner counts its lease from the repetition"
+    assert entry.lease_age_ms < 20_000, "the lease of the owner starts with the repetition"
 
 
 async def test_story_05_restarted_client_does_not_inherit_the_token(scene: Scene) -> None:
-    """Messages in flight at the dead process are flagged, and its late calls are rejected."""
-    node, dead, restarted = await scene.leader(slot_ms=20), Member("a", 1), Member("a", 2)
-    await dead.acquire(node, await scene.set_group(dead))
+    """Messages in flight at the crashed process are flagged, and its late calls are rejected."""
+    node, first, restarted = await scene.leader(slot_ms=20), Member("a", 1), Member("a", 2)
+    await first.acquire(node, await scene.set_group(first))
     await scene.deliver(1, 0, 1)
     generation = await scene.set_group(restarted)
     with pytest.raises(Unacked):
@@ -326,7 +326,8 @@ async def test_new_request_of_the_owner_gets_a_new_token_and_flags_dropped_messa
 async def test_holder_of_a_free_queue_gets_it_again_at_once_with_dropped_messages_flagged(
     scene: Scene,
 ) -> None:
-    """The entry is free, the token at offsets is open: the holder lives, as it asks."""
+    """The entry is free, the token at offsets is open: the holder is alive, since it sends
+    a request."""
     node, a, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
     generation = await scene.set_group(a, b)
     await a.acquire(node, generation)
@@ -367,7 +368,7 @@ async def test_grant_whose_answer_was_lost_is_reported_and_can_be_released(scene
     await a.acquire(node, await scene.set_group(a))
     (report,) = await a.keep_alive(node)
     assert (report.state, report.token) == (pb.HOLD_STATE_ORPHAN, 1)
-    assert await a.keep_alive(node, seq=0) == [], "its answer may still be on its way"
+    assert await a.keep_alive(node, seq=0) == [], "its answer may still be in flight"
     assert await a.release(node, report.token) == 1
     assert await a.keep_alive(node) == []
 
@@ -409,7 +410,7 @@ async def test_released_but_not_closed_queue_waits_for_messages_in_flight(scene:
     assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(0, 3)]
 
 
-async def test_owner_evicted_from_the_group_is_told_to_release(scene: Scene) -> None:
+async def test_owner_evicted_from_the_group_is_notified_to_release(scene: Scene) -> None:
     node, a, b = await scene.leader(), Member("a"), Member("b")
     await a.acquire(node, await scene.set_group(a))
     assert await a.state(node, 1) == "OK"
@@ -495,13 +496,13 @@ async def test_queue_of_a_recreated_topic_starts_anew_with_a_newer_token(
 
 
 async def test_owner_from_a_deleted_topic_keeps_no_queue_of_the_new_topic(scene: Scene) -> None:
-    node, dead, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
-    await dead.acquire(node, await scene.set_group(dead))
+    node, a, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
     await scene.deliver(1, 0, 10)
     await scene.recreate_topic()
     grant = await b.acquire(node, await scene.set_group(b))
     assert (grant.token, grant.committed_offset, list(grant.maybe_seen)) == (3, 0, [])
-    assert await dead.state(node, 1) == "NOT_OWNER"
+    assert await a.state(node, 1) == "NOT_OWNER"
     with pytest.raises(Fenced):
         await scene.commit(1, 10)
 

@@ -101,7 +101,7 @@ async def test_group_without_a_gate_is_denied(scene: Scene) -> None:
     generation = await scene.set_group(a)
     await scene.etcd.delete(f"gates/{GROUP}")
 
-    async def refused() -> bool:
+    async def is_refused() -> bool:
         try:
             await a.acquire(node, generation)
         except NotMember:
@@ -109,7 +109,7 @@ async def test_group_without_a_gate_is_denied(scene: Scene) -> None:
         await a.release(node, 1)
         return False
 
-    await until(refused)
+    await until(is_refused)
 
 
 # Draining
@@ -141,11 +141,11 @@ async def test_owner_in_a_draining_group_is_notified_and_renewed_until_it_releas
     await scene.deliver(1, 0, 5)
     await scene.set_group(a, draining=True)
 
-    async def asked() -> bool:
+    async def is_notified() -> bool:
         (report,) = await a.keep_alive(node, 1)
         return report.wanted_reason == pb.WANTED_REASON_SUBSCRIPTION
 
-    await until(asked)
+    await until(is_notified)
     node.clock.ahead_ms = LEASE_MS - 1_000
     assert await a.state(node, 1) == "WANTED"
     await scene.commit(1, 5)
@@ -162,20 +162,20 @@ async def test_closed_queue_is_cleared_after_a_lost_release(scene: Scene) -> Non
         await scene.close(1, queue_id=queue_id)
     await scene.set_group(a, draining=True)
     await until(lambda: all_free(scene))
-    assert len(scene.rules.fences()) == 3, "it needs no fence"
+    assert len(scene.rules.fences()) == 3, "a closed queue needs no fence"
     value = node.runtime.registry.get_sample_value
     assert value("baton_lockmgr_cleared_total") == 3
 
 
 async def test_queue_of_a_dead_owner_is_fenced_and_freed_after_its_lease(scene: Scene) -> None:
-    node, dead, b = await scene.leader(), Member("a"), Member("b")
-    await dead.acquire(node, await scene.set_group(dead))
+    node, a, b = await scene.leader(), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
     await scene.deliver(1, 0, 5)
     await scene.commit(1, 2)
     await scene.set_group(b, draining=True)
     node.clock.ahead_ms = LEASE_MS + 1_000
     await until(lambda: _fenced(scene))
-    assert not await all_free(scene), "offsets heard of it lately"
+    assert not await all_free(scene), "the owner called offsets within the lease"
     scene.offsets_clock.ahead_ms = LEASE_MS + 1_000
     await until(lambda: all_free(scene))
     progress = await scene.progress()
@@ -261,9 +261,9 @@ async def _change_during_fence(s: Scene, **gate: Any) -> None:
     async def change(request: Any, proceed: Any) -> Any:
         del s.rules.rules["Fence"]
         answer = await proceed()
-        found = await s.etcd.get(f"gates/{GROUP}")
-        assert found is not None
-        opened = StoredGate.FromString(found.value)
+        entry = await s.etcd.get(f"gates/{GROUP}")
+        assert entry is not None
+        opened = StoredGate.FromString(entry.value)
         opened.MergeFrom(StoredGate(**gate))
         await s.etcd.put(f"gates/{GROUP}", opened.SerializeToString())
         return answer
@@ -272,5 +272,5 @@ async def _change_during_fence(s: Scene, **gate: Any) -> None:
 
 
 async def _fenced(s: Scene) -> bool:
-    """Return whether a fence without a holder was tried."""
+    """Return whether a fence without a holder was sent."""
     return any(not item.HasField("holder") for item in s.rules.fences())

@@ -38,7 +38,7 @@ async def test_owner_is_notified_at_once_of_a_waiting_client(scene: Scene) -> No
         assert (report.wanted_by, report.wanted_reason) == ("b", pb.WANTED_REASON_WAITER)
         with pytest.raises(Draining):
             await b.acquire(node, generation)
-        assert watched.nothing(), "once for each that begins to wait"
+        assert watched.nothing(), "one notice for each client that begins to wait"
 
 
 async def test_stream_begins_with_queues_that_are_wanted_already(scene: Scene) -> None:
@@ -192,7 +192,7 @@ async def test_owners_are_notified_when_draining_begins_and_waiters_when_it_ends
         await a.release(node, 1)
         (entry, _) = await entries(node)
         assert entry.state == pb.LOCK_STATE_FREE
-        assert waiter.nothing(), "it is free, but can't be granted yet"
+        assert waiter.nothing(), "the queue is free, but can't be granted yet"
         generation = await scene.set_group(a, b, subscription_generation=2)
         assert await waiter.freed() == 0
         assert (await b.acquire(node, generation)).subscription_generation == 2

@@ -1,8 +1,8 @@
 """A cluster without sockets: the real lock table, the real progress table of offsets, and clients
 that keep the protocol. Every message between them can be lost, late, repeated or overtaken.
 
-A hand-over is done in steps here, so that a leader can die between any two of them. `World.step`
-makes one random move and then checks what must always hold (protocol section 16).
+A hand-over is done in steps here, so that a leader can crash between any two of them. `World.step`
+makes one random move and then checks the invariants (protocol section 16).
 
 The simulation (tests/simulation) runs whole services, but far fewer steps per second. A lock table
 that uses an observation from before a hand-over (`UsesStaleObservations` in test_walk) is found
@@ -67,7 +67,7 @@ class Client:
     generation: int = 0
     assigned: bool = False
     seq: int = 0
-    asking: bool = False
+    acquiring: bool = False
     token: int = 0
     closing: bool = False
     deadline_ms: int = 0
@@ -91,8 +91,8 @@ class Client:
 
     def next_offset(self) -> int:
         """Return the first offset that this client has not received."""
-        known = self.known_acked | self.in_flight | self.finished
-        return next((o for o in range(MESSAGES) if o not in known), MESSAGES)
+        received = self.known_acked | self.in_flight | self.finished
+        return next((o for o in range(MESSAGES) if o not in received), MESSAGES)
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ class SentAcquire:
 
 @dataclass
 class HandOver:
-    """A hand-over by one leader under a gate of the group; without `ask` it frees the queue."""
+    """A hand-over by one leader under a gate of the group; without `acquire` it frees the queue."""
 
-    ask: SentAcquire | None
+    acquire: SentAcquire | None
     term: int
     grant: GrantDecision
     gate: int
@@ -229,7 +229,7 @@ class World:
             seen = self.observation()
             holders = [c.name for c in self.clients if c.token and c.token == seen.token]
             if holders and not seen.closed:
-                raise Violated(f"two filters: {holders} serve by the old one")
+                raise Violated(f"two filters: {holders} still use the old one")
             self.draining, self.gate = False, self.gate + 1
             self.seen["new subscription"] += 1
         else:
@@ -251,7 +251,7 @@ class World:
     # Faults
 
     def take_over(self) -> None:
-        """Kill the leader; the next one loads the locks and announces its term."""
+        """Crash the leader; the next one loads the locks and announces its term."""
         self.term += 1
         self.offsets.announce(self.term)
         self.table = self.make_table(POLICY)
@@ -266,26 +266,26 @@ class World:
     def crash(self, client: Client) -> None:
         """Restart a client under the same client id."""
         self.excused |= client.in_flight | client.finished
-        client.assigned = client.asking = False
+        client.assigned = client.acquiring = False
         client.lose_token()
         place = self.clients.index(client)
         self.clients[place] = Client(client.name, client.incarnation_id + 1)
         self.seen["crash"] += 1
 
     def rebalance(self) -> None:
-        """Assign the queue to another client; each client learns of it at its own time."""
+        """Assign the queue to another client; each client is notified at its own time."""
         self.generation += 1
-        chosen, generation = self.random.choice(self.clients).name, self.generation
+        owner_name, generation = self.random.choice(self.clients).name, self.generation
         for name in [client.name for client in self.clients]:
 
-            def learn(name: str = name) -> None:
+            def notify(name: str = name) -> None:
                 client = next(c for c in self.clients if c.name == name)
                 if generation > client.generation:
-                    client.generation, client.assigned = generation, name == chosen
+                    client.generation, client.assigned = generation, name == owner_name
                     if not client.assigned and client.token:
                         client.closing, client.pulling = True, False
 
-            self.send(learn, lossy=False)
+            self.send(notify, lossy=False)
 
     # Clients
 
@@ -294,10 +294,10 @@ class World:
         if client is self.paused:
             return
         moves: list[Callable[[Client], None]] = []
-        if client.asking:
-            moves += [self.ask_again, self.give_up]
+        if client.acquiring:
+            moves += [self.send_acquire, self.give_up]
         elif not client.token and client.assigned:
-            moves += [self.ask]
+            moves += [self.acquire]
         elif not client.token and client.in_flight | client.finished:
             moves += [self.drop]
         if client.token:
@@ -312,30 +312,30 @@ class World:
         if moves:
             self.random.choice(moves)(client)
 
-    def ask(self, client: Client) -> None:
+    def acquire(self, client: Client) -> None:
         client.seq += 1
-        client.asking = True
-        self.ask_again(client)
+        client.acquiring = True
+        self.send_acquire(client)
 
-    def ask_again(self, client: Client) -> None:
+    def send_acquire(self, client: Client) -> None:
         requester = locks.Requester(client.incarnation, client.seq, client.generation)
-        ask = SentAcquire(client, requester, client.in_flight | client.finished, self.now_ms)
-        self.send(lambda: self.arrived(ask), twice=0.2)
+        acquire = SentAcquire(client, requester, client.in_flight | client.finished, self.now_ms)
+        self.send(lambda: self.arrived(acquire), twice=0.2)
 
     def give_up(self, client: Client) -> None:
-        client.asking = False
+        client.acquiring = False
 
     def drop(self, client: Client) -> None:
         client.in_flight = client.finished = NONE
 
-    def granted(self, ask: SentAcquire, token: int, start: values.FenceGrant) -> None:
+    def granted(self, acquire: SentAcquire, token: int, start: values.FenceGrant) -> None:
         """Deliver the grant of an Acquire to the client."""
-        client = ask.client
-        if not client.asking or client.seq != ask.requester.acquire_seq:
+        client = acquire.client
+        if not client.acquiring or client.seq != acquire.requester.acquire_seq:
             return
-        client.asking, client.token = False, token
+        client.acquiring, client.token = False, token
         client.closing, client.pulling = not client.assigned, False
-        client.deadline_ms = ask.sent_ms + POLICY.lease_ms - MARGIN_MS
+        client.deadline_ms = acquire.sent_ms + POLICY.lease_ms - MARGIN_MS
         client.known_acked = offsets_of(start.acked) | frozenset(range(start.committed_offset))
         client.flagged = offsets_of(start.maybe_seen)
         client.in_flight -= client.known_acked
@@ -351,12 +351,12 @@ class World:
         def record() -> None:
             try:
                 run = values.DeliveryRange(first, next_)
-                done = self.offsets.record_delivered(OFFSETS_KEY, token, run, self.instant())
+                delivery = self.offsets.record_delivered(OFFSETS_KEY, token, run, self.instant())
             except BatonError as error:
                 if isinstance(error, Fenced):
                     self.send(lambda: self.fenced(client, token), to=client)
                 return
-            flagged = offsets_of(done.maybe_seen)
+            flagged = offsets_of(delivery.maybe_seen)
             self.send(
                 lambda: self.receive(client, (token, pull_id, sent_ms), (first, next_), flagged),
                 to=client,
@@ -369,13 +369,13 @@ class World:
     ) -> None:
         """Deliver messages to the client, which starts those that it may."""
         token, pull_id, sent_ms = pull
-        mine = client.token == token and client.pulling and client.pull_id == pull_id
-        if not mine or client.closing or self.now_ms > client.deadline_ms:
+        is_newest_pull = client.token == token and client.pulling and client.pull_id == pull_id
+        if not is_newest_pull or client.closing or self.now_ms > client.deadline_ms:
             return
         client.pulling = False
         client.deadline_ms = max(client.deadline_ms, sent_ms + POLICY.lease_ms - MARGIN_MS)
-        known = client.known_acked | client.in_flight | client.finished
-        new = frozenset(range(*run)) - known
+        received = client.known_acked | client.in_flight | client.finished
+        new = frozenset(range(*run)) - received
         again = new & self.started
         if again - flagged - client.flagged:
             raise Violated(f"V7: {sorted(again)} started again without a flag")
@@ -391,9 +391,9 @@ class World:
 
     def finish(self, client: Client) -> None:
         if client.in_flight:
-            done = frozenset([self.random.choice(sorted(client.in_flight))])
-            client.in_flight -= done
-            client.finished |= done
+            handled = frozenset([self.random.choice(sorted(client.in_flight))])
+            client.in_flight -= handled
+            client.finished |= handled
 
     def commit(self, client: Client) -> None:
         if client.close_acks is not None:
@@ -447,7 +447,7 @@ class World:
 
     def keep_alive(self, client: Client) -> None:
         holds = [(KEY, client.token)] if client.token else []
-        seen_seq = client.seq - client.asking
+        seen_seq = client.seq - client.acquiring
         sent_ms, token = self.now_ms, client.token
 
         def renew() -> None:
@@ -463,7 +463,7 @@ class World:
 
         def answered(report: table.HoldReport) -> None:
             if report.state is table.HoldState.ORPHAN:
-                if not client.token and not client.asking:
+                if not client.token and not client.acquiring:
                     owner = client.incarnation
                     self.send(lambda: self.release(owner, report.token, self.term))
             elif client.token == token and report.state is table.HoldState.NOT_OWNER:
@@ -479,7 +479,7 @@ class World:
 
     # The lock manager, step by step
 
-    def arrived(self, ask: SentAcquire) -> None:
+    def arrived(self, acquire: SentAcquire) -> None:
         """Deliver an Acquire to the leader, which observes the queue; the answer may be late."""
         version, term = self.table.begin_observation(KEY), self.term
         seen = self.observation()
@@ -487,28 +487,28 @@ class World:
         def decide() -> None:
             if term == self.term:
                 self.table.end_observation(KEY, seen, version, self.now_ms)
-                self.decide(ask)
+                self.decide(acquire)
 
         self.send(decide, lossy=False)
 
-    def decide(self, ask: SentAcquire) -> None:
+    def decide(self, acquire: SentAcquire) -> None:
         if self.draining:
             self.seen["SUBSCRIPTION_DRAINING"] += 1
             return
-        decision = self.table.decide(KEY, ask.requester, self.now_ms)
+        decision = self.table.decide(KEY, acquire.requester, self.now_ms)
         if decision is None:
-            self.send(lambda: self.arrived(ask))
+            self.send(lambda: self.arrived(acquire))
         elif isinstance(decision, DenyDecision | WaitDecision):
             self.seen[decision.error.reason] += 1
             if isinstance(decision, WaitDecision):
-                self.table.add_waiter(KEY, ask.requester.incarnation, self.now_ms)
-                if ask.client.asking and ask.client.seq == ask.requester.acquire_seq:
-                    self.send(lambda: self.arrived(ask))
+                self.table.add_waiter(KEY, acquire.requester.incarnation, self.now_ms)
+                if acquire.client.acquiring and acquire.client.seq == acquire.requester.acquire_seq:
+                    self.send(lambda: self.arrived(acquire))
         elif isinstance(decision, GrantDecision):
             self.table.begin_change(KEY, locks.ChangeStep.FENCE)
-            self.fence_next(HandOver(ask, self.term, decision, self.gate))
+            self.fence_next(HandOver(acquire, self.term, decision, self.gate))
         else:
-            self.repeat(ask)
+            self.repeat(acquire)
 
     def fence_next(self, hand_over: HandOver) -> None:
         self.attempts += 1
@@ -519,7 +519,7 @@ class World:
         """Deliver a fence to offsets, even if its leader is deposed."""
         condition = hand_over.grant.conditions[hand_over.tried]
         expected = hand_over.grant.expected_token
-        call = self.fence_call(hand_over.ask, condition, expected, hand_over.attempt)
+        call = self.fence_call(hand_over.acquire, condition, expected, hand_over.attempt)
         try:
             start = self.offsets.fence(OFFSETS_KEY, hand_over.term, call, self.instant())
         except OldEpoch:
@@ -542,19 +542,19 @@ class World:
 
     def fence_refused(self, hand_over: HandOver, error: BatonError) -> None:
         hand_over.tried += 1
-        known = isinstance(error, TokenMismatch | Superseded)
-        if not known and hand_over.tried < len(hand_over.grant.conditions):
+        is_stale = isinstance(error, TokenMismatch | Superseded)
+        if not is_stale and hand_over.tried < len(hand_over.grant.conditions):
             self.fence_next(hand_over)
             return
         self.table.end_unchanged(KEY)
-        if known:
+        if is_stale:
             self.table.discard_observation(KEY)
-        self.ask_anew(hand_over)
+        self.retry_acquire(hand_over)
 
-    def ask_anew(self, hand_over: HandOver) -> None:
-        ask = hand_over.ask
-        if ask is not None:
-            self.send(lambda: self.arrived(ask))
+    def retry_acquire(self, hand_over: HandOver) -> None:
+        acquire = hand_over.acquire
+        if acquire is not None:
+            self.send(lambda: self.arrived(acquire))
 
     def persist(self, hand_over: HandOver, start: values.FenceGrant) -> None:
         """Deliver a transaction to etcd, even if its leader is deposed."""
@@ -564,10 +564,10 @@ class World:
         lock = self.lock(hand_over, start)
         entry = self.table.get(KEY)
         assert entry is not None
-        if self.stored != lock and hand_over.ask is not None and hand_over.gate != self.gate:
+        if self.stored != lock and hand_over.acquire is not None and hand_over.gate != self.gate:
             self.table.end_reloaded(KEY, self.stored, self.revision, fenced=True)
             self.seen["overtaken"] += 1
-            self.ask_anew(hand_over)
+            self.retry_acquire(hand_over)
             return
         if self.stored != lock:
             if entry.revision != self.revision:
@@ -576,20 +576,20 @@ class World:
             if self.random.random() < LOST:
                 self.send(lambda: self.persist(hand_over, start), lossy=False)
                 return
-        ask = hand_over.ask
-        if ask is None:
+        acquire = hand_over.acquire
+        if acquire is None:
             self.table.end_freed(KEY, lock, self.revision)
             self.seen["freed by a fence"] += 1
             return
-        newly = hand_over.grant.newly_acquired
-        self.table.end_granted(KEY, lock, self.revision, self.now_ms, newly_acquired=newly)
+        newly_acquired = hand_over.grant.newly_acquired
+        self.table.end_granted(KEY, lock, self.revision, self.now_ms, newly_acquired=newly_acquired)
         self.seen["granted"] += 1
-        self.send(lambda: self.granted(ask, start.token, start), to=ask.client)
+        self.send(lambda: self.granted(acquire, start.token, start), to=acquire.client)
 
     def lock(self, hand_over: HandOver, start: values.FenceGrant) -> locks.LockRecord:
-        if hand_over.ask is None:
+        if hand_over.acquire is None:
             return replace(self.stored.freed(), token=start.token)
-        requester = hand_over.ask.requester
+        requester = hand_over.acquire.requester
         return locks.LockRecord(
             owner=requester.incarnation,
             token=start.token,
@@ -598,15 +598,15 @@ class World:
             generation=requester.generation,
         )
 
-    def repeat(self, ask: SentAcquire) -> None:
+    def repeat(self, acquire: SentAcquire) -> None:
         lock = self.stored
-        call = self.fence_call(ask, FenceCondition.SAME_HOLDER, lock.token - 1, lock.attempt)
+        call = self.fence_call(acquire, FenceCondition.SAME_HOLDER, lock.token - 1, lock.attempt)
         start = self.offsets.fence(OFFSETS_KEY, self.term, call, self.instant())
         if start.token != lock.token or start.changed:
             raise Violated("a repeated grant differs from the first")
         self.table.renew_lease(KEY, self.now_ms)
         self.seen["repeated"] += 1
-        self.send(lambda: self.granted(ask, start.token, start), to=ask.client)
+        self.send(lambda: self.granted(acquire, start.token, start), to=acquire.client)
 
     def release(self, owner: Incarnation, token: int, term: int) -> None:
         if not self.table.owns(KEY, owner, token):
@@ -632,19 +632,19 @@ class World:
         self.send(write, lossy=False)
 
     def fence_call(
-        self, ask: SentAcquire | None, condition: FenceCondition, expected: int, attempt: str
+        self, acquire: SentAcquire | None, condition: FenceCondition, expected: int, attempt: str
     ) -> values.FenceAttempt:
         return values.FenceAttempt(
             attempt=attempt,
             expected_token=expected,
             condition=values.FenceCondition(condition.value),
-            holder=Incarnation(*ask.requester.incarnation) if ask else None,
-            resume=ranges_of(ask.resume if ask else ()),
+            holder=Incarnation(*acquire.requester.incarnation) if acquire else None,
+            resume=ranges_of(acquire.resume if acquire else ()),
             idle_ms=POLICY.lease_ms if condition is FenceCondition.IDLE else 0,
             token_min=self.stored.token,
         )
 
-    # What must hold
+    # Invariants
 
     def progress(self) -> Progress:
         return self.offsets.query(OFFSETS_KEY)
@@ -665,7 +665,7 @@ class World:
     def check(self) -> None:
         seen = self.observation()
         if self.stored.token > seen.token:
-            raise Violated(f"V1: etcd knows token {self.stored.token}, offsets {seen.token}")
+            raise Violated(f"V1: etcd has token {self.stored.token}, offsets {seen.token}")
         holders = [c.name for c in self.clients if c.token and c.token == seen.token]
         if len(holders) > 1 and not seen.closed:
             raise Violated(f"V2: {holders} hold token {seen.token}")

@@ -22,7 +22,6 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.channels import connect
-from batonmq._telemetry.event_hub import EventHub
 from batonmq.errors import BatonError
 from batonmq_server.nameserver.app import build
 from batonmq_server.nameserver.catalog import Catalog
@@ -39,19 +38,14 @@ from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.topic_store import TopicStore
-from batonmq_server.offsets.core.values import QueueLimits
 from batonmq_server.offsets.disk import LmdbDisk
-from batonmq_server.offsets.epoch import EpochContext, OffsetsEpoch, standalone_epoch
-from batonmq_server.offsets.event_publisher import EventPublisher
-from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.etcd.session import EtcdSession
-from batonmq_server.runtime.group_gates import GATES_PREFIX
 from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
 from batonmq_server.runtime.leader_channels import LeaderChannels
 from batonmq_server.runtime.log_limiter import LogLimiter
 from batonmq_server.runtime.service_runtime import Runtime
-from tests.offsets.service_calls import no_storage, single_set_directory
+from tests.offsets.running_service import epoch_on, new_hub
 from tests.support.grpc_server import serving_at
 
 CALL_TIMEOUT_S = 20
@@ -183,7 +177,7 @@ class Direct:
 async def replica(
     etcd_endpoint: str, cluster: str, *, follow_nodes: bool = True, **settings: Any
 ) -> AsyncIterator[Replica]:
-    """A nameserver that runs until the block ends; it then just stops, as a crash would."""
+    """A nameserver that runs until the block ends; it then stops without clean-up, like a crash."""
     settings = {"metrics_stream": False} | settings
     configured = NameserverSettings(cluster=cluster, etcd=etcd_endpoint, **settings)
     async with EtcdSession(etcd_endpoint, cluster, Clock()) as etcd:
@@ -217,25 +211,10 @@ async def _serves(stub: pb_grpc.NameserverServiceAsyncStub) -> None:
 @asynccontextmanager
 async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[OffsetsEpoch]:
     """The real offsets service, registered; its data in `folder` survive the block."""
-    clock, registry = Clock(), CollectorRegistry()
-    hub = EventHub("offsets/offsets-0", 1, clock)
     with LmdbDisk(folder) as disk:
-        gates = EtcdMirror(etcd, GATES_PREFIX)
-        offsets = standalone_epoch(
-            disk,
-            EpochContext(
-                limits=QueueLimits(),
-                clock=clock,
-                metrics=OffsetsMetrics(registry),
-                events=EventPublisher(hub),
-                gates=gates,
-                directory=single_set_directory(etcd),
-                storage=no_storage,
-                settle_ms=0,
-            ),
-        )
+        offsets = epoch_on(disk, etcd, hub=new_hub(), registry=CollectorRegistry())
         async with asyncio.TaskGroup() as tasks, serving_at(offsets.add_to) as address:
-            running = [tasks.create_task(run()) for run in (offsets.commits.run, gates.run)]
+            running = [tasks.create_task(run()) for run in (offsets.commits.run, offsets.gates.run)]
             await register_offsets(etcd, address, offsets.table.epoch)
             yield offsets
             for task in running:
@@ -259,9 +238,9 @@ async def register_broker(
     etcd: EtcdSession, name: str, address: str = "127.0.0.1:1", room: str = "", **fields: Any
 ) -> None:
     """Register a broker as a storage node does; `fields` are set in its entry."""
-    known: dict[str, Any] = {"node_id": name, "address": address, "room": room}
+    values: dict[str, Any] = {"node_id": name, "address": address, "room": room}
     node = StoredNode(
-        service=pb.SERVICE_KIND_STORAGE, **({"epoch": 1, "leader": True} | known | fields)
+        service=pb.SERVICE_KIND_STORAGE, **({"epoch": 1, "leader": True} | values | fields)
     )
     await etcd.put(etcd.key("nodes", "storage", name), node.SerializeToString())
 
@@ -326,7 +305,7 @@ async def refusal(call: Awaitable[object]) -> BatonError:
         async with asyncio.timeout(CALL_TIMEOUT_S):
             answer = await call
     except grpc.aio.AioRpcError as error:
-        found = from_rpc_error(error)
-        assert error.code().name == found.kind, f"{error.code()} for {found.reason}"
-        return found
+        baton_error = from_rpc_error(error)
+        assert error.code().name == baton_error.kind, f"{error.code()} for {baton_error.reason}"
+        return baton_error
     raise AssertionError(f"not refused: {answer}")

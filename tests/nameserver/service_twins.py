@@ -1,6 +1,7 @@
 """In-process stand-ins for the lock manager, offsets and brokers, as the nameserver calls them.
 
-Each returns what a test has given it and counts its calls; it can refuse a call or never answer.
+Each returns the answers that a test has set, and counts its calls; it can refuse a call or never
+answer.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class LockmgrTwin(TwinBehavior, lockmgr_grpc.LockmgrServiceServicer):
     ) -> lockmgr_pb.DescribeResponse:
         await self.called("Describe")
         entry = next((e for e in self.entries if e.queue == request.queue), None)
-        known = self.described.get(str(request.queue.queue.queue_id))
-        return known or lockmgr_pb.DescribeResponse(
+        description = self.described.get(str(request.queue.queue.queue_id))
+        return description or lockmgr_pb.DescribeResponse(
             entry=entry or lockmgr_pb.LockEntry(queue=request.queue)
         )
 
@@ -157,15 +158,15 @@ class BrokerTwin(
         if self.damage is not None:
             raise self.damage
         log = self.logs[request.queue.topic, request.queue.queue_id]
-        wanted = TagFilter.parse(request.expression).hashes
-        end, found = BATCH_COUNT * len(log), []
+        hashes = TagFilter.parse(request.expression).hashes
+        end, batches = BATCH_COUNT * len(log), []
         for batch in log[request.offset // BATCH_COUNT :]:
             header = read_header(batch)
-            if wanted is None or set(tag_hashes(batch, header)) & wanted:
-                found, end = [batch], header.next_offset
+            if hashes is None or set(tag_hashes(batch, header)) & hashes:
+                batches, end = [batch], header.next_offset
                 break
         return query_pb.ReadResponse(
-            batches=found, next_offset=end, queue_next_offset=BATCH_COUNT * len(log)
+            batches=batches, next_offset=end, queue_next_offset=BATCH_COUNT * len(log)
         )
 
     def _ends(self, topic: str, queue_id: int) -> storage_pb.QueryOffsetsOutcome:
@@ -191,7 +192,7 @@ class Scene:
     refused: list[pb.RefusedClient]
 
     def topic(self, name: str, queue_count: int, *, batches: int = 0, age_ms: int = 60_000) -> None:
-        """A topic with so many queues on each broker, and so much in each queue, without tag."""
+        """Add a topic with that many queues on each broker, and batches without tag in each."""
         spread = tuple(QueueSpread(broker, queue_count) for broker in sorted(self.brokers))
         self.catalog.topics[name] = Topic(name=name, topic_id=1, spread=spread, create_unix_ms=0)
         for twin in self.brokers.values():
@@ -201,7 +202,7 @@ class Scene:
                     twin.store(name, queue_id, "", self.clock.unix_ms() - age_ms)
 
     def group(self, name: str, *members: str, expression: str = "*", **terms: Any) -> Group:
-        """A group whose members have all topics, each queue assigned."""
+        """Add a group whose members subscribe to all topics; every queue is assigned."""
         subscriptions = tuple(Subscription(t, expression) for t in sorted(self.catalog.topics))
         group = Group(
             name=name,
@@ -212,7 +213,7 @@ class Scene:
         return self.with_assignment(group)
 
     def with_assignment(self, group: Group) -> Group:
-        """The group with its queues assigned."""
+        """Return the group with its queues assigned."""
         topics = [self.catalog.topics[s.topic] for s in group.terms.subscriptions]
         assigned = replace(group, assignments=assign_topics(group, topics, group))
         self.catalog.groups[group.name] = assigned
@@ -232,7 +233,11 @@ class Scene:
             )
 
     def progress(self, group: Group, committed_offset: int, **fields: Any) -> None:
-        """Set the committed offset of the group on each queue, with token 1."""
+        """Set the committed offset of the group on each queue, with token 1.
+
+        All of `unacked_count` are in flight for sure unless `unacked_count_min` says otherwise.
+        """
+        fields.setdefault("unacked_count_min", fields.get("unacked_count", 0))
         self.offsets.queues = [p for p in self.offsets.queues if p.queue.group != group.name]
         self.offsets.queues += [
             offsets_pb.Progress(
@@ -251,7 +256,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene() -> AsyncIterator[Scene]:
+async def open_scene() -> AsyncIterator[Scene]:
     """Yield an inspector and its services in this process, over real gRPC; without etcd."""
     clock = Clock()
     etcd = EtcdSession("127.0.0.1:1", "inspector", clock)
@@ -279,13 +284,13 @@ async def scene() -> AsyncIterator[Scene]:
         brokers = BrokerChannels(lambda: addresses, connect)
         stack.push_async_callback(brokers.close)
         refused: list[pb.RefusedClient] = []
-        questions = QueueQueries(
+        queries = QueueQueries(
             lambda: lockmgr_grpc.LockmgrServiceStub(channel),
             lambda _: offsets_grpc.OffsetsServiceStub(channel),
             brokers,
             timeout_s=TIMEOUT_S,
         )
-        inspector = QueueInspector(catalog, lambda _: refused, questions, clock)
+        inspector = QueueInspector(catalog, lambda _: refused, queries, clock)
         yield Scene(inspector, catalog, nodes, clock, lockmgr, offsets, twins, refused)
 
 

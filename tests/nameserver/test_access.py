@@ -49,8 +49,8 @@ async def test_grant_is_listed_until_it_is_revoked(control: AccessControl) -> No
     assert await control.grant("app", READ)
     assert await control.grant("app", WRITE)
     assert not await control.grant("app", READ), "again"
-    (found,) = await control.list()
-    assert (found.identity, found.grants, found.tokens) == ("app", (READ, WRITE), ())
+    (entry,) = await control.list()
+    assert (entry.identity, entry.grants, entry.tokens) == ("app", (READ, WRITE), ())
     assert await control.revoke("app", READ) == 1
     assert await control.revoke("app", READ) == 0
     assert (await control.list("app"))[0].grants == (WRITE,)
@@ -116,16 +116,16 @@ async def test_only_the_digest_of_a_token_is_stored(
     control: AccessControl, etcd: EtcdSession, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):
-        made = await control.create_token("app")
-    token = made.token.reveal()
-    (found,) = await control.list()
-    assert [(t.token_id, t.by) for t in found.tokens] == [(made.token_id, "")]
+        new_token = await control.create_token("app")
+    token = new_token.token.reveal()
+    (entry,) = await control.list()
+    assert [(t.token_id, t.by) for t in entry.tokens] == [(new_token.token_id, "")]
     stored, _ = await etcd.get_prefix("")
-    everything = b"".join(one.key.encode() + one.value for one in stored)
-    assert token.encode() not in everything
-    assert stored_access.token_key(stored_access.digest_of(token)).encode() in everything
+    content = b"".join(one.key.encode() + one.value for one in stored)
+    assert token.encode() not in content
+    assert stored_access.token_key(stored_access.digest_of(token)).encode() in content
     assert token not in caplog.text
-    assert token not in repr(made)
+    assert token not in repr(new_token)
 
 
 async def test_two_tokens_of_one_identity_are_revoked_one_by_one(control: AccessControl) -> None:
@@ -133,14 +133,14 @@ async def test_two_tokens_of_one_identity_are_revoked_one_by_one(control: Access
     assert first.token.reveal() != second.token.reveal()
     assert await control.revoke_token(first.token_id)
     assert not await control.revoke_token(first.token_id)
-    (found,) = await control.list()
-    assert [token.token_id for token in found.tokens] == [second.token_id]
+    (entry,) = await control.list()
+    assert [token.token_id for token in entry.tokens] == [second.token_id]
 
 
 @pytest.mark.parametrize("token_id", ["", "grants/app", "a" * 3])
 async def test_part_of_a_token_id_names_no_token(control: AccessControl, token_id: str) -> None:
-    made = await control.create_token("app")
-    for wrong in {token_id, made.token_id[:-1]}:
+    new_token = await control.create_token("app")
+    for wrong in {token_id, new_token.token_id[:-1]}:
         try:
             assert not await control.revoke_token(wrong)
         except InvalidArgument:
@@ -150,11 +150,11 @@ async def test_part_of_a_token_id_names_no_token(control: AccessControl, token_i
 
 async def test_concurrent_grants_are_all_kept(etcd: EtcdSession) -> None:
     stores = [AccessStore(etcd, CompareAndSwap(etcd.random)) for _ in range(2)]
-    wanted = [StoredGrant(StoredRole.CONSUME, f"topic:t-{number}") for number in range(10)]
+    grants = [StoredGrant(StoredRole.CONSUME, f"topic:t-{number}") for number in range(10)]
     async with asyncio.TaskGroup() as tasks:
-        for number, grant in enumerate(wanted):
+        for number, grant in enumerate(grants):
             tasks.create_task(stores[number % 2].grant("app", grant))
-    assert await stores[0].grants_of("app") == frozenset(wanted)
+    assert await stores[0].grants_of("app") == frozenset(grants)
 
 
 async def test_identity_has_a_bounded_number_of_grants(
@@ -172,10 +172,10 @@ async def test_identity_has_a_bounded_number_of_grants(
 
 async def test_token_is_listed_with_its_expiry_and_scopes(control: AccessControl) -> None:
     scope = RoleGrant(Role.CONSUME, "topic:orders")
-    made = await control.create_token("app", ttl_ms=60_000, scopes=[scope])
-    (found,) = await control.list()
-    (token,) = found.tokens
-    assert token.expire_unix_ms == made.expire_unix_ms == token.create_unix_ms + 60_000
+    new_token = await control.create_token("app", ttl_ms=60_000, scopes=[scope])
+    (entry,) = await control.list()
+    (token,) = entry.tokens
+    assert token.expire_unix_ms == new_token.expire_unix_ms == token.create_unix_ms + 60_000
     assert token.scopes == (scope,)
 
 
@@ -204,8 +204,8 @@ async def test_token_is_listed_with_the_certificate_that_it_is_bound_to(
     control: AccessControl,
 ) -> None:
     await control.create_token("app", certificate_sha256=":".join(["AB"] * 32))
-    (found,) = await control.list()
-    assert found.tokens[0].certificate_sha256 == "ab" * 32
+    (entry,) = await control.list()
+    assert entry.tokens[0].certificate_sha256 == "ab" * 32
     with pytest.raises(InvalidArgument) as refused:
         await control.create_token("app", certificate_sha256="ab")
     assert refused.value.facts["field"] == "certificate_sha256"

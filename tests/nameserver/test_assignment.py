@@ -91,13 +91,13 @@ def fewest_moves(
     before: Mapping[AssignableQueue, str],
 ) -> int:
     """The minimum over all choices of the members with the larger shares."""
-    has = Counter(before.get(queue) for queue in queues)
-    each, odd = divmod(len(queues), len(members))
-    kept = max(
-        sum(min(has[m.client_id], each + (m in lucky)) for m in members)
-        for lucky in combinations(members, odd)
+    counts = Counter(before.get(queue) for queue in queues)
+    share, remainder = divmod(len(queues), len(members))
+    kept_count = max(
+        sum(min(counts[m.client_id], share + (m in larger)) for m in members)
+        for larger in combinations(members, remainder)
     )
-    return len(queues) - kept
+    return len(queues) - kept_count
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_shares_differ_by_one_at_most(
     group: tuple[list[AssignableMember], list[AssignableQueue], dict[AssignableQueue, str]],
 ) -> None:
     members, queues, before = group
-    found = sizes(assign_queues(strategy, members, queues, before), members)
-    assert max(found) - min(found) <= 1
+    counts = sizes(assign_queues(strategy, members, queues, before), members)
+    assert max(counts) - min(counts) <= 1
 
 
 @given(STRATEGIES, groups(), st.randoms(use_true_random=False))
@@ -197,8 +197,8 @@ def test_join_moves_queues_only_to_the_new_member(
 ) -> None:
     members, queues, before = group
     first = assign_queues(strategy, members, queues, before)
-    then = assign_queues(strategy, [*members, AssignableMember(newcomer)], queues, first)
-    assert {then[queue] for queue in queues if then[queue] != first[queue]} <= {newcomer}
+    after = assign_queues(strategy, [*members, AssignableMember(newcomer)], queues, first)
+    assert {after[queue] for queue in queues if after[queue] != first[queue]} <= {newcomer}
 
 
 @pytest.mark.parametrize(
@@ -211,9 +211,9 @@ def test_leave_moves_only_the_queues_of_that_member(
 ) -> None:
     members, queues, before = group
     first = assign_queues(strategy, members, queues, before)
-    then = assign_queues(strategy, members[1:], queues, first)
-    gone = members[0].client_id
-    assert all(first[queue] in (gone, owner) for queue, owner in then.items())
+    after = assign_queues(strategy, members[1:], queues, first)
+    removed = members[0].client_id
+    assert all(first[queue] in (removed, owner) for queue, owner in after.items())
 
 
 def test_sticky_member_gives_up_queues_of_each_topic() -> None:
@@ -236,8 +236,8 @@ def test_machine_room_keeps_queues_in_their_room_in_equal_shares(
         part = {queue: owner for queue, owner in assigned.items() if queue.room == room}
         if inside:
             assert set(part.values()) <= {m.client_id for m in inside}
-            found = sizes(part, inside)
-            assert max(found) - min(found) <= 1
+            counts = sizes(part, inside)
+            assert max(counts) - min(counts) <= 1
             assert moved(before, part) == fewest_moves(inside, list(part), before)
 
 
@@ -248,9 +248,9 @@ def test_machine_room_assigns_rooms_without_members_to_all_in_equal_shares(
     members, queues, before = group
     inhabited = {m.room for m in members} - {""}
     assigned = assign_queues(AssignmentStrategy.MACHINE_ROOM, members, queues, before)
-    rest = {queue: owner for queue, owner in assigned.items() if queue.room not in inhabited}
-    found = sizes(rest, members)
-    assert max(found) - min(found) <= 1
+    remaining = {queue: owner for queue, owner in assigned.items() if queue.room not in inhabited}
+    counts = sizes(remaining, members)
+    assert max(counts) - min(counts) <= 1
 
 
 def test_broker_that_changes_its_room_keeps_its_assignment() -> None:

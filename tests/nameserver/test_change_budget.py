@@ -1,4 +1,4 @@
-"""Goal: one identity, or one group, can change groups only so often; others are not affected.
+"""Goal: one identity, or one group, can change groups at a bounded rate; others are not affected.
 
 Method: the pure rules with the time as an argument; then the calls of a nameserver on a real etcd.
 """
@@ -39,7 +39,7 @@ def test_group_waits_as_long_as_its_write_takes_at_its_rate() -> None:
     assert pace.wait_ms("other", 0) == 0
 
 
-def test_group_that_may_be_written_is_forgotten() -> None:
+def test_group_that_may_be_written_is_dropped() -> None:
     pace = WritePace(bytes_per_s=1_000)
     pace.written("g", 500, 0)
     pace.written("other", 500, 600)

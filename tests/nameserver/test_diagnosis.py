@@ -48,6 +48,9 @@ LOCK = LockEvidence(owner="c1", token=5, held_ms=60_000, lease_age_ms=1_000, run
 IN_HAND = ProgressEvidence(
     token=5, committed_offset=2_101, unacked_count=1, acked_count=99, idle_ms=800
 )
+MAYBE_IN_HAND = ProgressEvidence(
+    token=5, committed_offset=2_101, unacked_count=16, unsure_count=16, idle_ms=9_000
+)
 NOTHING_IN_HAND = ProgressEvidence(token=5, committed_offset=2_101, idle_ms=9_000)
 HEAD = OldestMessage(2_101, "broker-a-1f40-3", 83_000)
 STUCK = QueueEvidence(
@@ -205,7 +208,7 @@ def with_running(call: HandlerEvidence | None) -> QueueEvidence:
     return replace(STUCK, lock=replace(LOCK, running=call))
 
 
-def test_message_names_the_owner_the_message_its_age_and_since_when_it_is_handled() -> None:
+def test_message_names_the_owner_the_message_its_age_and_its_handling_time() -> None:
     assert diagnose(STUCK).message == (
         "c1 has been handling offset 2101 (message broker-a-1f40-3, 83 s old) for 80 s; "
         "1 message in flight; 99 after offset 2101 are acknowledged"
@@ -213,8 +216,8 @@ def test_message_names_the_owner_the_message_its_age_and_since_when_it_is_handle
 
 
 def test_message_makes_no_claim_about_the_handler_if_its_call_is_unknown() -> None:
-    unknown = (None, HandlerEvidence(STUCK.queue, 2_102, 9_000))
-    for call in unknown:
+    calls = (None, HandlerEvidence(STUCK.queue, 2_102, 9_000))
+    for call in calls:
         assert diagnose(with_running(call)).message == (
             "c1 has 1 message in flight and does not acknowledge offset 2101 "
             "(message broker-a-1f40-3, 83 s old); 99 after it are acknowledged"
@@ -240,7 +243,7 @@ def test_message_names_an_abandoned_call_that_takes_the_last_slot() -> None:
     assert "Restart c1" in finding.remedy
 
 
-# ---- what is mended first
+# ---- the order of the reasons
 
 
 SILENT = ROWS[StuckReason.OWNER_SILENT]
@@ -285,10 +288,10 @@ def test_queue_without_lag_is_idle_whatever_else_is_wrong() -> None:
 
 
 def test_unreachable_service_is_reported_before_reasons_from_its_data() -> None:
-    both = replace(
+    evidence = replace(
         ROWS[StuckReason.STORAGE_UNREACHABLE], progress=None, progress_error="UNREACHABLE: x"
     )
-    assert diagnose(both).reason is StuckReason.OFFSETS_UNREACHABLE
+    assert diagnose(evidence).reason is StuckReason.OFFSETS_UNREACHABLE
 
 
 def test_moving_queue_is_reported_without_the_lock_manager() -> None:
@@ -301,13 +304,13 @@ def test_committed_offset_seen_once_is_not_moving() -> None:
 
 
 def test_queue_that_moved_too_long_ago_is_not_moving() -> None:
-    late = replace(STUCK, moved=True, unmoved_ms=LATELY_MS + 1)
-    assert diagnose(late).reason is StuckReason.HEAD_OF_LINE
+    evidence = replace(STUCK, moved=True, unmoved_ms=LATELY_MS + 1)
+    assert diagnose(evidence).reason is StuckReason.HEAD_OF_LINE
 
 
 def test_queue_with_only_recent_messages_is_moving() -> None:
-    young = replace(STUCK, head=replace(HEAD, age_ms=LATELY_MS - 1))
-    assert diagnose(young).reason is StuckReason.MOVING
+    evidence = replace(STUCK, head=replace(HEAD, age_ms=LATELY_MS - 1))
+    assert diagnose(evidence).reason is StuckReason.MOVING
 
 
 def test_pause_is_reported_while_handlers_still_finish_messages() -> None:
@@ -318,13 +321,13 @@ def test_pause_is_reported_while_handlers_still_finish_messages() -> None:
 
 
 def test_owner_that_pulls_is_not_silent_although_its_lease_is_not_renewed() -> None:
-    heard = replace(ROWS[StuckReason.OWNER_SILENT], progress=IN_HAND)
-    assert diagnose(heard).reason is StuckReason.HEAD_OF_LINE
+    evidence = replace(ROWS[StuckReason.OWNER_SILENT], progress=IN_HAND)
+    assert diagnose(evidence).reason is StuckReason.HEAD_OF_LINE
 
 
 def test_silent_owner_is_reported_before_the_waiting_member() -> None:
-    waited_for = replace(ROWS[StuckReason.OWNER_SILENT], assigned="c2")
-    assert diagnose(waited_for).reason is StuckReason.OWNER_SILENT
+    evidence = replace(ROWS[StuckReason.OWNER_SILENT], assigned="c2")
+    assert diagnose(evidence).reason is StuckReason.OWNER_SILENT
 
 
 def test_idle_owner_is_reported_although_the_filter_drops_all_messages() -> None:
@@ -338,8 +341,8 @@ def test_idle_owner_is_reported_although_the_filter_drops_all_messages() -> None
 def test_owner_that_waits_at_the_leader_or_no_longer_waits_is_not_at_an_outdated_node() -> None:
     outdated = ROWS[StuckReason.OUTDATED_NODE]
     assert outdated.progress is not None
-    gone = replace(outdated, progress=replace(outdated.progress, idle_ms=SILENT_MS))
-    for other in (replace(outdated, leader="broker-a-0"), replace(outdated, leader=""), gone):
+    timed_out = replace(outdated, progress=replace(outdated.progress, idle_ms=SILENT_MS))
+    for other in (replace(outdated, leader="broker-a-0"), replace(outdated, leader=""), timed_out):
         assert diagnose(other).reason is StuckReason.NOT_PULLING
 
 
@@ -349,7 +352,7 @@ def test_outdated_node_is_named_and_not_the_member() -> None:
     assert "broker-a-0 is cut off" in finding.remedy
 
 
-def test_message_says_that_the_subscription_of_a_member_is_staged() -> None:
+def test_message_states_that_the_subscription_of_a_member_is_staged() -> None:
     staged = replace(GROUP, excluded=(replace(REFUSED, staged=True),))
     finding = diagnose(replace(NOT_ASSIGNED, group=staged))
     assert finding.reason is StuckReason.REFUSED_SUBSCRIPTION
@@ -357,8 +360,8 @@ def test_message_says_that_the_subscription_of_a_member_is_staged() -> None:
 
 
 def test_refused_client_is_not_the_reason_while_the_queue_is_assigned() -> None:
-    refused = replace(STUCK, group=replace(GROUP, excluded=(REFUSED,)))
-    assert diagnose(refused).reason is StuckReason.HEAD_OF_LINE
+    evidence = replace(STUCK, group=replace(GROUP, excluded=(REFUSED,)))
+    assert diagnose(evidence).reason is StuckReason.HEAD_OF_LINE
 
 
 def test_refused_client_with_a_mismatch_on_the_topic_is_reported_first() -> None:
@@ -366,8 +369,8 @@ def test_refused_client_with_a_mismatch_on_the_topic_is_reported_first() -> None
     evidence = replace(NOT_ASSIGNED, group=replace(GROUP, excluded=(other, REFUSED)))
     assert diagnose(evidence).values["client_id"] == "c3"
     assert diagnose(replace(evidence, topic="orders")).values["client_id"] == "c2"
-    nobody_wants = replace(evidence, topic="payments", expression=None)
-    assert diagnose(nobody_wants).reason is StuckReason.NOT_ASSIGNED
+    unsubscribed = replace(evidence, topic="payments", expression=None)
+    assert diagnose(unsubscribed).reason is StuckReason.NOT_ASSIGNED
 
 
 def test_topic_without_subscription_is_reported_as_such() -> None:
@@ -390,16 +393,16 @@ def test_head_of_line_is_found_from_acks_without_ownership() -> None:
     unowned = replace(STUCK, group=replace(GROUP, owned=False), lock=None)
     acked = replace(unowned, progress=replace(NOTHING_IN_HAND, acked_count=5))
     assert diagnose(acked).reason is StuckReason.HEAD_OF_LINE
-    nothing = replace(unowned, progress=NOTHING_IN_HAND)
-    assert diagnose(nothing).reason is StuckReason.NOT_PULLING
+    without_acks = replace(unowned, progress=NOTHING_IN_HAND)
+    assert diagnose(without_acks).reason is StuckReason.NOT_PULLING
 
 
 def test_broadcasting_group_is_never_stuck() -> None:
     group = replace(GROUP, owned=False, broadcasting=True)
-    each = replace(STUCK, group=group, assigned="", lock=None, progress=None, head=None)
-    assert diagnose(each).reason is StuckReason.MOVING
+    evidence = replace(STUCK, group=group, assigned="", lock=None, progress=None, head=None)
+    assert diagnose(evidence).reason is StuckReason.MOVING
     assert (
-        diagnose(replace(each, group=replace(group, member_count=0))).reason
+        diagnose(replace(evidence, group=replace(group, member_count=0))).reason
         is StuckReason.NO_MEMBER
     )
 
@@ -411,12 +414,12 @@ def test_broadcasting_group_is_never_stuck() -> None:
     ("evidence", "lag_count", "head_offset"),
     [
         (STUCK, 100, 2_101),
-        (replace(STUCK, log=LogExtent(2_150, 2_201)), 51, 2_150),  # retention was faster
+        (replace(STUCK, log=LogExtent(2_150, 2_201)), 51, 2_150),  # retention has removed messages
         (replace(STUCK, log=LogExtent(100, 2_101)), 0, -1),
         (replace(STUCK, log=None, log_error="away"), -1, -1),
         (replace(STUCK, progress=None, progress_error="away"), -1, -1),
         (replace(STUCK, progress=None, group=replace(GROUP, from_first=True)), 2_101, 100),
-        (replace(STUCK, progress=None), -1, -1),  # it starts after the last, wherever that is then
+        (replace(STUCK, progress=None), -1, -1),  # the start is not known yet
         (replace(STUCK, progress=None, log=LogExtent(0, 0)), 0, -1),
     ],
 )
@@ -445,3 +448,23 @@ def test_lag_in_time_is_the_age_of_the_head() -> None:
 )
 def test_time_spans_are_rounded_for_display(ms: int, text: str) -> None:
     assert span(ms) == text
+
+
+def test_message_that_may_not_have_been_delivered_is_not_blamed() -> None:
+    """A handler call that is known to run is still the reason."""
+    running = diagnose(replace(STUCK, progress=MAYBE_IN_HAND))
+    assert running.reason is StuckReason.HEAD_OF_LINE
+    assert "up to 16 messages in flight" in running.message
+    unknown = diagnose(replace(STUCK, progress=MAYBE_IN_HAND, lock=replace(LOCK, running=None)))
+    assert unknown.reason is StuckReason.NOT_PULLING
+    assert "c1 has up to 16 messages in flight and has not pulled" in unknown.message
+
+
+def test_bounds_of_the_messages_in_flight_are_shown_while_they_differ() -> None:
+    some = replace(MAYBE_IN_HAND, unsure_count=14)
+    finding = diagnose(replace(STUCK, progress=some, lock=replace(LOCK, running=None)))
+    assert finding.reason is StuckReason.HEAD_OF_LINE
+    assert "c1 has 2 to 16 messages in flight" in finding.message
+    held = diagnose(replace(STUCK, progress=some, assigned="c2"))
+    assert held.reason is StuckReason.HELD
+    assert "with 2 to 16 messages in flight" in held.message

@@ -12,27 +12,27 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from tests.nameserver.replica import Replica, refusal
 
 
-async def why(nameserver: Replica, **asked: object) -> list[pb.Diagnosis]:
-    request = pb.WhyStuckRequest(group="g", **asked)  # type: ignore[arg-type]
+async def why(nameserver: Replica, **fields: object) -> list[pb.Diagnosis]:
+    request = pb.WhyStuckRequest(group="g", **fields)  # type: ignore[arg-type]
     return list((await nameserver.stub.WhyStuck(request, timeout=20)).queues)
 
 
 async def test_all_queues_of_the_group_are_diagnosed_in_order(nameserver: Replica) -> None:
     await nameserver.join("g", "c1")
-    found = await why(nameserver)
-    assert [d.queue.queue.queue_id for d in found] == list(range(8))
-    assert {d.queue.group for d in found} == {"g"}
-    assert {d.reason for d in found} == {pb.STUCK_REASON_STORAGE_UNREACHABLE}
-    assert {d.evidence["broker"] for d in found} == {"broker-a"}
-    assert {(d.lag_count, d.lag_ms, d.committed_offset, d.next_offset) for d in found} == {
+    diagnoses = await why(nameserver)
+    assert [d.queue.queue.queue_id for d in diagnoses] == list(range(8))
+    assert {d.queue.group for d in diagnoses} == {"g"}
+    assert {d.reason for d in diagnoses} == {pb.STUCK_REASON_STORAGE_UNREACHABLE}
+    assert {d.evidence["broker"] for d in diagnoses} == {"broker-a"}
+    assert {(d.lag_count, d.lag_ms, d.committed_offset, d.next_offset) for d in diagnoses} == {
         (-1, -1, -1, -1)
     }
 
 
 async def test_single_queue_is_diagnosed(nameserver: Replica) -> None:
     await nameserver.join("g", "c1")
-    (found,) = await why(nameserver, topic="flights", broker="broker-a", queue_id=0)
-    assert found.queue.queue.queue_id == 0
+    (diagnosis,) = await why(nameserver, topic="flights", broker="broker-a", queue_id=0)
+    assert diagnosis.queue.queue.queue_id == 0
     assert await why(nameserver, queue_id=8) == []
     assert await why(nameserver, broker="broker-b") == []
 
@@ -47,7 +47,7 @@ async def test_topic_without_subscription_is_diagnosed(
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("call", "reason"),
     [
         (pb.WhyStuckRequest(group="no-group"), "GROUP_NOT_FOUND"),
         (pb.WhyStuckRequest(group="g", topic="nothing"), "TOPIC_NOT_FOUND"),
@@ -56,8 +56,8 @@ async def test_topic_without_subscription_is_diagnosed(
     ],
 )
 async def test_diagnosis_of_unknown_names_is_refused(
-    nameserver: Replica, asked: pb.WhyStuckRequest, reason: str
+    nameserver: Replica, call: pb.WhyStuckRequest, reason: str
 ) -> None:
     await nameserver.join("g", "c1")
-    error = await refusal(nameserver.stub.WhyStuck(asked, timeout=10))
+    error = await refusal(nameserver.stub.WhyStuck(call, timeout=10))
     assert error.reason == reason

@@ -39,11 +39,11 @@ async def test_heartbeat_returns_the_assignment_and_a_join_moves_few_queues(
     before = await nameserver.join("g", "c2")
     after = await nameserver.join("g", "c3")
     assert sorted(owners(after).values()) == [2, 3, 3]
-    (was,), (now,) = (
+    (numbers_before,), (numbers_after,) = (
         [p.member_numbers for t in g.assignments for p in t.brokers] for g in (before, after)
     )
-    stayed = sum(a == b for a, b in zip(was, now, strict=True))
-    assert stayed == 6, "only what c3 got has moved"
+    unmoved_count = sum(a == b for a, b in zip(numbers_before, numbers_after, strict=True))
+    assert unmoved_count == 6, "only the queues of c3 have moved"
 
 
 async def test_many_concurrent_joins_make_few_generations(
@@ -51,23 +51,23 @@ async def test_many_concurrent_joins_make_few_generations(
 ) -> None:
     await nameserver.create("orders", 64)
 
-    async def join(asker: Replica, number: int) -> pb.Group:
+    async def join(target: Replica, number: int) -> pb.Group:
         request = heartbeat("g", f"c{number:02}")
         request.subscriptions[0].topic = "orders"
-        return (await asker.stub.Heartbeat(request, timeout=CALL_TIMEOUT_S)).group
+        return (await target.stub.Heartbeat(request, timeout=CALL_TIMEOUT_S)).group
 
     first = await join(nameserver, 0)
     async with replica(etcd_endpoint, cluster) as other, asyncio.TaskGroup() as tasks:
         for number in range(1, 20):
             tasks.create_task(join((nameserver, other)[number % 2], number))
 
-    async def all_in() -> bool:
+    async def all_joined() -> bool:
         return len(ids(await nameserver.group("g"))) == 20
 
-    await until(all_in)
+    await until(all_joined)
     after = await nameserver.group("g")
     assert sorted(owners(after).values()) == [3] * 16 + [4] * 4
-    assert after.generation - first.generation <= 9, "far fewer than one for each"
+    assert after.generation - first.generation <= 9, "far fewer generations than joins"
 
 
 async def test_added_queues_and_deleted_topics_change_the_assignment(
@@ -84,8 +84,8 @@ async def test_added_queues_and_deleted_topics_change_the_assignment(
         grown = await next_group(call)
         assert (owners(grown), grown.generation) == ({"c1": 14}, first.generation + 1)
         await nameserver.delete("orders")
-        less = await next_group(call)
-        assert [topic.topic for topic in less.assignments] == ["flights"]
+        shrunk = await next_group(call)
+        assert [topic.topic for topic in shrunk.assignments] == ["flights"]
         await nameserver.create("orders", 2)
         assert owners(await next_group(call)) == {"c1": 10}
 
@@ -95,21 +95,21 @@ async def test_queues_missed_by_one_replica_are_assigned_by_another(
 ) -> None:
     async with replica(etcd_endpoint, cluster) as other:
         await nameserver.join("g", "c1")
-        with other.watch_group("g") as there, nameserver.watch_group("g") as here:
-            await next_group(there)
-            await next_group(here)
+        with other.watch_group("g") as other_watch, nameserver.watch_group("g") as watch:
+            await next_group(other_watch)
+            await next_group(watch)
             await update(nameserver, "flights", 9)
-            assert await next_group(there) == await next_group(here)
+            assert await next_group(other_watch) == await next_group(watch)
 
 
 async def test_group_without_members_has_no_assignments_to_keep(nameserver: Replica) -> None:
     await nameserver.join("g", "c1")
     await nameserver.leave("g", "c1")
-    left = await nameserver.group("g")
+    empty_group = await nameserver.group("g")
     await update(nameserver, "flights", 9)
     await nameserver.join("marker", "c1")
-    assert await nameserver.group("g") == left
-    assert not left.assignments
+    assert await nameserver.group("g") == empty_group
+    assert not empty_group.assignments
 
 
 async def test_changes_are_pushed_without_delay(

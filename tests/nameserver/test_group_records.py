@@ -35,6 +35,13 @@ from batonmq_server.nameserver.core.member_silence import Silence, next_check_ms
 from batonmq_server.nameserver.core.topics import QUEUES_MAX, QueueSpread, Topic
 from batonmq_server.nameserver.group_proto import gate_of, group_from_stored, group_to_stored
 from batonmq_server.nameserver.group_store import RECORD_BYTES_MAX
+from batonmq_server.runtime.group_record import (
+    HEAD,
+    MEMBERS,
+    QUEUES,
+    record_bytes,
+    split_record,
+)
 from tests.nameserver.transaction_scene import subscribed, terms
 
 
@@ -119,8 +126,12 @@ def test_queues_stay_with_their_members_when_numbers_change() -> None:
     before = replace(group, assignments=assign_topics(group, topics, group))
     after = replace(before, members=(Member("a", 1, "", 0), *members))
     after = replace(after, assignments=assign_topics(after, topics, before))
-    had, has = assigned_members(before), assigned_members(after)
-    moved = {queue: has[queue] for queue in had if had[queue] != has[queue]}
+    old_members, new_members = assigned_members(before), assigned_members(after)
+    moved = {
+        queue: new_members[queue]
+        for queue in old_members
+        if old_members[queue] != new_members[queue]
+    }
     assert list(moved.values()) == ["a"]
 
 
@@ -182,23 +193,22 @@ def test_largest_group_fits_into_etcd() -> None:
         assignments=assignments,
         staged=StagedSubscription(subscriptions, draining=True, since_unix_ms=2**40),
     )
-    size = group_to_stored(group).ByteSize()
-    assert size < RECORD_BYTES_MAX / 2
-    packed = sum(
-        a.ByteSize() for a in group_to_stored(replace(group, members=(), staged=None)).assignments
-    )
-    assert packed < 65_536 * 2 + 64 * 16 * 20 + 64 * 80, "two bytes a queue, and the names"
+    parts = split_record(group_to_stored(group), hash_of(subscriptions), {})
+    assert record_bytes(group.name, parts) < RECORD_BYTES_MAX / 2
+    assert len(parts[HEAD]) < 32
+    assert max(len(parts[part]) for part in parts if part.startswith(MEMBERS)) < 200
+    assert max(len(parts[part]) for part in parts if part.startswith(QUEUES)) < 520
 
 
 @pytest.mark.parametrize(
     ("since_break_ms", "heartbeat_ms", "expected"),
     [
-        (4_900, -10, Silence.OVER),  # too close to the break to be told apart
+        (4_900, -10, Silence.OVER),  # too close to the break to be distinguished
         (4_900, -200, Silence.SURE),
         (4_900, -9_000, Silence.SURE),
         (4_900, 1, Silence.OVER),
         (4_900, 3_000, Silence.OVER),
-        (5_300, -100, Silence.UNKNOWN),  # looked late: look again
+        (5_300, -100, Silence.UNKNOWN),  # checked late: check again
         (5_300, -900, Silence.SURE),
         (5_300, 1_000, Silence.OVER),
     ],

@@ -81,8 +81,8 @@ async def test_gate_does_not_change_with_the_members(
 async def test_update_changes_only_the_given_settings(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
-    made = await nameserver.set_group("g", policy=pb.SUBSCRIPTION_POLICY_WARN)
-    assert (made.policy, ids(made), list(made.subscriptions)) == (
+    new_group = await nameserver.set_group("g", policy=pb.SUBSCRIPTION_POLICY_WARN)
+    assert (new_group.policy, ids(new_group), list(new_group.subscriptions)) == (
         pb.SUBSCRIPTION_POLICY_WARN,
         [],
         [],
@@ -175,7 +175,7 @@ async def test_group_deleted_and_created_again_has_a_higher_generation(
     assert created.subscription_generation == 1
 
 
-class ForgettingTwin(offsets_grpc.OffsetsServiceServicer):
+class DeletionTwin(offsets_grpc.OffsetsServiceServicer):
     """A stand-in for offsets that first runs an action of the test on a deletion."""
 
     def __init__(self, first: Callable[[], Awaitable[object]]) -> None:
@@ -191,7 +191,7 @@ async def offsets_that_delete(
     nameserver: Replica, etcd: EtcdSession, epoch: int, first: Callable[[], Awaitable[object]]
 ) -> AsyncIterator[None]:
     """Yield a stand-in for offsets."""
-    twin = ForgettingTwin(first)  # type: ignore[abstract]
+    twin = DeletionTwin(first)  # type: ignore[abstract]
     add = partial(offsets_grpc.add_OffsetsServiceServicer_to_server, twin)
     async with serving_at(add) as address:
         await nameserver.runtime.nodes.reached(await register_offsets(etcd, address, epoch))

@@ -99,11 +99,11 @@ def test_every_difference_is_listed() -> None:
 
 def test_conflict_names_the_longest_live_member() -> None:
     group = scene(SubscriptionPolicy.REJECT, "c2", "c1", "c0")
-    for dead, named in (("", "c2"), ("c2", "c1")):
-        group.die(dead)
+    for client_id, member_id in (("", "c2"), ("c2", "c1")):
+        group.die(client_id)
         with pytest.raises(SubscriptionConflict) as refused:
             group.beat("c9", "x")
-        assert {d.member_client_id for d in refused.value.differences} == {named}
+        assert {d.member_client_id for d in refused.value.differences} == {member_id}
 
 
 def test_agreeing_member_joins_and_members_stay_sorted() -> None:
@@ -167,21 +167,21 @@ def test_settings_change_without_the_subscription_generation() -> None:
 
 @pytest.mark.parametrize("policy", SubscriptionPolicy)
 @pytest.mark.parametrize(
-    "asked", [terms(model="BROADCASTING"), terms(consume_from="FIRST"), terms(orderly=True)]
+    "other_terms", [terms(model="BROADCASTING"), terms(consume_from="FIRST"), terms(orderly=True)]
 )
 def test_settings_never_differ_whatever_the_policy(
-    policy: SubscriptionPolicy, asked: Terms
+    policy: SubscriptionPolicy, other_terms: Terms
 ) -> None:
     group = scene(policy, "c1")
     before = group.record
     with pytest.raises(SubscriptionConflict) as refused:
-        group.beat("c2", asked)
+        group.beat("c2", other_terms)
     (difference,) = refused.value.differences
-    assert getattr(asked, difference.setting) != getattr(terms(), difference.setting)
+    assert getattr(other_terms, difference.setting) != getattr(terms(), difference.setting)
     assert group.record is before
 
 
-def test_rejected_member_stays_what_it_was() -> None:
+def test_rejected_member_is_not_changed() -> None:
     group = scene(SubscriptionPolicy.REJECT, "c1", "c2")
     before = group.record
     with pytest.raises(SubscriptionConflict):
@@ -217,11 +217,11 @@ def test_staged_subscription_waits_until_every_live_member_has_it() -> None:
     assert (group.record.terms, group.record.subscription_generation) == (terms("x"), 2)
 
 
-@pytest.mark.parametrize("how", ["leave", "die"])
-def test_staged_subscription_drains_when_the_last_old_member_is_gone(how: str) -> None:
+@pytest.mark.parametrize("cause", ["leave", "die"])
+def test_staged_subscription_drains_when_the_last_old_member_is_gone(cause: str) -> None:
     group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
     group.beat("c1", "x")
-    if how == "leave":
+    if cause == "leave":
         group.leave("c2")
     else:
         group.die("c2")
@@ -230,12 +230,12 @@ def test_staged_subscription_drains_when_the_last_old_member_is_gone(how: str) -
 
 
 def test_staged_subscription_is_dropped_when_no_member_has_it() -> None:
-    for how in ("leave", "die", "back"):
+    for cause in ("leave", "die", "back"):
         group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
         group.beat("c1", "x")
-        if how == "back":
+        if cause == "back":
             assert group.beat("c1", "*").kind is ACCEPTED
-        elif how == "leave":
+        elif cause == "leave":
             group.leave("c1")
         else:
             group.die("c1")
@@ -272,7 +272,7 @@ def test_decided_change_is_finished_whichever_members_join(policy: SubscriptionP
     assert group.record.draining
     group.maintain(drained=True)
     assert (group.record.terms, group.waiting, group.owners) == (terms("x"), {"old"}, set())
-    assert group.beat("old", "*").kind is STAGED, "the only one there is has its way"
+    assert group.beat("old", "*").kind is STAGED, "the only member decides the subscription"
 
 
 def test_staged_latest_waits_only_for_owners_and_old_members_get_no_queue() -> None:
@@ -283,7 +283,7 @@ def test_staged_latest_waits_only_for_owners_and_old_members_get_no_queue() -> N
     assert (group.waiting, group.owners) == ({"c1", "c2"}, {"c3"})
     before = group.record
     assert group.beat("c1", "*").kind is OVERRULED
-    assert group.record is before, "repeating itself is not asking anew"
+    assert group.record is before, "a repeated heartbeat is no new request"
     group.leave("c3")
     assert group.beat("c1", "*").kind is STAGED, "no member has the newest subscription any more"
     group.maintain(drained=True)
@@ -297,7 +297,7 @@ def test_warn_applies_the_newest_subscription_and_names_the_others() -> None:
     assert verdict.differences == (Difference("flights", "expression", "c2", "x", "c1", "*"),)
     assert (group.record.terms, group.record.subscription_generation) == (terms("x"), 2)
     assert group.waiting == {"c1"}
-    assert group.owners == {"c1", "c2"}, "the overruled keep their queues"
+    assert group.owners == {"c1", "c2"}, "overruled members keep their queues"
     before = group.record
     verdict = group.beat("c1", "*")
     assert verdict.kind is OVERRULED
@@ -318,7 +318,7 @@ def test_warn_restores_the_old_subscription_when_the_replacing_member_leaves() -
 def test_first_of_two_concurrent_replacements_is_overruled() -> None:
     group = scene(SubscriptionPolicy.WARN, "c0")
     first, second = beat("c1", "x"), beat("c2", "y")
-    transaction = group.apply(lambda it: it.join(first), lambda it: it.join(second))
+    transaction = group.apply(lambda t: t.join(first), lambda t: t.join(second))
     assert transaction.verdict(first, group.record).kind is OVERRULED
     assert transaction.verdict(second, group.record).kind is REPLACED
 
@@ -393,7 +393,7 @@ def test_leave_of_another_incarnation_changes_nothing() -> None:
 
 def test_refused_client_creates_no_group() -> None:
     group = Scene()
-    transaction = group.apply(lambda it: it.leave("c1", 1))
+    transaction = group.apply(lambda t: t.leave("c1", 1))
     assert (group.group, transaction.joined, transaction.is_unchanged()) == (None, {}, True)
 
 
@@ -423,7 +423,7 @@ def test_settings_create_a_group_and_ownership_changes_only_without_members() ->
     assert refused.value.facts == {"group": "g", "members": "1"}
     before = group.record
     group.update(owned=True)
-    assert group.record is before, "what stays as it is may be said"
+    assert group.record is before, "an update to the present value is allowed"
     group.die("c1")
     group.update(owned=False)
     assert (group.ids, group.record.owned, group.record.policy) == (
@@ -470,44 +470,46 @@ def test_one_subscription_is_in_force_and_every_queue_is_assigned(
     policy: SubscriptionPolicy, steps: list[tuple[str, str, int, str | SubscriptionPolicy]]
 ) -> None:
     group = scene(policy)
-    wanted: dict[str, str] = {}
-    for what, client_id, number, value in steps:
+    expressions: dict[str, str] = {}
+    for kind, client_id, number, value in steps:
         before = group.record
-        if what == "policy":
+        if kind == "policy":
             group.update(policy=value)
-        elif what == "die":
+        elif kind == "die":
             group.die(client_id)
-        elif what == "leave":
+        elif kind == "leave":
             group.leave(client_id, number)
-        elif what == "maintain":
+        elif kind == "maintain":
             group.maintain(drained=bool(number))
         else:
             try:
                 group.beat(client_id, str(value), number)
             except (ClientIdInUse, SubscriptionConflict):
                 continue
-            wanted[client_id] = str(value)
-        _check(group, before, wanted, drained=what == "maintain" and bool(number))
+            expressions[client_id] = str(value)
+        _check(group, before, expressions, drained=kind == "maintain" and bool(number))
 
 
-def _check(scene: Scene, before: Group, wanted: dict[str, str], *, drained: bool) -> None:
+def _check(scene: Scene, before: Group, expressions: dict[str, str], *, drained: bool) -> None:
     record = scene.record
     assert record.generation == before.generation + (record is not before)
     assert scene.ids == sorted(set(scene.ids))
     assert scene.live.keys() <= set(scene.ids)
     if record is not before:
-        assert scene.live.keys() == set(scene.ids), "a change takes out the dead"
+        assert scene.live.keys() == set(scene.ids), "a change removes members whose lease expired"
     if record.draining and not before.draining and record.policy is SubscriptionPolicy.STAGED:
-        assert {subscribed(wanted[c]) for c in scene.ids} == {target_of(record)}, "all agree"
-    mine = record.terms.subscriptions
-    assert scene.waiting == {c for c in scene.ids if subscribed(wanted[c]) != mine}
+        assert {subscribed(expressions[c]) for c in scene.ids} == {target_of(record)}, (
+            "all members have the new subscription"
+        )
+    current = record.terms.subscriptions
+    assert scene.waiting == {c for c in scene.ids if subscribed(expressions[c]) != current}
     changed = record.subscription_generation - before.subscription_generation
-    assert changed == (mine != before.terms.subscriptions) or (drained and changed == 1)
+    assert changed == (current != before.terms.subscriptions) or (drained and changed == 1)
     if changed and before.subscription_generation and record.policy is not SubscriptionPolicy.WARN:
-        assert before.draining, "decided before"
-        assert drained, "and no queue had an owner"
-    without = set() if record.policy is SubscriptionPolicy.WARN else scene.waiting
-    may_own = set() if record.draining else set(scene.ids) - without
+        assert before.draining, "the change was decided before"
+        assert drained, "no queue had an owner"
+    excluded = set() if record.policy is SubscriptionPolicy.WARN else scene.waiting
+    may_own = set() if record.draining else set(scene.ids) - excluded
     owners = [o for t in record.assignments for part in t.brokers for o in part.member_numbers]
     assert len(owners) == (5 if record.members else 0)
     assert all(owners) if may_own else not any(owners)
@@ -516,7 +518,7 @@ def _check(scene: Scene, before: Group, wanted: dict[str, str], *, drained: bool
     assert not counts or max(counts) - min(counts) <= 1
 
 
-# ---- what a topic was when the group began with it
+# ---- the state of a topic when the group subscribed to it
 
 
 def test_queues_added_later_are_not_part_of_the_beginning() -> None:
@@ -578,9 +580,7 @@ def test_member_from_before_access_control_gets_its_owner_by_its_next_heartbeat(
     assert [one.owner for one in group.record.members] == [11]
 
 
-def test_nameserver_without_access_control_keeps_the_owner_of_a_member_that_it_can_not_know() -> (
-    None
-):
+def test_nameserver_without_access_control_keeps_the_recorded_owner_of_a_member() -> None:
     group = scene(SubscriptionPolicy.REJECT)
     group.apply(lambda transaction: transaction.join(replace(beat("c1"), owner=11)))
     changed = replace(beat("c1"), host="another")

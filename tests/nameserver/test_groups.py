@@ -11,10 +11,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import grpc.aio
+
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import Difference
-from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession, Put
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Direct,
@@ -81,7 +84,7 @@ async def test_repeated_heartbeats_write_nothing(nameserver: Replica, etcd: Etcd
     assert nameserver.metric("heartbeats_total") == 4
 
 
-async def test_member_with_other_tags_is_refused_and_the_others_work_on(
+async def test_member_with_other_tags_is_refused_and_the_others_continue(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     generation = (await nameserver.join("g", "c1", "tag1")).generation
@@ -116,11 +119,11 @@ async def test_equal_conditions_in_different_spelling_agree(nameserver: Replica)
 
 async def test_condition_and_tags_disagree_and_both_are_shown(nameserver: Replica) -> None:
     await nameserver.join("g", "c1", "sql: a>5")
-    for other, shown in (("tag1", "tag1"), ("sql: a>6", "sql: a > 6")):
+    for other, canonical in (("tag1", "tag1"), ("sql: a>6", "sql: a > 6")):
         error = await refusal(nameserver.join("g", "c2", other))
         assert error.reason == "SUBSCRIPTION_CONFLICT"
         assert error.differences == (
-            Difference("flights", "expression", "c2", shown, "c1", "sql: a > 5"),
+            Difference("flights", "expression", "c2", canonical, "c1", "sql: a > 5"),
         )
 
 
@@ -149,21 +152,21 @@ async def test_single_member_may_change_its_subscription(nameserver: Replica) ->
 async def test_expiry_of_a_silent_member_is_pushed(
     etcd_endpoint: str, cluster: str, nameserver: Replica, etcd: EtcdSession
 ) -> None:
-    async with replica(etcd_endpoint, cluster, **SHORT) as impatient:
-        await impatient.join("g", "silent")
-        await impatient.join("g", "alive")
+    async with replica(etcd_endpoint, cluster, **SHORT) as short:
+        await short.join("g", "silent")
+        await short.join("g", "alive")
 
         async def beating() -> bool:
-            return ids(await impatient.join("g", "alive")) == ["alive"]
+            return ids(await short.join("g", "alive")) == ["alive"]
 
         with nameserver.watch_group("g") as call:
             before = await group_with(call, "alive", "silent")
             await until(beating)
             after = await next_group(call)
             assert (ids(after), after.generation) == (["alive"], before.generation + 1)
-        expiries = [at.metric("expiries_total") for at in (impatient, nameserver)]
-        assert sum(expiries) == 1, "one replica wins"
-        assert impatient.metric("members") == 1
+        expiries = [at.metric("expiries_total") for at in (short, nameserver)]
+        assert sum(expiries) == 1, "one replica expires the member"
+        assert short.metric("members") == 1
         assert [stored.key for stored in (await etcd.get_prefix("live/"))[0]] == ["live/g/alive"]
 
 
@@ -198,16 +201,16 @@ async def test_restart_keeps_members_and_generation(
     assert await keys(etcd) == written
 
 
-async def test_members_that_died_while_no_nameserver_ran_are_expired_at_start(
+async def test_members_that_crashed_while_no_nameserver_ran_are_expired_at_start(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
     async with replica(etcd_endpoint, cluster) as before:
         await before.create("flights")
         await before.join("g", "c1")
         generation = (await before.join("g", "c2")).generation
-    dead = await etcd.get(etcd.key("live", "g", "c1"))
-    assert dead is not None
-    await etcd.revoke(dead.lease_id)
+    live_key = await etcd.get(etcd.key("live", "g", "c1"))
+    assert live_key is not None
+    await etcd.revoke(live_key.lease_id)
     async with replica(etcd_endpoint, cluster) as after:
 
         async def expired() -> bool:
@@ -224,31 +227,31 @@ async def test_concurrent_joins_at_two_replicas_all_succeed(
     async with replica(etcd_endpoint, cluster) as other:
         async with asyncio.TaskGroup() as tasks:
             for number in range(10):
-                asker = (nameserver, other)[number % 2]
-                tasks.create_task(asker.join("g", f"c{number}"))
+                target = (nameserver, other)[number % 2]
+                tasks.create_task(target.join("g", f"c{number}"))
 
-        async def both_know_all() -> bool:
-            """Each may receive the last member that joined at the other one late."""
-            here, there = await nameserver.join("g", "c0"), await other.join("g", "c1")
-            return here == there and ids(here) == [f"c{number}" for number in range(10)]
+        async def both_have_all_members() -> bool:
+            """Each replica may receive the last member of the other replica late."""
+            group, other_group = await nameserver.join("g", "c0"), await other.join("g", "c1")
+            return group == other_group and ids(group) == [f"c{number}" for number in range(10)]
 
-        await until(both_know_all)
+        await until(both_have_all_members)
 
 
 async def test_client_id_of_a_live_process_is_refused_until_it_expires(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession, nameserver: Replica
 ) -> None:
-    async with replica(etcd_endpoint, cluster, **SHORT) as impatient:
-        await impatient.join("g", "c1")
+    async with replica(etcd_endpoint, cluster, **SHORT) as short:
+        await short.join("g", "c1")
         restarted = heartbeat("g", "c1", incarnation_id=2)
-        error = await refusal(impatient.stub.Heartbeat(restarted, timeout=CALL_TIMEOUT_S))
+        error = await refusal(short.stub.Heartbeat(restarted, timeout=CALL_TIMEOUT_S))
         assert error.reason == "CLIENT_ID_IN_USE"
         assert error.facts == {"client_id": "c1", "host": "host-of-c1"}
         assert 0 < error.retry_after_ms <= SHORT_MS
-        with impatient.watch_group("g") as call:
+        with short.watch_group("g") as call:
             generation = (await next_group(call)).generation
             assert ids(await next_group(call)) == []
-        answer = await impatient.stub.Heartbeat(restarted, timeout=CALL_TIMEOUT_S)
+        answer = await short.stub.Heartbeat(restarted, timeout=CALL_TIMEOUT_S)
         assert [m.incarnation.incarnation_id for m in answer.group.members] == [2]
         assert answer.group.generation == generation + 2
 
@@ -352,24 +355,57 @@ async def test_slow_watcher_gets_the_newest_only(nameserver: Replica, direct: Di
 
 async def test_pushed_generation_never_goes_back(nameserver: Replica, etcd: EtcdSession) -> None:
     await nameserver.join("g", "c1")
-    old = await etcd.get(etcd.key("groups", "g"))
-    assert old is not None
+    old = await etcd.get_tree("groups/g")
     await nameserver.join("g", "c2")
     with nameserver.watch_group("g") as call:
         newest = (await next_group(call)).generation
-        await etcd.put(old.key, old.value)
+        vanished = {one.key for one in await etcd.get_tree("groups/g")} - {one.key for one in old}
+        await etcd.txn(
+            compare=(), put=[Put(one.key, one.value) for one in old], delete=sorted(vanished)
+        )
         assert (await nameserver.join("g", "c3")).generation == newest
         await nameserver.join("g", "c4")
         assert (await next_group(call)).generation == newest + 1
 
 
+async def test_unreadable_record_is_not_served_until_it_is_whole_again(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    await nameserver.join("g", "c1")
+    await nameserver.join("g", "c2")
+    missing = await etcd.get("groups/g/members/2")
+    assert missing is not None
+    await etcd.delete(missing.key)
+
+    async def reason() -> str:
+        try:
+            await nameserver.group("g")
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error).reason
+        return ""
+
+    async def is_refused() -> bool:
+        return await reason() == "INTERNAL"
+
+    async def is_served() -> bool:
+        return not await reason()
+
+    await until(is_refused)
+    error = await refusal(nameserver.join("g", "c1"))
+    assert "unreadable record of group g" in error.message
+    assert "delete groups/g and all keys below it" in error.remedy
+    await etcd.put(missing.key, missing.value)
+    await until(is_served)
+    assert ids(await nameserver.group("g")) == ["c1", "c2"]
+
+
 async def test_changes_and_refusals_are_published_as_events(nameserver: Replica) -> None:
-    told: list[metrics_pb.MetricEvent] = []
+    events: list[metrics_pb.MetricEvent] = []
     hub = nameserver.runtime.hub
 
     async def listen() -> None:
         async for batch in hub.watch():
-            told.extend(batch.events)
+            events.extend(batch.events)
 
     async with asyncio.TaskGroup() as tasks:
         listening = tasks.create_task(listen())
@@ -377,21 +413,21 @@ async def test_changes_and_refusals_are_published_as_events(nameserver: Replica)
         await nameserver.join("g", "c1", "tag1")
         await refusal(nameserver.join("g", "c2", "tag2"))
         await nameserver.leave("g", "c1")
-        await until(lambda: sum(one.WhichOneof("kind") == "group_changed" for one in told) == 2)
+        await until(lambda: sum(one.WhichOneof("kind") == "group_changed" for one in events) == 2)
         listening.cancel()
-    assert {event.queue.group for event in told} == {"g"}
-    joined, left = (one for one in told if one.WhichOneof("kind") == "group_changed")
-    first = {one.WhichOneof("kind"): one for one in reversed(told)}
+    assert {event.queue.group for event in events} == {"g"}
+    joined, left = (one for one in events if one.WhichOneof("kind") == "group_changed")
+    first = {one.WhichOneof("kind"): one for one in reversed(events)}
     subscribed, seen = first["subscription_changed"], first["member_seen"]
-    refused = first["subscription_refused"]
+    refusal_event = first["subscription_refused"]
     assert seen.member_seen.client_id == "c1"
     generation = joined.group_changed.generation
     assert joined.group_changed.member_count == 1
     assert subscribed.subscription_changed == metrics_pb.SubscriptionChanged(
         group="g", subscription_generation=1, client_id="c1"
     )
-    assert refused.subscription_refused.client_id == "c2"
-    assert refused.subscription_refused.differences[0].member_client_id == "c1"
+    assert refusal_event.subscription_refused.client_id == "c2"
+    assert refusal_event.subscription_refused.differences[0].member_client_id == "c1"
     assert left.group_changed == metrics_pb.GroupChanged(
         group="g", generation=generation + 1, member_count=0
     )
@@ -401,8 +437,8 @@ async def test_gauges_count_topics_groups_members_and_watchers(nameserver: Repli
     await nameserver.join("g1", "c1")
     await nameserver.join("g1", "c2")
     await nameserver.join("g2", "c1")
-    found = {name: nameserver.metric(name) for name in ("topics", "groups", "members", "watchers")}
-    assert found == {"topics": 1, "groups": 2, "members": 3, "watchers": 0}
+    gauges = {name: nameserver.metric(name) for name in ("topics", "groups", "members", "watchers")}
+    assert gauges == {"topics": 1, "groups": 2, "members": 3, "watchers": 0}
 
 
 async def test_unreadable_group_record_is_skipped(nameserver: Replica, etcd: EtcdSession) -> None:
@@ -412,4 +448,4 @@ async def test_unreadable_group_record_is_skipped(nameserver: Replica, etcd: Etc
     await etcd.put(etcd.key("groups", "g"), group.SerializeToString())
     await nameserver.join("other", "c1")
     listed = await nameserver.stub.ListGroups(pb.ListGroupsRequest(), timeout=CALL_TIMEOUT_S)
-    assert [found.name for found in listed.groups] == ["other"]
+    assert [entry.name for entry in listed.groups] == ["other"]

@@ -34,82 +34,82 @@ from batonmq_server.nameserver.inspector import (
 from batonmq_server.nameserver.metrics import LagMetrics
 from batonmq_server.nameserver.queue_monitor import QueueMonitor
 from batonmq_server.runtime.etcd.session import KeyValue
-from tests.nameserver.service_twins import TIMEOUT_S, Scene, queue_to_pb, scene
+from tests.nameserver.service_twins import TIMEOUT_S, Scene, open_scene, queue_to_pb
 
 
 @pytest.fixture
-async def asked() -> AsyncIterator[Scene]:
+async def services() -> AsyncIterator[Scene]:
     """A topic `t` with two queues on each of two brokers, 20 messages in each, a minute old."""
-    async with scene() as made:
-        made.topic("t", 2, batches=2)
-        yield made
+    async with open_scene() as services:
+        services.topic("t", 2, batches=2)
+        yield services
 
 
-async def why(asked: Scene, *groups: Group, patient: bool = False) -> list[QueueDiagnosis]:
-    targets = [InspectionTarget(group, asked.inspector.queues_of(group)) for group in groups]
-    return await asked.inspector.inspect(targets, patient=patient)
+async def why(services: Scene, *groups: Group, patient: bool = False) -> list[QueueDiagnosis]:
+    targets = [InspectionTarget(group, services.inspector.queues_of(group)) for group in groups]
+    return await services.inspector.inspect(targets, patient=patient)
 
 
-def reasons(found: Sequence[QueueDiagnosis]) -> list[StuckReason]:
-    return [diagnosis.finding.reason for diagnosis in found]
+def reasons(diagnoses: Sequence[QueueDiagnosis]) -> list[StuckReason]:
+    return [diagnosis.finding.reason for diagnosis in diagnoses]
 
 
-# ---- how much is asked
+# ---- number of calls
 
 
-async def test_queues_without_lag_cost_one_call_per_service(asked: Scene) -> None:
-    group = asked.group("g", "c1", "c2")
-    asked.progress(group, 20)
-    found = await why(asked, group)
-    assert reasons(found) == [StuckReason.IDLE] * 4
-    assert asked.calls() == {"List": 1, "QueryGroup": 1, "QueryOffsets": 2}
+async def test_queues_without_lag_cost_one_call_per_service(services: Scene) -> None:
+    group = services.group("g", "c1", "c2")
+    services.progress(group, 20)
+    diagnoses = await why(services, group)
+    assert reasons(diagnoses) == [StuckReason.IDLE] * 4
+    assert services.calls() == {"List": 1, "QueryGroup": 1, "QueryOffsets": 2}
 
 
-async def test_many_groups_cost_one_list_and_one_call_per_broker(asked: Scene) -> None:
-    groups = [asked.group(f"g{index}", "c1") for index in range(10)]
+async def test_many_groups_cost_one_list_and_one_call_per_broker(services: Scene) -> None:
+    groups = [services.group(f"g{index}", "c1") for index in range(10)]
     for group in groups:
-        asked.progress(group, 20)
-    assert reasons(await why(asked, *groups)) == [StuckReason.IDLE] * 40
-    assert asked.calls() == {"List": 1, "QueryGroup": 10, "QueryOffsets": 2}
+        services.progress(group, 20)
+    assert reasons(await why(services, *groups)) == [StuckReason.IDLE] * 40
+    assert services.calls() == {"List": 1, "QueryGroup": 10, "QueryOffsets": 2}
 
 
-async def test_message_that_is_stuck_is_read_once(asked: Scene) -> None:
-    group = asked.group("g", "c1")
-    asked.own(group, "c1", held_ms=60_000)
-    asked.progress(group, 13, unacked_count=1)
-    first = await why(asked, group)
-    again = await why(asked, group)
+async def test_message_that_is_stuck_is_read_once(services: Scene) -> None:
+    group = services.group("g", "c1")
+    services.own(group, "c1", held_ms=60_000)
+    services.progress(group, 13, unacked_count=1)
+    first = await why(services, group)
+    again = await why(services, group)
     assert reasons(first) == reasons(again) == [StuckReason.HEAD_OF_LINE] * 4
-    assert asked.calls() == {"List": 2, "QueryGroup": 2, "QueryOffsets": 4, "Read": 4}
+    assert services.calls() == {"List": 2, "QueryGroup": 2, "QueryOffsets": 4, "Read": 4}
 
 
-async def test_recreated_topic_has_no_old_oldest_message(asked: Scene) -> None:
-    group = asked.group("g", "c1")
-    asked.own(group, "c1")
-    asked.progress(group, 13, unacked_count=1)
-    await why(asked, group)
-    asked.catalog.topics["t"] = replace(asked.catalog.topics["t"], topic_id=2)
-    await why(asked, group)
-    assert asked.calls()["Read"] == 8
+async def test_recreated_topic_has_no_old_oldest_message(services: Scene) -> None:
+    group = services.group("g", "c1")
+    services.own(group, "c1")
+    services.progress(group, 13, unacked_count=1)
+    await why(services, group)
+    services.catalog.topics["t"] = replace(services.catalog.topics["t"], topic_id=2)
+    await why(services, group)
+    assert services.calls()["Read"] == 8
 
 
-async def test_locks_are_described_only_where_needed(asked: Scene) -> None:
-    group = asked.group("g", "c1", "c2")
-    asked.own(group, "c1")
-    asked.progress(group, 13)
-    asked.lockmgr.entries[0].state = lockmgr_pb.LOCK_STATE_PENDING
-    await why(asked, group)
-    assert asked.calls()["Describe"] == 1
+async def test_locks_are_described_only_where_needed(services: Scene) -> None:
+    group = services.group("g", "c1", "c2")
+    services.own(group, "c1")
+    services.progress(group, 13)
+    services.lockmgr.entries[0].state = lockmgr_pb.LOCK_STATE_PENDING
+    await why(services, group)
+    assert services.calls()["Describe"] == 1
 
 
-# ---- what is found
+# ---- findings
 
 
-async def test_head_of_line_has_message_id_and_age(asked: Scene) -> None:
-    group = asked.group("g", "c1")
-    asked.own(group, "c1")
-    asked.progress(group, 13, unacked_count=1)
-    finding = (await why(asked, group))[3].finding
+async def test_head_of_line_has_message_id_and_age(services: Scene) -> None:
+    group = services.group("g", "c1")
+    services.own(group, "c1")
+    services.progress(group, 13, unacked_count=1)
+    finding = (await why(services, group))[3].finding
     assert finding.values["message_id"] == "b-100a-3"
     assert finding.values["offset"] == 13
     age_ms = finding.values["age_ms"]
@@ -117,85 +117,85 @@ async def test_head_of_line_has_message_id_and_age(asked: Scene) -> None:
     assert 60_000 <= age_ms < 120_000
 
 
-async def test_messages_that_pass_no_filter_are_reported_as_filtered(asked: Scene) -> None:
-    group = asked.group("g", "c1", expression="JFK")
-    asked.own(group, "c1")
-    asked.progress(group, 0)
-    finding = (await why(asked, group))[0].finding
+async def test_messages_that_pass_no_filter_are_reported_as_filtered(services: Scene) -> None:
+    group = services.group("g", "c1", expression="JFK")
+    services.own(group, "c1")
+    services.progress(group, 0)
+    finding = (await why(services, group))[0].finding
     assert finding.reason is StuckReason.FILTERED
     assert finding.values == {"expression": "JFK", "scanned": 20}
 
 
-async def test_queue_with_one_passing_message_is_not_filtered(asked: Scene) -> None:
-    asked.brokers["a"].store("t", 0, "JFK", asked.clock.unix_ms())
-    group = asked.group("g", "c1", expression="JFK")
-    asked.own(group, "c1")
-    asked.progress(group, 0)
-    found = reasons(await why(asked, group))
-    assert found == [StuckReason.NOT_PULLING, *[StuckReason.FILTERED] * 3]
+async def test_queue_with_one_passing_message_is_not_filtered(services: Scene) -> None:
+    services.brokers["a"].store("t", 0, "JFK", services.clock.unix_ms())
+    group = services.group("g", "c1", expression="JFK")
+    services.own(group, "c1")
+    services.progress(group, 0)
+    actual = reasons(await why(services, group))
+    assert actual == [StuckReason.NOT_PULLING, *[StuckReason.FILTERED] * 3]
 
 
-async def test_queue_that_was_not_acquired_shows_the_last_denial(asked: Scene) -> None:
-    group = asked.group("g", "c1", consume_from="FIRST")
-    for queue in asked.inspector.queues_of(group):
+async def test_queue_that_was_not_acquired_shows_the_last_denial(services: Scene) -> None:
+    group = services.group("g", "c1", consume_from="FIRST")
+    for queue in services.inspector.queues_of(group):
         refusal = error_to_pb(Held("c0 owns it", facts={}))
-        asked.lockmgr.described[str(queue.queue_id)] = lockmgr_pb.DescribeResponse(
+        services.lockmgr.described[str(queue.queue_id)] = lockmgr_pb.DescribeResponse(
             entry=lockmgr_pb.LockEntry(queue=queue_to_pb("g", queue)),
             denials=[lockmgr_pb.Denial(client_id="c1", error=refusal)],
         )
-    finding = (await why(asked, group))[0].finding
+    finding = (await why(services, group))[0].finding
     assert finding.reason is StuckReason.NOT_ACQUIRED
     assert finding.message.endswith("last denial: HELD: c0 owns it")
 
 
-async def test_silent_owner_is_reported_with_the_rest_of_its_lease(asked: Scene) -> None:
-    group = asked.group("g", "c1")
-    asked.own(group, "dead", lease_age_ms=20_000)
-    asked.progress(group, 13, unacked_count=2, idle_ms=20_000)
-    for entry in asked.lockmgr.entries:
-        asked.lockmgr.described[str(entry.queue.queue.queue_id)] = lockmgr_pb.DescribeResponse(
+async def test_silent_owner_is_reported_with_the_rest_of_its_lease(services: Scene) -> None:
+    group = services.group("g", "c1")
+    services.own(group, "dead", lease_age_ms=20_000)
+    services.progress(group, 13, unacked_count=2, idle_ms=20_000)
+    for entry in services.lockmgr.entries:
+        services.lockmgr.described[str(entry.queue.queue.queue_id)] = lockmgr_pb.DescribeResponse(
             entry=entry, lease_left_ms=10_000
         )
-    finding = (await why(asked, group))[0].finding
+    finding = (await why(services, group))[0].finding
     assert finding.reason is StuckReason.OWNER_SILENT
     assert finding.values == {"owner": "dead", "lease_left_ms": 10_000}
 
 
-async def test_different_token_is_checked_a_second_time(asked: Scene) -> None:
+async def test_different_token_is_checked_a_second_time(services: Scene) -> None:
     """The lock manager was queried before a grant, offsets after it."""
-    group = asked.group("g", "c1")
-    asked.own(group, "c1")
-    asked.progress(group, 13, unacked_count=1)
-    for progress in asked.offsets.queues:
+    group = services.group("g", "c1")
+    services.own(group, "c1")
+    services.progress(group, 13, unacked_count=1)
+    for progress in services.offsets.queues:
         progress.token = 2
-    found = await why(asked, group)
-    assert reasons(found) == [StuckReason.PHANTOM_TOKEN] * 4
-    for entry in asked.lockmgr.entries:
+    diagnoses = await why(services, group)
+    assert reasons(diagnoses) == [StuckReason.PHANTOM_TOKEN] * 4
+    for entry in services.lockmgr.entries:
         granted = lockmgr_pb.LockEntry()
         granted.CopyFrom(entry)
         granted.token = 2
-        asked.lockmgr.described[str(entry.queue.queue.queue_id)] = lockmgr_pb.DescribeResponse(
+        services.lockmgr.described[str(entry.queue.queue.queue_id)] = lockmgr_pb.DescribeResponse(
             entry=granted
         )
-    assert reasons(await why(asked, group)) == [StuckReason.HEAD_OF_LINE] * 4
+    assert reasons(await why(services, group)) == [StuckReason.HEAD_OF_LINE] * 4
 
 
-async def test_damage_is_reported_with_its_position(asked: Scene) -> None:
-    group = asked.group("g", "c1")
-    asked.own(group, "c1")
-    asked.progress(group, 13)
-    asked.brokers["a"].damage = DataLoss(
+async def test_damage_is_reported_with_its_position(services: Scene) -> None:
+    group = services.group("g", "c1")
+    services.own(group, "c1")
+    services.progress(group, 13)
+    services.brokers["a"].damage = DataLoss(
         "checksum does not match", detail=DataLossDetail(position=4096)
     )
-    found = await why(asked, group)
-    assert reasons(found) == [*[StuckReason.DATA_LOSS] * 2, *[StuckReason.NOT_PULLING] * 2]
-    assert found[0].finding.values["position"] == "4096"
+    diagnoses = await why(services, group)
+    assert reasons(diagnoses) == [*[StuckReason.DATA_LOSS] * 2, *[StuckReason.NOT_PULLING] * 2]
+    assert diagnoses[0].finding.values["position"] == "4096"
 
 
-async def test_refused_client_is_reported_with_its_subscription(asked: Scene) -> None:
-    asked.topic("orders", 1, batches=1)
-    group = asked.group("g", "c1")
-    group = asked.with_assignment(
+async def test_refused_client_is_reported_with_its_subscription(services: Scene) -> None:
+    services.topic("orders", 1, batches=1)
+    group = services.group("g", "c1")
+    group = services.with_assignment(
         replace(group, terms=replace(group.terms, subscriptions=(Subscription("t", "*"),)))
     )
     conflict = error_pb2.Error(
@@ -210,13 +210,13 @@ async def test_refused_client_is_reported_with_its_subscription(asked: Scene) ->
             )
         ],
     )
-    asked.refused.append(
+    services.refused.append(
         pb.RefusedClient(incarnation=queue_pb2.Incarnation(client_id="c2"), error=conflict)
     )
-    target = InspectionTarget(group, tuple(asked.inspector.queues_of_topic("orders")))
-    found = await asked.inspector.inspect([target], patient=False)
-    assert reasons(found) == [StuckReason.REFUSED_SUBSCRIPTION] * 2
-    assert found[0].finding.values == {
+    target = InspectionTarget(group, tuple(services.inspector.queues_of_topic("orders")))
+    diagnoses = await services.inspector.inspect([target], patient=False)
+    assert reasons(diagnoses) == [StuckReason.REFUSED_SUBSCRIPTION] * 2
+    assert diagnoses[0].finding.values == {
         "client_id": "c2",
         "member_client_id": "c1",
         "topic": "orders",
@@ -225,136 +225,136 @@ async def test_refused_client_is_reported_with_its_subscription(asked: Scene) ->
     }
 
 
-async def test_broadcasting_group_costs_no_call_to_offsets(asked: Scene) -> None:
-    group = asked.group("g", "c1", model="BROADCASTING")
-    assert reasons(await why(asked, group)) == [StuckReason.MOVING] * 4
-    assert asked.calls()["QueryGroup"] == 0
+async def test_broadcasting_group_costs_no_call_to_offsets(services: Scene) -> None:
+    group = services.group("g", "c1", model="BROADCASTING")
+    assert reasons(await why(services, group)) == [StuckReason.MOVING] * 4
+    assert services.calls()["QueryGroup"] == 0
 
 
-async def test_commit_during_an_inspection_is_not_reported_as_loss(asked: Scene) -> None:
-    group = asked.group("g", "c1")
+async def test_commit_during_an_inspection_is_not_reported_as_loss(services: Scene) -> None:
+    group = services.group("g", "c1")
 
-    def goes_on() -> None:
-        for twin in asked.brokers.values():
+    def store_and_commit() -> None:
+        for twin in services.brokers.values():
             for queue_id in (0, 1):
-                twin.store("t", queue_id, "", asked.clock.unix_ms())
-        asked.progress(group, 30)
+                twin.store("t", queue_id, "", services.clock.unix_ms())
+        services.progress(group, 30)
 
-    asked.offsets.on_query = goes_on
-    assert reasons(await why(asked, group)) == [StuckReason.IDLE] * 4
+    services.offsets.on_query = store_and_commit
+    assert reasons(await why(services, group)) == [StuckReason.IDLE] * 4
 
 
 # ---- services that do not answer
 
 
 @pytest.mark.parametrize("mute", [True, False])
-async def test_offsets_that_do_not_answer_are_the_reason(asked: Scene, mute: bool) -> None:
-    asked.offsets.mute, asked.offsets.refusal = mute, NotLeader("no leader", facts={})
-    found = await why(asked, asked.group("g", "c1"))
-    assert reasons(found) == [StuckReason.OFFSETS_UNREACHABLE] * 4
-    said = "DEADLINE_EXCEEDED" if mute else "NOT_LEADER: no leader"
-    assert said in str(found[0].finding.values["error"])
+async def test_offsets_that_do_not_answer_are_the_reason(services: Scene, mute: bool) -> None:
+    services.offsets.mute, services.offsets.refusal = mute, NotLeader("no leader", facts={})
+    diagnoses = await why(services, services.group("g", "c1"))
+    assert reasons(diagnoses) == [StuckReason.OFFSETS_UNREACHABLE] * 4
+    error_text = "DEADLINE_EXCEEDED" if mute else "NOT_LEADER: no leader"
+    assert error_text in str(diagnoses[0].finding.values["error"])
 
 
 @pytest.mark.parametrize("mute", [True, False])
-async def test_lock_manager_that_does_not_answer_is_the_reason(asked: Scene, mute: bool) -> None:
-    asked.lockmgr.mute, asked.lockmgr.refusal = mute, NotLeader("no leader", facts={})
-    group = asked.group("g", "c1")
-    asked.progress(group, 13)
-    assert reasons(await why(asked, group)) == [StuckReason.LOCKMGR_UNREACHABLE] * 4
+async def test_lock_manager_that_does_not_answer_is_the_reason(services: Scene, mute: bool) -> None:
+    services.lockmgr.mute, services.lockmgr.refusal = mute, NotLeader("no leader", facts={})
+    group = services.group("g", "c1")
+    services.progress(group, 13)
+    assert reasons(await why(services, group)) == [StuckReason.LOCKMGR_UNREACHABLE] * 4
 
 
-async def test_broker_that_does_not_answer_is_the_reason_for_its_queues(asked: Scene) -> None:
-    asked.brokers["b"].mute = True
-    group = asked.group("g", "c1")
-    asked.progress(group, 20)
-    found = reasons(await why(asked, group))
-    assert found == [*[StuckReason.IDLE] * 2, *[StuckReason.STORAGE_UNREACHABLE] * 2]
+async def test_broker_that_does_not_answer_is_the_reason_for_its_queues(services: Scene) -> None:
+    services.brokers["b"].mute = True
+    group = services.group("g", "c1")
+    services.progress(group, 20)
+    actual = reasons(await why(services, group))
+    assert actual == [*[StuckReason.IDLE] * 2, *[StuckReason.STORAGE_UNREACHABLE] * 2]
 
 
-async def test_broker_that_is_not_registered_is_the_reason_for_its_queues(asked: Scene) -> None:
-    topic = asked.catalog.topics["t"]
+async def test_broker_that_is_not_registered_is_the_reason_for_its_queues(services: Scene) -> None:
+    topic = services.catalog.topics["t"]
     spread = (topic.spread[0], replace(topic.spread[1], broker="gone"))
-    asked.catalog.topics["t"] = replace(topic, spread=spread)
-    group = asked.group("g", "c1")
-    asked.progress(group, 20)
-    found = await why(asked, group)
-    assert reasons(found) == [*[StuckReason.IDLE] * 2, *[StuckReason.STORAGE_UNREACHABLE] * 2]
-    assert "not registered" in found[3].finding.message
+    services.catalog.topics["t"] = replace(topic, spread=spread)
+    group = services.group("g", "c1")
+    services.progress(group, 20)
+    diagnoses = await why(services, group)
+    assert reasons(diagnoses) == [*[StuckReason.IDLE] * 2, *[StuckReason.STORAGE_UNREACHABLE] * 2]
+    assert "not registered" in diagnoses[3].finding.message
 
 
-async def test_inspection_of_silent_services_takes_few_deadlines(asked: Scene) -> None:
-    for twin in (asked.lockmgr, asked.offsets, *asked.brokers.values()):
+async def test_inspection_of_silent_services_takes_few_deadlines(services: Scene) -> None:
+    for twin in (services.lockmgr, services.offsets, *services.brokers.values()):
         twin.mute = True
-    begin_ms = asked.clock.monotonic_ms()
-    found = await why(asked, asked.group("g", "c1"), patient=True)
-    assert reasons(found) == [StuckReason.OFFSETS_UNREACHABLE] * 4
-    assert asked.clock.monotonic_ms() - begin_ms < 3 * TIMEOUT_S * 1000
+    begin_ms = services.clock.monotonic_ms()
+    diagnoses = await why(services, services.group("g", "c1"), patient=True)
+    assert reasons(diagnoses) == [StuckReason.OFFSETS_UNREACHABLE] * 4
+    assert services.clock.monotonic_ms() - begin_ms < 3 * TIMEOUT_S * 1000
 
 
 # ---- whether a queue moves
 
 
-async def test_queue_that_moves_between_two_inspections_is_moving(asked: Scene) -> None:
-    group = asked.group("g", "c1")
-    asked.own(group, "c1")
-    asked.progress(group, 12, unacked_count=1)
-    assert reasons(await why(asked, group)) == [StuckReason.HEAD_OF_LINE] * 4
-    asked.progress(group, 13, unacked_count=1)
-    found = await why(asked, group)
-    assert reasons(found) == [StuckReason.MOVING] * 4
-    assert found[0].evidence.unmoved_ms == 0
+async def test_queue_that_moves_between_two_inspections_is_moving(services: Scene) -> None:
+    group = services.group("g", "c1")
+    services.own(group, "c1")
+    services.progress(group, 12, unacked_count=1)
+    assert reasons(await why(services, group)) == [StuckReason.HEAD_OF_LINE] * 4
+    services.progress(group, 13, unacked_count=1)
+    diagnoses = await why(services, group)
+    assert reasons(diagnoses) == [StuckReason.MOVING] * 4
+    assert diagnoses[0].evidence.unmoved_ms == 0
 
 
-async def test_patient_inspection_sees_whether_a_queue_moves(asked: Scene) -> None:
-    group = asked.group("g", "c1")
-    asked.own(group, "c1")
-    asked.progress(group, 10, unacked_count=1)
+async def test_patient_inspection_finds_a_queue_that_moves(services: Scene) -> None:
+    group = services.group("g", "c1")
+    services.own(group, "c1")
+    services.progress(group, 10, unacked_count=1)
     committed = iter(range(11, 20))
-    asked.offsets.on_query = lambda: asked.progress(group, next(committed), unacked_count=1)
-    assert reasons(await why(asked, group, patient=True)) == [StuckReason.MOVING] * 4
-    assert asked.calls()["QueryGroup"] == 2
+    services.offsets.on_query = lambda: services.progress(group, next(committed), unacked_count=1)
+    assert reasons(await why(services, group, patient=True)) == [StuckReason.MOVING] * 4
+    assert services.calls()["QueryGroup"] == 2
 
 
-async def test_recently_seen_queue_is_not_inspected_twice(asked: Scene) -> None:
-    group = asked.group("g", "c1")
-    asked.own(group, "c1")
-    asked.progress(group, 13, unacked_count=1)
-    await why(asked, group, patient=True)
-    before = asked.calls()["QueryGroup"]
-    found = await why(asked, group, patient=True)
-    assert asked.calls()["QueryGroup"] == before + 1, "only the first inspection looks twice"
-    assert reasons(found) == [StuckReason.HEAD_OF_LINE] * 4
-    assert found[0].evidence.unmoved_ms >= RECHECK_MS
+async def test_recently_seen_queue_is_not_inspected_twice(services: Scene) -> None:
+    group = services.group("g", "c1")
+    services.own(group, "c1")
+    services.progress(group, 13, unacked_count=1)
+    await why(services, group, patient=True)
+    before = services.calls()["QueryGroup"]
+    diagnoses = await why(services, group, patient=True)
+    assert services.calls()["QueryGroup"] == before + 1, "only the first inspection reads twice"
+    assert reasons(diagnoses) == [StuckReason.HEAD_OF_LINE] * 4
+    assert diagnoses[0].evidence.unmoved_ms >= RECHECK_MS
 
 
 async def test_change_since_an_old_inspection_does_not_prove_that_a_queue_moves(
-    asked: Scene, monkeypatch: pytest.MonkeyPatch
+    services: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = asked.group("g", "c1")
-    asked.own(group, "c1")
-    asked.progress(group, 12, unacked_count=1)
-    await why(asked, group)
-    asked.progress(group, 13, unacked_count=1)
-    later_ms = asked.clock.monotonic_ms() + FRESH_MS + 1
-    monkeypatch.setattr(asked.clock, "monotonic_ms", lambda: later_ms)
-    assert reasons(await why(asked, group, patient=True)) == [StuckReason.HEAD_OF_LINE] * 4
-    assert asked.calls()["QueryGroup"] == 3
+    group = services.group("g", "c1")
+    services.own(group, "c1")
+    services.progress(group, 12, unacked_count=1)
+    await why(services, group)
+    services.progress(group, 13, unacked_count=1)
+    later_ms = services.clock.monotonic_ms() + FRESH_MS + 1
+    monkeypatch.setattr(services.clock, "monotonic_ms", lambda: later_ms)
+    assert reasons(await why(services, group, patient=True)) == [StuckReason.HEAD_OF_LINE] * 4
+    assert services.calls()["QueryGroup"] == 3
 
 
 async def test_message_with_a_future_store_time_does_not_stay_new(
-    asked: Scene, monkeypatch: pytest.MonkeyPatch
+    services: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked.topic("t", 1, batches=1, age_ms=-3_600_000)
-    group = asked.group("g", "c1")
-    asked.own(group, "c1")
-    asked.progress(group, 5, unacked_count=1)
-    assert reasons(await why(asked, group)) == [StuckReason.MOVING] * 2
-    later_ms = asked.clock.monotonic_ms() + 20_000
-    monkeypatch.setattr(asked.clock, "monotonic_ms", lambda: later_ms)
-    found = await why(asked, group)
-    assert reasons(found) == [StuckReason.HEAD_OF_LINE] * 2
-    assert 20_000 <= found[0].evidence.lag_ms < 60_000
+    services.topic("t", 1, batches=1, age_ms=-3_600_000)
+    group = services.group("g", "c1")
+    services.own(group, "c1")
+    services.progress(group, 5, unacked_count=1)
+    assert reasons(await why(services, group)) == [StuckReason.MOVING] * 2
+    later_ms = services.clock.monotonic_ms() + 20_000
+    monkeypatch.setattr(services.clock, "monotonic_ms", lambda: later_ms)
+    diagnoses = await why(services, group)
+    assert reasons(diagnoses) == [StuckReason.HEAD_OF_LINE] * 2
+    assert 20_000 <= diagnoses[0].evidence.lag_ms < 60_000
 
 
 # ---- the state of a group
@@ -376,11 +376,13 @@ def test_draining_group_is_reported_with_its_open_grants() -> None:
     assert evidence_of_group(Group(name="g", staged=waits), (), 3, 5_000).change is None
 
 
-async def test_member_with_another_subscription_is_excluded_with_the_mismatch(asked: Scene) -> None:
-    group = asked.group("g", "c1", "c2")
-    differing = replace(group.members[1], differs=True)
+async def test_member_with_another_subscription_is_excluded_with_the_mismatch(
+    services: Scene,
+) -> None:
+    group = services.group("g", "c1", "c2")
+    member = replace(group.members[1], differs=True)
     staged = StagedSubscription((Subscription("t", "b"),), draining=False, since_unix_ms=0)
-    group = replace(group, members=(group.members[0], differing), staged=staged)
+    group = replace(group, members=(group.members[0], member), staged=staged)
     (excluded,) = evidence_of_group(group, (), 0, 0).excluded
     assert (excluded.client_id, excluded.member_client_id, excluded.staged) == ("c2", "c1", True)
     assert [(m.topic, m.wants, m.has) for m in excluded.mismatches] == [("t", "b", "*")]
@@ -392,8 +394,8 @@ async def test_member_with_another_subscription_is_excluded_with_the_mismatch(as
 class Published(EventHub):
     """Records the reasons of published events."""
 
-    def __init__(self, asked: Scene) -> None:
-        super().__init__("nameserver/n1", 1, asked.clock)
+    def __init__(self, services: Scene) -> None:
+        super().__init__("nameserver/n1", 1, services.clock)
         self.reasons: Counter[str] = Counter()
 
     def publish(self, event: metrics_pb.MetricEvent) -> None:
@@ -405,17 +407,17 @@ class Published(EventHub):
 class Watch:
     """The monitor of replica `n1`, its metrics, and its events."""
 
-    def __init__(self, asked: Scene) -> None:
-        self.registry, self.hub = CollectorRegistry(), Published(asked)
+    def __init__(self, services: Scene) -> None:
+        self.registry, self.hub = CollectorRegistry(), Published(services)
         self.monitor = QueueMonitor(
-            asked.catalog,
-            asked.inspector,
+            services.catalog,
+            services.inspector,
             LagMetrics(self.registry),
             self.hub,
             node_id="n1",
             interval_ms=15_000,
         )
-        self._nodes = asked.nodes.values
+        self._nodes = services.nodes.values
         self.register("n1")
 
     def register(self, node_id: str) -> None:
@@ -432,29 +434,29 @@ class Watch:
         }
 
 
-async def test_inspection_shows_lag_by_topic_and_each_stuck_queue(asked: Scene) -> None:
-    group = asked.group("g", "c1")
-    asked.own(group, "c1")
-    asked.progress(group, 13, unacked_count=1)
-    watch = Watch(asked)
+async def test_inspection_shows_lag_by_topic_and_each_stuck_queue(services: Scene) -> None:
+    group = services.group("g", "c1")
+    services.own(group, "c1")
+    services.progress(group, 13, unacked_count=1)
+    watch = Watch(services)
     await watch.monitor.inspect()
     assert watch.shown("baton_group_lag_messages") == {("g", "t"): 28}
     assert 60 <= watch.shown("baton_group_lag_seconds")["g", "t"] < 120
-    stuck = watch.shown("baton_queue_stuck")
-    assert stuck == {("g", "t", b, q, "HEAD_OF_LINE"): 1 for b in "ab" for q in "01"}
+    series = watch.shown("baton_queue_stuck")
+    assert series == {("g", "t", b, q, "HEAD_OF_LINE"): 1 for b in "ab" for q in "01"}
     assert watch.shown("baton_nameserver_inspections_total") == {(): 1}
     assert watch.hub.reasons == {"HEAD_OF_LINE": 4}
 
 
-async def test_queue_that_recovers_loses_its_series_and_is_published_once(asked: Scene) -> None:
-    group = asked.group("g", "c1")
-    asked.own(group, "c1")
-    asked.progress(group, 13, unacked_count=1)
-    watch = Watch(asked)
+async def test_queue_that_recovers_loses_its_series_and_is_published_once(services: Scene) -> None:
+    group = services.group("g", "c1")
+    services.own(group, "c1")
+    services.progress(group, 13, unacked_count=1)
+    watch = Watch(services)
     await watch.monitor.inspect()
     await watch.monitor.inspect()
     assert watch.hub.reasons == {"HEAD_OF_LINE": 4}
-    asked.progress(group, 20)
+    services.progress(group, 20)
     await watch.monitor.inspect()
     await watch.monitor.inspect()
     assert watch.shown("baton_queue_stuck") == {}
@@ -462,22 +464,22 @@ async def test_queue_that_recovers_loses_its_series_and_is_published_once(asked:
     assert watch.hub.reasons == {"HEAD_OF_LINE": 4, "IDLE": 4}
 
 
-async def test_deleted_group_has_no_series(asked: Scene) -> None:
-    asked.progress(asked.group("g"), 13)
-    watch = Watch(asked)
+async def test_deleted_group_has_no_series(services: Scene) -> None:
+    services.progress(services.group("g"), 13)
+    watch = Watch(services)
     await watch.monitor.inspect()
     names = {sample.name for m in watch.registry.collect() for sample in m.samples}
     by_group = {name for name in names if "nameserver" not in name}
     assert len(by_group) > 8
-    asked.catalog.groups.clear()
+    services.catalog.groups.clear()
     await watch.monitor.inspect()
     assert {name: watch.shown(name) for name in by_group if watch.shown(name)} == {}
 
 
-async def test_inspection_shows_ready_and_in_flight_as_rocketmq_does(asked: Scene) -> None:
-    group = asked.group("g", "c1", "c2")
-    asked.progress(group, 13, delivered_offset=18, unacked_count=4, acked_count=1)
-    watch = Watch(asked)
+async def test_inspection_shows_ready_and_in_flight_as_rocketmq_does(services: Scene) -> None:
+    group = services.group("g", "c1", "c2")
+    services.progress(group, 13, delivered_offset=18, unacked_count=4, acked_count=1)
+    watch = Watch(services)
     await watch.monitor.inspect()
     assert watch.shown("rocketmq_consumer_ready_messages") == {("g", "t"): 4 * 2}
     assert watch.shown("rocketmq_consumer_inflight_messages") == {("g", "t"): 4 * 4}
@@ -487,42 +489,56 @@ async def test_inspection_shows_ready_and_in_flight_as_rocketmq_does(asked: Scen
     assert watch.shown("baton_group_members") == {("g",): 2}
 
 
-async def test_committed_offset_that_goes_back_is_counted_by_cause(
-    asked: Scene,
+async def test_message_that_may_not_exist_is_neither_in_flight_nor_blamed(
+    services: Scene,
 ) -> None:
-    group = asked.group("g", "c1")
-    watch = Watch(asked)
+    """After a restart of offsets 16 messages may have been delivered; the queue has two more."""
+    group = services.group("g", "c1", "c2")
+    services.progress(group, 18, delivered_offset=34, unacked_count=16, unacked_count_min=0)
+    watch = Watch(services)
+    await watch.monitor.inspect()
+    assert watch.shown("rocketmq_consumer_inflight_messages") == {("g", "t"): 0}
+    assert watch.shown("rocketmq_consumer_ready_messages") == {("g", "t"): 4 * 2}
+    assert watch.shown("rocketmq_consumer_lag_messages") == {("g", "t"): 4 * 2}
+    assert StuckReason.HEAD_OF_LINE not in reasons(await why(services, group))
+
+
+async def test_committed_offset_that_goes_back_is_counted_by_cause(
+    services: Scene,
+) -> None:
+    group = services.group("g", "c1")
+    watch = Watch(services)
     for committed_offset, reset_epoch in ((13, 0), (15, 0), (9, 1), (9, 1), (7, 1)):
-        asked.progress(group, committed_offset, reset_epoch=reset_epoch)
+        services.progress(group, committed_offset, reset_epoch=reset_epoch)
         await watch.monitor.inspect()
     rewinds = watch.shown("baton_group_offset_rewinds_total")
     assert rewinds == {("g", "t", "reset"): 4, ("g", "t", "unasked"): 4}
 
 
 async def test_progress_is_compared_after_an_outage_of_offsets(
-    asked: Scene,
+    services: Scene,
 ) -> None:
-    asked.progress(asked.group("g", "c1"), 13)
-    watch = Watch(asked)
+    services.progress(services.group("g", "c1"), 13)
+    watch = Watch(services)
     await watch.monitor.inspect()
-    asked.offsets.refusal = NotLeader("not now")
+    services.offsets.refusal = NotLeader("not now")
     await watch.monitor.inspect()
-    asked.offsets.refusal = None
-    asked.progress(asked.catalog.groups["g"], 12)
+    services.offsets.refusal = None
+    services.progress(services.catalog.groups["g"], 12)
     await watch.monitor.inspect()
     assert watch.shown("baton_group_offset_rewinds_total")["g", "t", "unasked"] == 4
 
 
-async def test_broadcasting_group_has_no_lag(asked: Scene) -> None:
-    asked.group("g", "c1", model="BROADCASTING")
-    watch = Watch(asked)
+async def test_broadcasting_group_has_no_lag(services: Scene) -> None:
+    services.group("g", "c1", model="BROADCASTING")
+    watch = Watch(services)
     await watch.monitor.inspect()
     assert watch.shown("baton_group_lag_messages") == {}
 
 
-async def test_only_the_replica_with_the_lowest_node_id_inspects(asked: Scene) -> None:
-    asked.progress(asked.group("g"), 13)
-    watch = Watch(asked)
+async def test_only_the_replica_with_the_lowest_node_id_inspects(services: Scene) -> None:
+    services.progress(services.group("g"), 13)
+    watch = Watch(services)
     await watch.monitor.inspect()
     watch.register("n0")
     await watch.monitor.inspect()
@@ -530,6 +546,6 @@ async def test_only_the_replica_with_the_lowest_node_id_inspects(asked: Scene) -
     assert watch.shown("baton_nameserver_inspections_total") == {(): 1}
 
 
-async def test_queues_are_named_by_group_topic_broker_and_id(asked: Scene) -> None:
-    group = asked.group("g", "c1")
-    assert asked.inspector.queues_of(group)[2:] == (QueueRef("t", "b", 0), QueueRef("t", "b", 1))
+async def test_queues_are_named_by_group_topic_broker_and_id(services: Scene) -> None:
+    group = services.group("g", "c1")
+    assert services.inspector.queues_of(group)[2:] == (QueueRef("t", "b", 0), QueueRef("t", "b", 1))

@@ -57,11 +57,11 @@ ReadPage = Callable[[Replica, str], Awaitable[tuple[list[str], str]]]
 
 async def all_pages(nameserver: Replica, read: ReadPage) -> list[list[str]]:
     names, page_token = await read(nameserver, "")
-    found = [names]
+    pages = [names]
     while page_token:
         names, page_token = await read(nameserver, page_token)
-        found.append(names)
-    return found
+        pages.append(names)
+    return pages
 
 
 async def store_topics(nameserver: Replica, etcd: EtcdSession, names: list[str]) -> None:

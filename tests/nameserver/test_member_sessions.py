@@ -24,14 +24,14 @@ GRACE_MS = 4_000
 
 
 @pytest_asyncio.fixture
-async def here(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIterator[Replica]:
+async def nameserver(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIterator[Replica]:
     async with replica(etcd_endpoint, cluster, session_grace_ms=GRACE_MS) as running:
         await running.create("flights")
         yield running
 
 
 @pytest_asyncio.fixture
-async def there(etcd_endpoint: str, cluster: str, here: Replica) -> AsyncIterator[Replica]:
+async def other(etcd_endpoint: str, cluster: str, nameserver: Replica) -> AsyncIterator[Replica]:
     async with replica(etcd_endpoint, cluster, session_grace_ms=GRACE_MS) as running:
         yield running
 
@@ -72,80 +72,82 @@ async def marked(at: Replica) -> None:
 
 
 async def test_member_with_a_broken_session_is_removed_after_the_grace_period(
-    here: Replica, there: Replica, etcd: EtcdSession
+    nameserver: Replica, other: Replica, etcd: EtcdSession
 ) -> None:
-    await here.join("g", "stays")
-    await there.join("g", "dies")
-    with there.watch_group("g", session="stays") as call:
+    await nameserver.join("g", "stays")
+    await other.join("g", "dies")
+    with other.watch_group("g", session="stays") as call:
         assert ids(await next_group(call)) == ["dies", "stays"]
-        await broken(here, "dies")
+        await broken(nameserver, "dies")
         assert ids(await next_group(call)) == ["stays"]
-    await until(lambda: here.metric("broken_sessions_total") == 1)
-    assert here.metric("expiries_total") == 0
+    await until(lambda: nameserver.metric("broken_sessions_total") == 1)
+    assert nameserver.metric("expiries_total") == 0
     assert await etcd.get(etcd.key("live", "g", "dies")) is None
 
 
-async def test_member_that_reconnects_here_is_kept(here: Replica) -> None:
-    await here.join("g", "c1")
-    await broken(here, "c1")
-    with here.watch_group("g", session="c1") as call:
+async def test_member_that_reconnects_to_the_same_replica_is_kept(nameserver: Replica) -> None:
+    await nameserver.join("g", "c1")
+    await broken(nameserver, "c1")
+    with nameserver.watch_group("g", session="c1") as call:
         await next_group(call)
-        await marked(here)
-        assert ids(await here.group("g")) == ["c1"]
+        await marked(nameserver)
+        assert ids(await nameserver.group("g")) == ["c1"]
 
 
-async def test_member_that_reconnects_elsewhere_and_sends_a_heartbeat_is_kept(
-    here: Replica, there: Replica
+async def test_member_that_reconnects_to_another_replica_and_sends_a_heartbeat_is_kept(
+    nameserver: Replica, other: Replica
 ) -> None:
-    await here.join("g", "c1")
-    await broken(here, "c1")
-    await there.join("g", "c1")
-    await marked(here)
-    assert ids(await here.group("g")) == ["c1"]
+    await nameserver.join("g", "c1")
+    await broken(nameserver, "c1")
+    await other.join("g", "c1")
+    await marked(nameserver)
+    assert ids(await nameserver.group("g")) == ["c1"]
 
 
 async def test_late_notice_of_a_broken_session_keeps_a_member_that_uses_another_replica(
-    here: Replica, there: Replica
+    nameserver: Replica, other: Replica
 ) -> None:
-    """This replica was frozen: another one had heartbeats of the member, but before the break."""
-    await here.join("g", "c1")
-    with here.watch_group("g", session="c1") as call:
+    """This replica was paused: another replica had heartbeats of the member before the break."""
+    await nameserver.join("g", "c1")
+    with nameserver.watch_group("g", session="c1") as call:
         await next_group(call)
-        await aged(here, "c1", by_s=4)  # its session is younger than its heartbeat
-        await there.join("g", "c1")
-        await aged(here, "c1")
-    await marked(here)
-    assert ids(await here.group("g")) == ["c1"]
+        await aged(nameserver, "c1", by_s=4)  # its session is younger than its heartbeat
+        await other.join("g", "c1")
+        await aged(nameserver, "c1")
+    await marked(nameserver)
+    assert ids(await nameserver.group("g")) == ["c1"]
 
 
-async def test_member_with_a_second_session_is_kept(here: Replica) -> None:
-    await here.join("g", "c1")
-    with here.watch_group("g", session="c1") as call:
+async def test_member_with_a_second_session_is_kept(nameserver: Replica) -> None:
+    await nameserver.join("g", "c1")
+    with nameserver.watch_group("g", session="c1") as call:
         await next_group(call)
-        await broken(here, "c1")
-        await marked(here)
-        assert ids(await here.group("g")) == ["c1"]
+        await broken(nameserver, "c1")
+        await marked(nameserver)
+        assert ids(await nameserver.group("g")) == ["c1"]
 
 
-async def test_watch_of_an_observer_is_no_session(here: Replica) -> None:
-    await here.join("g", "c1")
-    await broken(here, "c1", as_member=False)
-    await marked(here)
-    assert ids(await here.group("g")) == ["c1"]
+async def test_watch_of_an_observer_is_no_session(nameserver: Replica) -> None:
+    await nameserver.join("g", "c1")
+    await broken(nameserver, "c1", as_member=False)
+    await marked(nameserver)
+    assert ids(await nameserver.group("g")) == ["c1"]
 
 
-async def test_broken_session_of_an_earlier_incarnation_keeps_the_member(here: Replica) -> None:
-    await here.join("g", "c1")
-    with here.watch_group("g", session="c1") as call:
+async def test_broken_session_of_an_earlier_incarnation_keeps_the_member(
+    nameserver: Replica,
+) -> None:
+    await nameserver.join("g", "c1")
+    with nameserver.watch_group("g", session="c1") as call:
         await next_group(call)
-        await here.leave("g", "c1")
-        answer = await here.beat("g", "c1", incarnation=incarnation("c1", 2))
+        await nameserver.leave("g", "c1")
+        answer = await nameserver.beat("g", "c1", incarnation=incarnation("c1", 2))
         assert ids(answer.group) == ["c1"]
-    await marked(here)
-    assert ids(await here.group("g")) == ["c1"]
+    await marked(nameserver)
+    assert ids(await nameserver.group("g")) == ["c1"]
 
 
-async def test_session_without_incarnation_is_invalid(here: Replica) -> None:
-    await here.join("g", "c1")
-    with here.watch_group("g", session="c 1") as call:
+async def test_session_without_incarnation_is_invalid(nameserver: Replica) -> None:
+    await nameserver.join("g", "c1")
+    with nameserver.watch_group("g", session="c 1") as call:
         assert (await refusal(call.read())).reason == "INVALID_NAME"

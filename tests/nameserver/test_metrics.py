@@ -13,7 +13,7 @@ from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 from batonmq_server.nameserver.metrics import ReplicaSetMetrics
 from batonmq_server.runtime.etcd.session import KeyValue
-from tests.nameserver.service_twins import Scene, scene
+from tests.nameserver.service_twins import Scene, open_scene
 
 Shown = dict[tuple[str, str], float]
 
@@ -36,14 +36,14 @@ def shown(of: Scene) -> tuple[Shown, Shown]:
 
 
 async def test_nodes_and_leaders_are_counted_by_set() -> None:
-    async with scene() as made:
-        register(made, "storage", "a-0", "broker-a", leader=True)
-        register(made, "storage", "a-1", "broker-a", leader=False)
-        register(made, "offsets", "offsets-0", "offsets", leader=False)
-        register(made, "lockmgr", "lockmgr-0", "", leader=False)
-        register(made, "lockmgr", "lockmgr-1", "", leader=True)
-        register(made, "nameserver", "nameserver-0", "", leader=True)
-        nodes, leaders = shown(made)
+    async with open_scene() as scene:
+        register(scene, "storage", "a-0", "broker-a", leader=True)
+        register(scene, "storage", "a-1", "broker-a", leader=False)
+        register(scene, "offsets", "offsets-0", "offsets", leader=False)
+        register(scene, "lockmgr", "lockmgr-0", "", leader=False)
+        register(scene, "lockmgr", "lockmgr-1", "", leader=True)
+        register(scene, "nameserver", "nameserver-0", "", leader=True)
+        nodes, leaders = shown(scene)
     sets = ("storage", "broker-a"), ("offsets", "offsets"), ("lockmgr", "lockmgr")
     assert [nodes[each] for each in sets] == [2, 1, 2]
     assert [leaders[each] for each in sets] == [1, 0, 1]
@@ -51,9 +51,9 @@ async def test_nodes_and_leaders_are_counted_by_set() -> None:
 
 
 async def test_broker_with_queues_is_shown_without_registered_nodes() -> None:
-    async with scene() as made:
+    async with open_scene() as scene:
         spread = (QueueSpread("broker-a", 2), QueueSpread("broker-b", 2))
-        made.catalog.topics["t"] = Topic(name="t", topic_id=1, spread=spread, create_unix_ms=0)
-        register(made, "storage", "broker-a", "", leader=True)
-        nodes, leaders = shown(made)
+        scene.catalog.topics["t"] = Topic(name="t", topic_id=1, spread=spread, create_unix_ms=0)
+        register(scene, "storage", "broker-a", "", leader=True)
+        nodes, leaders = shown(scene)
     assert nodes == leaders == {("storage", "broker-a"): 1, ("storage", "broker-b"): 0}

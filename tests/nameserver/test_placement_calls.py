@@ -49,8 +49,8 @@ async def move(
 
 
 async def stored(etcd: EtcdSession, group: str) -> GroupPlacement | None:
-    found = await etcd.get(f"places/{group}")
-    return decode_placement(found) if found is not None else None
+    entry = await etcd.get(f"places/{group}")
+    return decode_placement(entry) if entry is not None else None
 
 
 async def add_set(etcd: EtcdSession, nameserver: Replica, name: str) -> None:
@@ -83,16 +83,20 @@ async def test_new_set_changes_only_the_placements_that_it_takes(
     before = {group: await locate(nameserver, group) for group in groups}
     assert 0.35 * COUNT < list(before.values()).count("offsets-b") < 0.65 * COUNT
     await add_set(etcd, nameserver, "offsets-c")
-    assert {group: await locate(nameserver, group) for group in groups} == before, "as chosen"
-    moved = {
+    assert {group: await locate(nameserver, group) for group in groups} == before, (
+        "placements are kept"
+    )
+    targets = {
         group: (await move(nameserver, group, dry_run=True)).placement.offsets_set
         for group in groups
     }
-    went = {group for group in groups if moved[group] != before[group]}
-    assert {moved[group] for group in went} == {"offsets-c"}
-    assert 0.2 * COUNT < len(went) < 0.47 * COUNT
-    assert {(await stored(etcd, group)) for group in went} == {
-        place for group in went if (place := await stored(etcd, group)) and not place.move
+    moved_groups = {group for group in groups if targets[group] != before[group]}
+    assert {targets[group] for group in moved_groups} == {"offsets-c"}
+    assert 0.2 * COUNT < len(moved_groups) < 0.47 * COUNT
+    assert {(await stored(etcd, group)) for group in moved_groups} == {
+        placement
+        for group in moved_groups
+        if (placement := await stored(etcd, group)) and not placement.move
     }, "a dry run moves nothing"
 
 
@@ -100,14 +104,14 @@ async def test_join_places_a_group_and_deletion_keeps_the_placement(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await nameserver.join("billing", "a")
-    place = await stored(etcd, "billing")
-    assert place is not None
-    assert place.offsets_set == "offsets"
+    placement = await stored(etcd, "billing")
+    assert placement is not None
+    assert placement.offsets_set == "offsets"
     await nameserver.leave("billing", "a")
     await nameserver.delete_group("billing")
     await add_set(etcd, nameserver, "offsets-b")
     await nameserver.join("billing", "a")
-    assert await stored(etcd, "billing") == place, "its tokens are there"
+    assert await stored(etcd, "billing") == placement, "the set has the tokens of the group"
 
 
 async def test_move_is_written_once_and_the_next_one_is_refused_until_it_is_finished(
@@ -120,11 +124,11 @@ async def test_move_is_written_once_and_the_next_one_is_refused_until_it_is_fini
     first, second = sorted({"offsets", "offsets-b", "offsets-c"} - {begin})
     answer = await move(nameserver, "billing", first)
     assert (answer.before.offsets_set, answer.placement.offsets_set) == (begin, first)
-    place = await stored(etcd, "billing")
-    assert place is not None
-    assert (place.offsets_set, place.move, place.from_set) == (first, 1, begin)
+    placement = await stored(etcd, "billing")
+    assert placement is not None
+    assert (placement.offsets_set, placement.move, placement.from_set) == (first, 1, begin)
     again = await move(nameserver, "billing", first)
-    assert again.before == again.placement == answer.placement, "it is on its way there"
+    assert again.before == again.placement == answer.placement, "the move is in progress"
     with pytest.raises(GroupMoving) as refusal:
         await move(nameserver, "billing", second)
     assert refusal.value.facts["from_set"] == begin

@@ -30,7 +30,7 @@ async def test_quota_is_listed_until_it_is_deleted(nameserver: Replica) -> None:
             IdentityQuota("spiffe://host/a-b?", LIMITS),
         )
         await quotas.set(DEFAULT_IDENTITY, LIMITS)
-        assert (await quotas.list())[0].limits == LIMITS, "set again, it is replaced"
+        assert (await quotas.list())[0].limits == LIMITS, "the second quota replaces the first"
         assert await quotas.delete(DEFAULT_IDENTITY)
         assert not await quotas.delete(DEFAULT_IDENTITY)
         assert [one.identity for one in await quotas.list()] == ["spiffe://host/a-b?"]
@@ -66,7 +66,7 @@ async def test_identity_creates_as_many_topics_as_its_quota_allows(direct: Direc
     assert await create("b")
     for name in ("%RETRY%g", "%DLQ%g"):
         assert await create(name), "topics of groups do not count"
-    assert not await create("a"), "it exists, so nothing is created"
+    assert not await create("a"), "the topic exists, so nothing is created"
     with pytest.raises(LimitExceeded, match="tenant has reached its quota topics=2"):
         await create("c")
     assert await create("c", owner="other")
@@ -102,4 +102,4 @@ async def test_identity_creates_as_many_groups_as_its_quota_allows(direct: Direc
     assert (await calls.leave(left)).left
     with pytest.raises(LimitExceeded):
         await join("e", "1")
-    assert direct.catalog.groups["a"].creator == owner_of("tenant"), "it counts"
+    assert direct.catalog.groups["a"].creator == owner_of("tenant"), "the group still counts"

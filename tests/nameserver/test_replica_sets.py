@@ -18,20 +18,20 @@ async def leads_to(nameserver: Replica, broker: str, address: str) -> None:
 
     async def look() -> bool:
         route = await nameserver.route("flights")
-        assert len({found.broker for found in route.brokers}) == len(route.brokers)
+        assert len({entry.broker for entry in route.brokers}) == len(route.brokers)
         return pb.BrokerAddress(broker=broker, address=address) in route.brokers
 
     await until(look)
 
 
 async def test_route_follows_the_leader_of_a_broker(nameserver: Replica, etcd: EtcdSession) -> None:
-    own = {"replica_set": "broker-a"}
-    await register_broker(etcd, "a-0", "127.0.0.1:10", epoch=4, **own)
-    await register_broker(etcd, "a-1", "127.0.0.1:11", epoch=0, leader=False, **own)
+    fields = {"replica_set": "broker-a"}
+    await register_broker(etcd, "a-0", "127.0.0.1:10", epoch=4, **fields)
+    await register_broker(etcd, "a-1", "127.0.0.1:11", epoch=0, leader=False, **fields)
     await leads_to(nameserver, "broker-a", "127.0.0.1:10")
-    await register_broker(etcd, "a-1", "127.0.0.1:11", epoch=5, **own)
+    await register_broker(etcd, "a-1", "127.0.0.1:11", epoch=5, **fields)
     await leads_to(nameserver, "broker-a", "127.0.0.1:11")
-    await register_broker(etcd, "a-0", "127.0.0.1:10", epoch=0, leader=False, **own)
+    await register_broker(etcd, "a-0", "127.0.0.1:10", epoch=0, leader=False, **fields)
     await etcd.delete(etcd.key("nodes", "storage", "broker-a"))
     await leads_to(nameserver, "broker-a", "127.0.0.1:11")
 
@@ -39,8 +39,8 @@ async def test_route_follows_the_leader_of_a_broker(nameserver: Replica, etcd: E
 async def test_broker_without_leader_stays_in_the_route(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
-    own = {"replica_set": "broker-a"}
-    await register_broker(etcd, "a-1", "127.0.0.1:11", epoch=0, leader=False, **own)
+    fields = {"replica_set": "broker-a"}
+    await register_broker(etcd, "a-1", "127.0.0.1:11", epoch=0, leader=False, **fields)
     await etcd.delete(etcd.key("nodes", "storage", "broker-a"))
     await leads_to(nameserver, "broker-a", "127.0.0.1:11")
 

@@ -1,8 +1,8 @@
 """Races between replicas, one interleaving at a time.
 
 Goal: no decision from an outdated read is ever written.
-Method: two stores on one etcd; the session of the first one lets the second one act between the
-first one's read and its transaction.
+Method: two stores on one etcd; the session of the first store runs a call of the second store
+between the first store's read and its transaction.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -20,13 +20,23 @@ from batonmq._common.clock import Clock
 from batonmq.errors import (
     BatonError,
     ClientIdInUse,
+    Internal,
     OffsetsUnreachable,
     Overloaded,
     SubscriptionConflict,
     TopicExists,
 )
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
-from batonmq_server.nameserver.core.groups import Group, Heartbeat, Subscription, Terms
+from batonmq_server.nameserver.core.group_transaction import GroupSettings
+from batonmq_server.nameserver.core.groups import (
+    Group,
+    Heartbeat,
+    Member,
+    Subscription,
+    Terms,
+    hash_of,
+)
+from batonmq_server.nameserver.group_proto import group_to_stored
 from batonmq_server.nameserver.group_requests import GroupChange
 from batonmq_server.nameserver.group_store import BATCH_MAX, GroupStore
 from batonmq_server.nameserver.topic_store import TopicStore
@@ -69,22 +79,22 @@ class Race:
 
     @asynccontextmanager
     async def overtaken(
-        self, act: Callable[[], Awaitable[object]], times: int = 1
+        self, call: Callable[[], Awaitable[object]], times: int = 1
     ) -> AsyncIterator[None]:
-        self.session.overtake, self.session.times = act, times
+        self.session.overtake, self.session.times = call, times
         yield
-        assert self.session.times == 0, "the call made fewer transactions than it was overtaken"
+        assert self.session.times == 0, "the call made fewer transactions than the test overtakes"
 
     async def die(self, client_id: str) -> None:
-        """Expire the member's lease; no nameserver notices in these tests."""
+        """Expire the member's lease; no nameserver watches leases in these tests."""
         live = await self.etcd.get(self.etcd.key("live", "g", client_id))
         assert live is not None
         await self.etcd.revoke(live.lease_id)
 
     async def group(self) -> Group:
-        found = await self.other.read("g")
-        assert found is not None
-        return found[0]
+        entry = await self.other.read("g")
+        assert entry is not None
+        return entry[0]
 
 
 @pytest_asyncio.fixture
@@ -104,14 +114,14 @@ async def race(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIter
 
 
 def store_of(session: EtcdSession, swap: CompareAndSwap, topics: TopicStore) -> GroupStore:
-    def told(change: GroupChange) -> None:
+    def check_generation(change: GroupChange) -> None:
         assert change.before is None or change.group.generation == change.before.generation + 1
 
-    return GroupStore(session, swap, topics, member_lease_ms=30_000, on_change=told)
+    return GroupStore(session, swap, topics, member_lease_ms=30_000, on_change=check_generation)
 
 
-async def nothing(topic: str, topic_id: int) -> None:
-    """The earlier topic has left no progress."""
+async def delete_nothing(topic: str, topic_id: int) -> None:
+    """Delete nothing: the earlier topic has no progress."""
 
 
 def beat(client_id: str, expression: str = "*", incarnation_id: int = 1) -> Heartbeat:
@@ -288,6 +298,76 @@ async def test_many_dead_members_are_removed_by_one_change(race: Race) -> None:
     assert ids(await race.group()) == ["c000"]
 
 
+async def test_whole_record_of_an_earlier_version_is_split_by_the_next_write(race: Race) -> None:
+    """500 members: more keys than one transaction of etcd may write without nesting."""
+    names = [f"c{number:03}" for number in range(500)]
+    terms = beat("").terms
+    earlier = Group(
+        name="g",
+        generation=7,
+        members=tuple(
+            Member(name, 1, "h", 5, subscription_hash=hash_of(terms.subscriptions))
+            for name in names
+        ),
+        terms=terms,
+        subscription_generation=1,
+        creator=9,
+    )
+    lease = await race.etcd.lease(60_000)
+    live = [Put(race.etcd.key("live", "g", name), b"1", lease) for name in names]
+    whole = Put("groups/g", group_to_stored(earlier).SerializeToString())
+    await race.etcd.txn(compare=(), put=[whole, *live])
+    assert await race.group() == earlier
+    heartbeat = await race.store.join(beat("c000"))
+    assert heartbeat.change is None
+    assert [one.key for one in await race.etcd.get_tree("groups/g")] == ["groups/g"]
+    outcome = await race.store.join(replace(beat("new"), owner=3))
+    assert outcome.change is not None
+    assert (outcome.change.before, outcome.change.joined) == (earlier, ("new",))
+    group = await race.group()
+    assert ids(group) == [*names, "new"]
+    assert replace(group, generation=7, members=group.members[:-1]) == earlier
+    keys = {one.key for one in await race.etcd.get_tree("groups/g")}
+    assert keys == {
+        "groups/g",
+        "groups/g/settings",
+        *(f"groups/g/members/{number}" for number in range(1, 502)),
+    }
+
+
+async def test_deleted_group_leaves_no_key(race: Race) -> None:
+    async def delete_progress(name: str) -> int:
+        return 0
+
+    await race.other.join(beat("c1"))
+    await race.other.leave("g", "c1", 1)
+    await race.store.delete("g", delete_progress)
+    for prefix in ("groups/", "gates/", "live/"):
+        assert (await race.etcd.get_prefix(prefix))[0] == []
+
+
+async def test_unreadable_record_refuses_every_change_with_the_remedy(race: Race) -> None:
+    await race.other.join(beat("c1"))
+    await race.other.join(beat("c2"))
+    stored = await race.etcd.get_tree("groups/g")
+    await race.etcd.delete("groups/g/members/1")
+    damaged = await race.etcd.get_tree("groups/g")
+    for change in (
+        race.store.join(beat("c3")),
+        race.store.leave("g", "c1", 1),
+        race.store.maintain("g"),
+        race.store.update("g", GroupSettings(owned=False)),
+    ):
+        error = await refused(change)
+        assert isinstance(error, Internal)
+        assert error.remedy.startswith("Restore etcd from a backup. Or stop the members")
+    assert await race.etcd.get_tree("groups/g") == damaged
+
+    await race.etcd.txn(compare=(), delete=[one.key for one in stored])
+    outcome = await race.store.join(beat("c1"))
+    assert ids(outcome.group) == ["c1"]
+
+
 async def test_leave_after_the_lease_expired_waits_for_no_live_key(race: Race) -> None:
     await race.other.join(beat("c1"))
     await race.die("c1")
@@ -296,22 +376,24 @@ async def test_leave_after_the_lease_expired_waits_for_no_live_key(race: Race) -
 
 
 async def test_topic_created_concurrently_is_found_or_refused(race: Race) -> None:
-    async with race.overtaken(lambda: race.other_topics.create("same", 8, BROKERS, nothing)):
-        found = await race.topics.create("same", 8, BROKERS, nothing)
-    assert not found.created
-    async with race.overtaken(lambda: race.other_topics.create("differs", 4, BROKERS, nothing)):
+    async with race.overtaken(lambda: race.other_topics.create("same", 8, BROKERS, delete_nothing)):
+        result = await race.topics.create("same", 8, BROKERS, delete_nothing)
+    assert not result.created
+    async with race.overtaken(
+        lambda: race.other_topics.create("differs", 4, BROKERS, delete_nothing)
+    ):
         with pytest.raises(TopicExists):
-            await race.topics.create("differs", 8, BROKERS, nothing)
+            await race.topics.create("differs", 8, BROKERS, delete_nothing)
 
 
 async def test_topic_ids_are_never_reused(race: Race) -> None:
-    async with race.overtaken(lambda: race.other_topics.create("t1", 8, BROKERS, nothing)):
-        second = await race.topics.create("t2", 8, BROKERS, nothing)
+    async with race.overtaken(lambda: race.other_topics.create("t1", 8, BROKERS, delete_nothing)):
+        second = await race.topics.create("t2", 8, BROKERS, delete_nothing)
     first = await race.other_topics.read("t1")
     assert first is not None
     assert (first[0].topic_id, second.topic.topic_id) == (1, 2)
     await race.other_topics.delete("t2")
-    third = await race.topics.create("t2", 8, BROKERS, nothing)
+    third = await race.topics.create("t2", 8, BROKERS, delete_nothing)
     assert third.topic.topic_id == 3
 
 
@@ -326,8 +408,8 @@ async def test_overtaken_creation_deletes_no_progress_of_the_created_topic(race:
         return delete_progress
 
     async with race.overtaken(lambda: race.other_topics.create("t", 8, BROKERS, deleter("other"))):
-        found = await race.topics.create("t", 8, BROKERS, deleter("store"))
-    assert not found.created
+        result = await race.topics.create("t", 8, BROKERS, deleter("store"))
+    assert not result.created
     assert deleted == {"store": [1], "other": [1]}
     await race.topics.create("t", 8, BROKERS, deleter("store"))
     assert deleted["store"] == [1], "a topic that exists is not deleted"
@@ -341,19 +423,19 @@ async def test_topic_created_between_two_reads_is_seen_or_has_no_smaller_id(
     async def delete_progress(topic: str, topic_id: int) -> None:
         deleted.append(topic_id)
 
-    read = race.session.get
+    get = race.session.get
     reads: list[str] = []
 
     async def read_slowly(key: str) -> KeyValue | None:
-        stored = await read(key)
+        stored = await get(key)
         reads.append(key)
         if len(reads) == 1:
-            await race.other_topics.create("t", 8, BROKERS, nothing)
+            await race.other_topics.create("t", 8, BROKERS, delete_nothing)
         return stored
 
     monkeypatch.setattr(race.session, "get", read_slowly)
-    found = await race.topics.create("t", 8, BROKERS, delete_progress)
-    assert (found.created, deleted) == (False, [])
+    result = await race.topics.create("t", 8, BROKERS, delete_progress)
+    assert (result.created, deleted) == (False, [])
 
 
 async def test_creation_that_can_not_delete_progress_writes_nothing(race: Race) -> None:
@@ -367,11 +449,11 @@ async def test_creation_that_can_not_delete_progress_writes_nothing(race: Race) 
 
 
 async def test_topic_recreated_concurrently_is_still_deleted(race: Race) -> None:
-    await race.other_topics.create("t", 8, BROKERS, nothing)
+    await race.other_topics.create("t", 8, BROKERS, delete_nothing)
 
     async def recreate() -> None:
         await race.other_topics.delete("t")
-        await race.other_topics.create("t", 4, BROKERS, nothing)
+        await race.other_topics.create("t", 4, BROKERS, delete_nothing)
 
     async with race.overtaken(recreate):
         await race.topics.delete("t")
@@ -381,10 +463,10 @@ async def test_topic_recreated_concurrently_is_still_deleted(race: Race) -> None
 async def test_call_overtaken_at_every_attempt_fails_and_writes_nothing(race: Race) -> None:
     numbers = iter(range(10))
 
-    async def somebody_joins() -> None:
+    async def join_other_client() -> None:
         await race.other.join(beat(f"other-{next(numbers)}"))
 
-    async with race.overtaken(somebody_joins, times=4):
+    async with race.overtaken(join_other_client, times=4):
         with pytest.raises(Overloaded):
             await race.store.join(beat("c1"))
     assert len(ids(await race.group())) == 4

@@ -139,9 +139,9 @@ RECORDS = {
 def test_stored_bytes_of_the_version_before_are_read_and_written(
     record: Message, stored: str
 ) -> None:
-    read = type(record).FromString(bytes.fromhex(stored))
-    assert read == record
-    assert not len(UnknownFieldSet(read)), "every field is known"
+    decoded = type(record).FromString(bytes.fromhex(stored))
+    assert decoded == record
+    assert not len(UnknownFieldSet(decoded)), "every field is known"
     assert record.SerializeToString(deterministic=True).hex() == stored
 
 

@@ -129,7 +129,7 @@ async def test_grant_that_was_decided_before_the_drain_is_not_persisted_after_it
         compare=[Compare(gate.key, mod_revision=gate.mod_revision)], put=[Put(lock, b"")]
     )
     assert persisted is None
-    assert owners(answer.group) == {"c2": 8}, "c1 asks for the old one"
+    assert owners(answer.group) == {"c2": 8}, "c1 has the old subscription"
 
 
 async def test_grant_written_just_before_the_drain_delays_the_change(
@@ -162,12 +162,12 @@ async def test_two_replicas_put_a_subscription_in_force_once(
         await grant(etcd, "g", "c1")
         draining = (await other.beat("g", "c1", "new")).group
         assert draining.staged.draining
-        with nameserver.watch_group("g") as here, other.watch_group("g") as there:
-            for call in (here, there):
+        with nameserver.watch_group("g") as watch, other.watch_group("g") as other_watch:
+            for call in (watch, other_watch):
                 while await next_group(call) != draining:
-                    pass  # what one had not heard of yet
+                    pass  # changes that a replica had not received yet
             await grant(etcd, "g", "")
-            flipped = [await next_group(call) for call in (here, there)]
+            flipped = [await next_group(call) for call in (watch, other_watch)]
     assert flipped[0] == flipped[1]
     assert flipped[0].generation == draining.generation + 1
     assert flipped[0].subscription_generation == 2
@@ -215,8 +215,8 @@ async def test_warn_replaces_at_once_and_counts_it(nameserver: Replica, etcd: Et
 async def test_broadcasting_members_may_have_different_subscriptions(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
-    for client_id, wants in (("c1", "x"), ("c2", "y")):
-        answer = await nameserver.beat("g", client_id, wants, model=pb.MESSAGE_MODEL_BROADCASTING)
+    for client_id, tags in (("c1", "x"), ("c2", "y")):
+        answer = await nameserver.beat("g", client_id, tags, model=pb.MESSAGE_MODEL_BROADCASTING)
         assert answer.verdict == pb.SUBSCRIPTION_VERDICT_ACCEPTED
     assert (ids(answer.group), list(answer.group.assignments)) == (["c1", "c2"], [])
     assert (await gate_of(etcd))[0].model == pb.MESSAGE_MODEL_BROADCASTING
@@ -243,17 +243,17 @@ async def test_refused_client_is_shown_until_its_heartbeats_stop(
         await nameserver.join("g", "c1", "x")
         assert (await refusal(other.join("g", "c2", "y"))).reason == "SUBSCRIPTION_CONFLICT"
         await until(lambda: nameserver.refused("g"))
-        (shown,) = await nameserver.refused("g")
-        assert (shown.incarnation.client_id, shown.host) == ("c2", "host-of-c2")
-        assert [d.newcomer_value for d in shown.error.differences] == ["y"]
+        (client,) = await nameserver.refused("g")
+        assert (client.incarnation.client_id, client.host) == ("c2", "host-of-c2")
+        assert [d.newcomer_value for d in client.error.differences] == ["y"]
         await refusal(other.join("g", "c2", "y"))
         (again,) = await other.refused("g")
-        assert again == shown, "the same refusal, since the same time"
+        assert again == client, "the same refusal, since the same time"
 
-        async def forgotten() -> bool:
+        async def is_dropped() -> bool:
             return not await nameserver.refused("g")
 
-        await until(forgotten)
+        await until(is_dropped)
 
 
 async def test_refused_client_that_joins_is_no_longer_shown(nameserver: Replica) -> None:
@@ -262,10 +262,10 @@ async def test_refused_client_that_joins_is_no_longer_shown(nameserver: Replica)
     await until(lambda: nameserver.refused("g"))
     await nameserver.join("g", "c2", "x")
 
-    async def forgotten() -> bool:
+    async def is_dropped() -> bool:
         return not await nameserver.refused("g")
 
-    await until(forgotten)
+    await until(is_dropped)
 
 
 async def test_client_id_in_use_is_shown_as_refused(nameserver: Replica) -> None:
@@ -273,5 +273,5 @@ async def test_client_id_in_use_is_shown_as_refused(nameserver: Replica) -> None
     error = await refusal(nameserver.beat("g", "c1", incarnation=incarnation("c1", 2)))
     assert error.reason == "CLIENT_ID_IN_USE"
     await until(lambda: nameserver.refused("g"))
-    (shown,) = await nameserver.refused("g")
-    assert shown.incarnation.incarnation_id == 2
+    (client,) = await nameserver.refused("g")
+    assert client.incarnation.incarnation_id == 2

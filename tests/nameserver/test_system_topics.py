@@ -38,8 +38,8 @@ async def test_system_topics_are_created_once_and_extended_to_new_brokers(
                 return len(await spread(running)) == 2
 
             await until(made)
-            found = await spread(running)
-            assert found == {METRICS_TOPIC: {"broker-a": 2}, ALERTS_TOPIC: {"broker-a": 1}}
+            queue_counts = await spread(running)
+            assert queue_counts == {METRICS_TOPIC: {"broker-a": 2}, ALERTS_TOPIC: {"broker-a": 1}}
         await register_broker(etcd, "broker-b", "127.0.0.1:2")
 
         async def widened() -> bool:

@@ -39,7 +39,7 @@ def test_growing_evens_the_spread_and_keeps_present_queues() -> None:
         QueueSpread("a", 5),
         QueueSpread("b", 2),
         QueueSpread("c", 1),
-    ), "c had the first turn of the ties"
+    ), "broker c is the first of equal brokers"
 
 
 def test_broker_that_is_down_gains_no_queue() -> None:
@@ -54,9 +54,9 @@ def test_shrinking_makes_queues_retiring_first() -> None:
     after = changed(before, 5, "a", "b")
     assert after.spread == (QueueSpread("a", 4, 3), QueueSpread("b", 4, 2))
     assert (after.queue_count, after.shrinking) == (5, True)
-    gone = without_retiring_queues(after)
-    assert gone.spread == (QueueSpread("a", 3), QueueSpread("b", 2))
-    assert (gone.queue_count, gone.shrinking) == (5, False)
+    shrunk = without_retiring_queues(after)
+    assert shrunk.spread == (QueueSpread("a", 3), QueueSpread("b", 2))
+    assert (shrunk.queue_count, shrunk.shrinking) == (5, False)
 
 
 def test_growing_back_makes_retiring_queues_writable() -> None:
@@ -72,9 +72,9 @@ def test_growing_back_in_part_makes_some_retiring_queues_writable() -> None:
 
 def test_rooms_stay_when_the_number_of_queues_changes() -> None:
     before = topic(QueueSpread("a", 4, room="north"), QueueSpread("b", 4, room="south"))
-    less = changed(before, 4, "a", "b")
-    assert [part.room for part in less.spread] == ["north", "south"]
-    assert [part.room for part in without_retiring_queues(less).spread] == ["north", "south"]
+    shrunk = changed(before, 4, "a", "b")
+    assert [part.room for part in shrunk.spread] == ["north", "south"]
+    assert [part.room for part in without_retiring_queues(shrunk).spread] == ["north", "south"]
 
 
 def test_shrinking_below_one_queue_per_broker_is_refused() -> None:
@@ -133,14 +133,14 @@ def group(
 
 
 @pytest.mark.parametrize(
-    ("known", "committed", "count"),
+    ("record", "committed", "count"),
     [
         (group("c"), 20, 5),
         (group("c"), 25, 0),
         (group("c"), 3, 15),  # what retention has removed can't be read any more
         (group(subscribes="other"), 20, 5),  # has progress, so it is waited for
         (None, 20, 5),
-        (group("c"), None, 15),  # is about to take the queue
+        (group("c"), None, 15),  # will acquire the queue
         (group(consume_from="FIRST"), None, 15),
         (group(), None, 0),  # would start behind the messages
         (group("c", subscribes="other"), None, 0),
@@ -149,9 +149,9 @@ def group(
     ],
 )
 def test_unread_messages_are_counted_by_group(
-    known: Group | None, committed: int | None, count: int
+    record: Group | None, committed: int | None, count: int
 ) -> None:
-    assert unread_count(END, known, "t", committed) == count
+    assert unread_count(END, record, "t", committed) == count
 
 
 def test_queue_without_messages_has_no_unread_ones() -> None:

@@ -94,8 +94,8 @@ async def test_concurrent_topic_updates_are_all_made(
 
     async def both_made() -> bool:
         topic = (await nameserver.route("flights")).topic
-        made = spread(topic), topic.permission
-        return made == ([("broker-a", 20, 0)], pb.TOPIC_PERMISSION_WRITE)
+        state = spread(topic), topic.permission
+        return state == ([("broker-a", 20, 0)], pb.TOPIC_PERMISSION_WRITE)
 
     await until(both_made)
 
@@ -131,8 +131,8 @@ async def test_route_request_creates_a_topic_if_configured(
     async with replica(etcd_endpoint, cluster, **settings) as configured:
         await until(lambda: len(configured.runtime.nodes.values) == 2)
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(configured.route("new")) for _ in range(5)]
-        assert {(r.result().topic.topic_id, *spread(r.result().topic)) for r in asked} == {
+            requests = [tasks.create_task(configured.route("new")) for _ in range(5)]
+        assert {(r.result().topic.topic_id, *spread(r.result().topic)) for r in requests} == {
             (1, ("broker-a", 3, 0))
         }
         for name, reason in (("BATON_SYS_X", "INVALID_NAME"), ("a/b", "INVALID_NAME")):
@@ -165,8 +165,8 @@ async def test_topic_created_on_demand_takes_its_settings_from_an_inherited_temp
             topic="template", permission=pb.TOPIC_PERMISSION_WRITE, inherited=True
         )
         assert (await stub.UpdateTopic(change, timeout=CALL_TIMEOUT_S)).topic.inherited
-        heir = (await configured.route("heir")).topic
-        assert (spread(heir), heir.permission, heir.inherited) == (
+        created = (await configured.route("heir")).topic
+        assert (spread(created), created.permission, created.inherited) == (
             [("broker-a", 5, 0)],
             pb.TOPIC_PERMISSION_WRITE,
             False,
@@ -185,24 +185,24 @@ class StorageTwin(storage_grpc.StorageServiceServicer):
     def __init__(self) -> None:
         self.ends: dict[int, tuple[int, int]] = {}
         self.revision = 0
-        self.asked = 0
+        self.call_count = 0
         self.first: Callable[[], Awaitable[object]] | None = None
 
     async def QueryOffsets(
         self, request: storage_pb.QueryOffsetsRequest, context: Any
     ) -> storage_pb.QueryOffsetsResponse:
-        self.asked += 1
+        self.call_count += 1
         if (first := self.first) is not None:
             self.first = None
             await first()
         context.set_trailing_metadata(((TOPICS_REVISION, str(self.revision)),))
-        found = [self.ends.get(queue.queue_id, (0, 0)) for queue in request.queues]
+        bounds = [self.ends.get(queue.queue_id, (0, 0)) for queue in request.queues]
         return storage_pb.QueryOffsetsResponse(
             outcomes=[
                 storage_pb.QueryOffsetsOutcome(
                     offsets=storage_pb.QueueOffsets(first_offset=first, next_offset=end)
                 )
-                for first, end in found
+                for first, end in bounds
             ]
         )
 
@@ -252,109 +252,109 @@ class Scene:
     async def spread(self) -> list[tuple[str, int, int]]:
         return spread((await self.nameserver.route("flights")).topic)
 
-    async def looked(self) -> None:
+    async def wait_for_calls(self) -> None:
         """Wait until the replica has called storage, and decided, at least once from now on."""
-        asked = self.storage.asked
-        await until(lambda: self.storage.asked >= asked + 3)
+        before = self.storage.call_count
+        await until(lambda: self.storage.call_count >= before + 3)
 
     async def shrunk(self, queue_count: int = 2) -> None:
         """Wait until the topic has only `queue_count` queues."""
 
-        async def seen() -> bool:
+        async def is_shrunk() -> bool:
             return await self.spread() == [("broker-a", queue_count, 0)]
 
-        await until(seen)
+        await until(is_shrunk)
 
 
 @asynccontextmanager
-async def scene(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIterator[Scene]:
+async def open_scene(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIterator[Scene]:
     async with replica(etcd_endpoint, cluster, shrink_interval_ms=INTERVAL_MS) as nameserver:
-        here = Scene(nameserver, etcd)
+        scene = Scene(nameserver, etcd)
         add_storage = storage_grpc.add_StorageServiceServicer_to_server
         add_offsets = offsets_grpc.add_OffsetsServiceServicer_to_server
         async with serving_at(
-            lambda server: add_storage(here.storage, server),
-            lambda server: add_offsets(here.offsets, server),
+            lambda server: add_storage(scene.storage, server),
+            lambda server: add_offsets(scene.offsets, server),
         ) as address:
             await register_broker(etcd, "broker-a", address)
-            revision = await register_offsets(etcd, address, here.offsets.epoch)
+            revision = await register_offsets(etcd, address, scene.offsets.epoch)
             await nameserver.runtime.nodes.reached(revision)
             await nameserver.create("flights", 4)
             await nameserver.join("readers", "c1")
             await update(nameserver, "flights", 2)
             stored = await etcd.get(etcd.key("topics", "flights"))
             assert stored is not None
-            here.storage.revision = stored.mod_revision
-            yield here
+            scene.storage.revision = stored.mod_revision
+            yield scene
 
 
 async def test_retiring_queues_are_removed_once_the_last_group_has_read_them(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
-    async with scene(etcd_endpoint, cluster, etcd) as here:
-        here.storage.ends = {2: (0, 10), 3: (5, 20)}
+    async with open_scene(etcd_endpoint, cluster, etcd) as scene:
+        scene.storage.ends = {2: (0, 10), 3: (5, 20)}
         for committed in ({}, {2: 10, 3: 19}, {2: 9, 3: 20}):
-            here.offsets.committed = {("readers", q): c for q, c in committed.items()}
-            await here.looked()
-            assert await here.spread() == [("broker-a", 4, 2)], committed
-        here.offsets.committed = {("readers", 2): 10, ("readers", 3): 20}
-        await here.shrunk()
+            scene.offsets.committed = {("readers", q): c for q, c in committed.items()}
+            await scene.wait_for_calls()
+            assert await scene.spread() == [("broker-a", 4, 2)], committed
+        scene.offsets.committed = {("readers", 2): 10, ("readers", 3): 20}
+        await scene.shrunk()
 
 
-async def test_retiring_queue_is_kept_until_its_broker_knows_that_it_is_retiring(
+async def test_retiring_queue_is_kept_until_its_broker_has_the_change(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
-    async with scene(etcd_endpoint, cluster, etcd) as here:
-        revision, here.storage.revision = here.storage.revision, here.storage.revision - 1
-        await here.looked()
-        assert await here.spread() == [("broker-a", 4, 2)]
-        here.storage.revision = revision
-        await here.shrunk()
+    async with open_scene(etcd_endpoint, cluster, etcd) as scene:
+        revision, scene.storage.revision = scene.storage.revision, scene.storage.revision - 1
+        await scene.wait_for_calls()
+        assert await scene.spread() == [("broker-a", 4, 2)]
+        scene.storage.revision = revision
+        await scene.shrunk()
 
 
 async def test_retiring_queues_take_messages_again_after_growing(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
-    async with scene(etcd_endpoint, cluster, etcd) as here:
-        here.storage.ends = {3: (0, 1)}
-        await here.looked()
-        await update(here.nameserver, "flights", 4)
-        here.storage.ends = {}
-        asked = here.storage.asked
-        await until(lambda: not here.nameserver.metric("shrinking_topics"))
-        assert await here.spread() == [("broker-a", 4, 0)]
-        assert here.storage.asked <= asked + 1
+    async with open_scene(etcd_endpoint, cluster, etcd) as scene:
+        scene.storage.ends = {3: (0, 1)}
+        await scene.wait_for_calls()
+        await update(scene.nameserver, "flights", 4)
+        scene.storage.ends = {}
+        before = scene.storage.call_count
+        await until(lambda: not scene.nameserver.metric("shrinking_topics"))
+        assert await scene.spread() == [("broker-a", 4, 0)]
+        assert scene.storage.call_count <= before + 1
 
 
 async def test_overtaken_replica_removes_no_queue(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
     """The topic grows during the call to storage."""
-    async with scene(etcd_endpoint, cluster, etcd) as here:
-        here.storage.ends = {3: (0, 1)}
-        await here.looked()
+    async with open_scene(etcd_endpoint, cluster, etcd) as scene:
+        scene.storage.ends = {3: (0, 1)}
+        await scene.wait_for_calls()
         grown = asyncio.Event()
 
         async def grow() -> None:
-            await update(here.nameserver, "flights", 3)
-            here.storage.ends = {}
+            await update(scene.nameserver, "flights", 3)
+            scene.storage.ends = {}
             grown.set()
 
-        here.storage.first = grow
+        scene.storage.first = grow
         await grown.wait()
         stored = await etcd.get(etcd.key("topics", "flights"))
         assert stored is not None
-        await here.looked()
-        assert await here.spread() == [("broker-a", 4, 3)]
-        here.storage.revision = stored.mod_revision
-        await here.shrunk(3)
+        await scene.wait_for_calls()
+        assert await scene.spread() == [("broker-a", 4, 3)]
+        scene.storage.revision = stored.mod_revision
+        await scene.shrunk(3)
 
 
 async def test_retiring_queue_is_kept_while_its_broker_is_down(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
-    async with scene(etcd_endpoint, cluster, etcd) as here:
-        here.storage.revision = 0
+    async with open_scene(etcd_endpoint, cluster, etcd) as scene:
+        scene.storage.revision = 0
         await etcd.delete(etcd.key("nodes", "storage", "broker-a"))
-        await until(lambda: len(here.nameserver.runtime.nodes.values) == 1)
-        assert await here.spread() == [("broker-a", 4, 2)]
+        await until(lambda: len(scene.nameserver.runtime.nodes.values) == 1)
+        assert await scene.spread() == [("broker-a", 4, 2)]

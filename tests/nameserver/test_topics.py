@@ -49,10 +49,10 @@ async def test_created_topic_is_visible_in_all_calls_at_once(nameserver: Replica
     assert created.topic.spread == [pb.QueueSpread(broker="broker-a", queue_count=3)]
     assert created.topic.topic_id > 0
     assert created.topic.create_unix_ms > 0
-    described = await nameserver.stub.DescribeTopic(
+    description = await nameserver.stub.DescribeTopic(
         pb.DescribeTopicRequest(topic="orders"), timeout=CALL_TIMEOUT_S
     )
-    assert described.topic == created.topic
+    assert description.topic == created.topic
     listed = await nameserver.stub.ListTopics(pb.ListTopicsRequest(), timeout=CALL_TIMEOUT_S)
     assert [topic.name for topic in listed.topics] == ["flights", "orders"]
     route = await nameserver.route("orders")
@@ -133,13 +133,13 @@ async def test_progress_is_deleted_when_a_topic_is_created_and_not_before(
 
 def hold(offsets: OffsetsEpoch, key: GroupQueue) -> None:
     """Grant the queue to a consumer; durability does not matter here."""
-    wish = FenceAttempt(
+    fence_attempt = FenceAttempt(
         attempt=str(key)[-64:],
         expected_token=0,
         condition=FenceCondition.CLOSED_OR_DRAINED,
         holder=Incarnation("c1", 1),
     )
-    offsets.table.fence(key, offsets.table.term, wish, Instant(0, 0))
+    offsets.table.fence(key, offsets.table.term, fence_attempt, Instant(0, 0))
 
 
 async def test_topic_is_not_created_without_offsets(
@@ -149,8 +149,8 @@ async def test_topic_is_not_created_without_offsets(
     async with replica(etcd_endpoint, cluster) as alone:
         unregistered = await refusal(alone.create("orders", 3))
         await alone.runtime.nodes.reached(await register_offsets(session, "127.0.0.1:1", 1))
-        away = await refusal(alone.create("orders", 3))
-        for error in (unregistered, away):
+        unreachable = await refusal(alone.create("orders", 3))
+        for error in (unregistered, unreachable):
             assert (error.reason, error.retry) == ("OFFSETS_UNREACHABLE", Retry.SAME_CALL)
         assert (await session.get_prefix("topics/"))[0] == []
         assert (await session.get_prefix("counters/"))[0] == []
@@ -187,9 +187,9 @@ async def test_replicas_that_race_create_a_topic_once(
 ) -> None:
     async with replica(etcd_endpoint, cluster) as other, asyncio.TaskGroup() as tasks:
         racing = [
-            tasks.create_task(asker.create(f"race-{number}", 4))
+            tasks.create_task(target.create(f"race-{number}", 4))
             for number in range(8)
-            for asker in (nameserver, other)
+            for target in (nameserver, other)
         ]
     answers = [task.result() for task in racing]
     assert sum(answer.created for answer in answers) == 8

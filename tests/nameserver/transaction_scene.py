@@ -1,4 +1,6 @@
-"""A group for the tests of `GroupTransaction`: heartbeats, deaths and the record, without etcd."""
+"""A group for the tests of `GroupTransaction`: heartbeats, expired leases and the record, without
+etcd.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,14 @@ def terms(expression: str = "*", *topics: str, **settings: str | bool) -> Terms:
 
 
 def beat(
-    client_id: str, asked: Terms | str = "*", incarnation_id: int = 1, room: str = ""
+    client_id: str, requested: Terms | str = "*", incarnation_id: int = 1, room: str = ""
 ) -> Heartbeat:
     return Heartbeat(
         group="g",
         client_id=client_id,
         incarnation_id=incarnation_id,
         host=f"host-of-{client_id}",
-        terms=terms(asked) if isinstance(asked, str) else asked,
+        terms=terms(requested) if isinstance(requested, str) else requested,
         room=room,
     )
 
@@ -70,9 +72,9 @@ class Scene:
         self.apply(lambda transaction: transaction.update(change))
 
     def beat(
-        self, client_id: str, asked: Terms | str = "*", incarnation_id: int = 1, room: str = ""
+        self, client_id: str, requested: Terms | str = "*", incarnation_id: int = 1, room: str = ""
     ) -> SubscriptionVerdict:
-        heartbeat = beat(client_id, asked, incarnation_id, room)
+        heartbeat = beat(client_id, requested, incarnation_id, room)
         transaction = self.apply(lambda transaction: transaction.join(heartbeat))
         return transaction.verdict(heartbeat, self.record)
 
@@ -94,10 +96,10 @@ class Scene:
         )
         for call in calls:
             call(transaction)
-        wanted = {s.topic for s in transaction.settled().terms.subscriptions}
+        topic_names = {s.topic for s in transaction.settled().terms.subscriptions}
         before, self.group = (
             self.group,
-            transaction.assigned([t for t in self.topics if t.name in wanted]),
+            transaction.assigned([t for t in self.topics if t.name in topic_names]),
         )
         if self.group is before:
             assert transaction.is_unchanged() or before is None
@@ -129,7 +131,7 @@ class Scene:
 
 def scene(policy: SubscriptionPolicy, *members: str) -> Scene:
     """A group with the policy, whose members all subscribe to everything."""
-    made = Scene(policy=policy)
+    group = Scene(policy=policy)
     for client_id in members:
-        made.beat(client_id)
-    return made
+        group.beat(client_id)
+    return group

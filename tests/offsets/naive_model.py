@@ -54,7 +54,7 @@ class Done:
 class Naive:
     """The protocol's tables on sets; `acked` includes every offset below C."""
 
-    known: bool = False
+    has_progress: bool = False
     token: int = 0
     holder: Incarnation | None = None
     closed: bool = True
@@ -90,10 +90,10 @@ class Naive:
         return {o for o in self.acked if o > committed}
 
     def check(self, token: int, reset_epoch: int | None = None) -> None:
-        if not self.known and not self.token:
+        if not self.has_progress and not self.token:
             raise Refused("UNKNOWN_QUEUE")
         other_epoch = reset_epoch is not None and reset_epoch != self.reset_epoch
-        if not self.known or token != self.token or self.closed or other_epoch:
+        if not self.has_progress or token != self.token or self.closed or other_epoch:
             raise Refused("FENCED")
 
     def delete(self, topic_id: int, life_start_ms: int) -> int | None:
@@ -107,19 +107,19 @@ class Naive:
         self.access_ms = now_ms
 
     def end(self, topic_id: int, life_start_ms: int) -> int:
-        ended = int(self.known)
-        anew = Naive(
-            token=self.token + ended,
-            reset_epoch=self.reset_epoch + ended,
+        queue_count = int(self.has_progress)
+        empty = Naive(
+            token=self.token + queue_count,
+            reset_epoch=self.reset_epoch + queue_count,
             topic_id=topic_id,
             moves=self.moves,
             access_ms=life_start_ms,
         )
-        vars(self).update(vars(anew))
-        return ended
+        vars(self).update(vars(empty))
+        return queue_count
 
     def fence(self, attempt: FenceAttempt, now_ms: int) -> tuple[Any, ...]:
-        if not self.known and attempt.holder is None:
+        if not self.has_progress and attempt.holder is None:
             raise Refused("UNKNOWN_QUEUE")
         if self.attempt == attempt.attempt:
             if self.answer is None:
@@ -138,7 +138,7 @@ class Naive:
             raise Refused("NOT_HOLDER")
         if attempt.condition is FenceCondition.IDLE and now_ms - self.access_ms < attempt.idle_ms:
             raise Refused("NOT_IDLE")
-        if not self.known:
+        if not self.has_progress:
             self.begin(attempt.initial_offset)
         current = attempt.reset_epoch == self.reset_epoch
         live = members(attempt.resume) - self.acked if current else frozenset()
@@ -161,26 +161,26 @@ class Naive:
         return self.answer
 
     def begin(self, offset: int) -> None:
-        self.known, self.first_reset_epoch = True, self.reset_epoch
+        self.has_progress, self.first_reset_epoch = True, self.reset_epoch
         self.acked = set(range(offset))
         self.delivered = self.reserved = offset
 
     def reset(self, move: Move, now_ms: int) -> tuple[int, ...]:
         """Count offset by offset; started offsets lie below the greatest known offset."""
-        done = self.moves.get(move.op_id)
-        if done is not None and not move.dry_run:
-            if done.move != move:
+        previous = self.moves.get(move.op_id)
+        if previous is not None and not move.dry_run:
+            if previous.move != move:
                 raise Refused("OPERATION_EXISTS")
-            return done.answer
+            return previous.answer
         after = set(range(move.to.committed_offset)) | members(move.to.acked)
         if move.undone:
             if move.undone not in self.moves:
                 raise Refused("OPERATION_NOT_FOUND")
             undone = self.moves[move.undone]
-            if not self.known or undone.answer[-2] <= self.first_reset_epoch:
+            if not self.has_progress or undone.answer[-2] <= self.first_reset_epoch:
                 raise Refused("UNKNOWN_QUEUE")
             after = set(undone.before)
-        if not self.known:
+        if not self.has_progress:
             self.begin(move.to.committed_offset)
         before, committed = self.acked, self.committed
         started = max([committed, self.delivered, *(o + 1 for o in before | self.maybe_seen)])
@@ -198,12 +198,12 @@ class Naive:
         if acks.reset_epoch != self.reset_epoch:
             raise Refused("FENCED")
         new = (set(range(acks.committed_offset)) | members(acks.acked)) - self.acked
-        news = bool(new) or not self.known
-        if not self.known:
+        is_change = bool(new) or not self.has_progress
+        if not self.has_progress:
             self.begin(0)
-        if news:
+        if is_change:
             self.add(new, ProgressSource.COMMIT)
-        return self.committed, news
+        return self.committed, is_change
 
     def record(self, token: int, delivery: DeliveryRange, now_ms: int) -> frozenset[int]:
         self.check(token)
@@ -214,8 +214,8 @@ class Naive:
             raise Refused("DELIVERY_GAP")
         above = self.above
         runs = sum(o + 1 not in above for o in above)
-        beyond = next_ > max(self.delivered, max(above, default=-1) + 1)
-        if runs >= RANGES_MAX and beyond:
+        is_beyond = next_ > max(self.delivered, max(above, default=-1) + 1)
+        if runs >= RANGES_MAX and is_beyond:
             raise Refused("ACK_CAP")
         self.delivered = max(self.delivered, next_)
         self.ever_delivered |= set(range(first, next_))
@@ -239,15 +239,15 @@ class Naive:
         return self.committed, bool(new)
 
     def close(self, token: int, acks: Acks, unfinished: RangeSet) -> tuple[int, bool]:
-        if self.known and token == self.token and self.closed:
+        if self.has_progress and token == self.token and self.closed:
             return self.committed, False
         self.check(token, acks.reset_epoch)
         new = self.acknowledge(acks)
-        left = members(unfinished) - self.acked - new
-        if any(o >= self.delivered for o in left):
+        remaining = members(unfinished) - self.acked - new
+        if any(o >= self.delivered for o in remaining):
             raise Refused("BEYOND_DELIVERED")
         self.add(new, ProgressSource.COMMIT)
-        self.maybe_seen |= left
+        self.maybe_seen |= remaining
         self.delivered = self.reserved = self.committed
         self.closed = True
         return self.committed, True

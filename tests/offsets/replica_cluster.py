@@ -112,6 +112,14 @@ async def _running(settings: OffsetsSettings) -> AsyncIterator[Replica]:
                 )
 
 
+async def three(scene: ReplicaSet) -> Replica:
+    """Wait until all three nodes are in sync; return the leader."""
+    await scene.start("a", "b", "c")
+    leader = await scene.leader()
+    await scene.wait_in_sync("a", "b", "c")
+    return leader
+
+
 def queue(queue_id: int = 0) -> queue_pb2.GroupQueue:
     """Return a queue of the one group."""
     inner = queue_pb2.QueueRef(topic="news", broker="broker-a", queue_id=queue_id)
@@ -175,4 +183,4 @@ async def rejection(node: Replica, committed_offset: int) -> BatonError:
         await commit(node, committed_offset)
     except BatonError as error:
         return error
-    raise AssertionError("it was taken")
+    raise AssertionError("the ack was accepted")

@@ -84,7 +84,7 @@ class Scene:
         term: int = 7,
     ) -> FenceGrant:
         self._attempts += 1
-        wanted = FenceAttempt(
+        fence_attempt = FenceAttempt(
             attempt=attempt or f"attempt-{self._attempts}",
             expected_token=expected_token,
             condition=condition,
@@ -98,7 +98,7 @@ class Scene:
             forced_by="operator" if condition is FORCED else "",
             forced_reason="stuck" if condition is FORCED else "",
         )
-        grant = self.table.fence(KEY, term, wanted, self.now)
+        grant = self.table.fence(KEY, term, fence_attempt, self.now)
         self._store(grant.changed)
         return grant
 
@@ -142,15 +142,15 @@ class Scene:
         return result
 
     def delete(self, topic_id: int) -> list[GroupQueue] | None:
-        ended = self.table.delete_topic(KEY.topic, topic_id, self.now)
+        deletion = self.table.delete_topic(KEY.topic, topic_id, self.now)
         self.stored_topic_id = self.table.deleted_topic_id(KEY.topic)
-        self._store(bool(ended))
-        return ended
+        self._store(bool(deletion))
+        return deletion
 
     def delete_group(self) -> list[GroupQueue]:
-        ended = self.table.delete_group(KEY.group, "", self.now)
-        self._store(bool(ended))
-        return ended
+        deletion = self.table.delete_group(KEY.group, "", self.now)
+        self._store(bool(deletion))
+        return deletion
 
     def reset(self, to: int, op_id: str = "op", *, dry_run: bool = False) -> ResetStep | BatonError:
         order = ResetOrder(op_id, ProgressSource.RESET, "admin", "replay")

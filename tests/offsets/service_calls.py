@@ -70,7 +70,7 @@ class Service:
 
     def stored(self) -> list[StoredEntry]:
         """Return all entries but the position, which every change sets."""
-        return [found for found in self.offsets.disk.read() if found[0] != META + POSITION]
+        return [entry for entry in self.offsets.disk.read() if entry[0] != META + POSITION]
 
     def add_gate(self, group: str, **fields: Any) -> None:
         """Add the gate of `group` to the mirror, as if etcd had sent it."""
@@ -89,10 +89,10 @@ class Service:
             delivery = pb.DeliveryItem(
                 queue=queue(queue_id=queue_id), token=1, next_offset=delivered
             )
-            done = await self.stub.RecordDelivered(
+            recorded = await self.stub.RecordDelivered(
                 pb.RecordDeliveredRequest(items=[delivery]), timeout=TIMEOUT_S
             )
-            assert done.outcomes[0].HasField("delivered")
+            assert recorded.outcomes[0].HasField("delivered")
 
 
 def single_set_directory(etcd: EtcdSession, *groups: str) -> PlacementDirectory:
@@ -120,11 +120,11 @@ async def rejection(
     service: Service, name: str, request: Any
 ) -> tuple[grpc.StatusCode, BatonError]:
     """Return status and error of a call; assert that it wrote nothing and created no queue."""
-    before, known = service.stored(), len(service.offsets.table)
+    before, count = service.stored(), len(service.offsets.table)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call(service, name, request)
     await service.offsets.commits.wait_all_durable()
-    assert (service.stored(), len(service.offsets.table)) == (before, known)
+    assert (service.stored(), len(service.offsets.table)) == (before, count)
     return raised.value.code(), from_rpc_error(raised.value)
 
 

@@ -54,9 +54,9 @@ def clone(**fields: Any) -> pb.CloneRequest:
 
 
 async def refused(calling: Awaitable[object]) -> BatonError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
         await calling
-    return from_rpc_error(caught.value)
+    return from_rpc_error(raised.value)
 
 
 STEP = pb.ResetStep(
@@ -73,8 +73,8 @@ async def worked(service: Service) -> None:
 
 async def progress(service: Service, group: str = "readers") -> pb.Progress:
     answer = await call(service, "Query", pb.QueryRequest(queues=[queue(group)]))
-    found: pb.Progress = answer.outcomes[0].progress
-    return found
+    result: pb.Progress = answer.outcomes[0].progress
+    return result
 
 
 async def test_reset_and_its_repetition_return_the_same_steps(service: Service) -> None:
@@ -217,27 +217,27 @@ async def test_queue_granted_while_etcd_is_read_keeps_its_progress(
 ) -> None:
     """etcd's answer is of an earlier moment: a member may have acquired a queue since."""
     await worked(service)
-    asked, answer = asyncio.Event(), asyncio.Event()
-    read = service.offsets.gates.read
+    read_done, resume = asyncio.Event(), asyncio.Event()
+    read_gate = service.offsets.gates.read
 
     async def slowly(key: str) -> KeyValue | None:
-        found = await read(key)
-        asked.set()
-        await answer.wait()
-        return found
+        entry = await read_gate(key)
+        read_done.set()
+        await resume.wait()
+        return entry
 
     monkeypatch.setattr(service.offsets.gates, "read", slowly)
     token = (await progress(service)).token
     async with asyncio.TaskGroup() as tasks:
         request = pb.DeleteGroupRequest(group="readers")
         deleting = tasks.create_task(refused(call(service, "DeleteGroup", request)))
-        await asked.wait()
+        await read_done.wait()
         again = fence_item(
             attempt="second", expected_token=token, condition=pb.FENCE_CONDITION_SAME_HOLDER
         )
         fenced = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[again]))
         assert fenced.outcomes[0].HasField("fenced")
-        answer.set()
+        resume.set()
     assert deleting.result().reason == "GROUP_IN_USE"
     assert (await progress(service)).token == token + 1
 

@@ -58,11 +58,11 @@ async def refused_item(service: Service, method: str, bad: Any) -> BatonError:
         code, error = await rejection(service, method, request)
         assert code == grpc.StatusCode.INVALID_ARGUMENT
         return error
-    known = len(service.offsets.table)
-    good, refused = (await call(service, method, request)).outcomes
-    assert not good.HasField("error") or reasons([good]) == ["REASON_TOKEN_MISMATCH"]
-    assert len(service.offsets.table) == known
-    error = error_from_pb(refused.error)
+    count = len(service.offsets.table)
+    valid, rejected = (await call(service, method, request)).outcomes
+    assert not valid.HasField("error") or reasons([valid]) == ["REASON_TOKEN_MISMATCH"]
+    assert len(service.offsets.table) == count
+    error = error_from_pb(rejected.error)
     assert error.kind == "INVALID_ARGUMENT"
     error.facts["field"] = f"items[1].{error.facts['field']}"
     return error
@@ -114,9 +114,9 @@ async def test_malformed_group_is_rejected_by_query_group(service: Service, grou
 
 def acks(field: str, value: int) -> pb.Acks:
     """Acks with one field set."""
-    found = pb.Acks()
-    setattr(found, field, value)
-    return found
+    result = pb.Acks()
+    setattr(result, field, value)
+    return result
 
 
 BAD_RUNS = [

@@ -26,14 +26,14 @@ BIG = 1 << 30
 
 def write(log: ChangeLog, epoch: int, count: int = 1, size: int = 1) -> None:
     for _ in range(count):
-        at, own = log.next(epoch)
-        entries = [(b"key", b"x" * size), *own]
+        at, log_entries = log.next(epoch)
+        entries = [(b"key", b"x" * size), *log_entries]
         log.append(StoreChange(at, entries))
 
 
-def positions(found: list[StoreChange] | None) -> list[tuple[int, int]]:
-    assert found is not None
-    return [(change.position.epoch, change.position.version) for change in found]
+def positions(changes: list[StoreChange] | None) -> list[tuple[int, int]]:
+    assert changes is not None
+    return [(change.position.epoch, change.position.version) for change in changes]
 
 
 def test_empty_node_gets_no_changes_and_must_read_everything() -> None:
@@ -41,9 +41,7 @@ def test_empty_node_gets_no_changes_and_must_read_everything() -> None:
     assert log.position == NO_POSITION
     assert log.since(NO_POSITION, BIG) == []
     write(log, 3, 2)
-    assert log.since(NO_POSITION, BIG) is None, (
-        "the first change alone would make it look like a replica"
-    )
+    assert log.since(NO_POSITION, BIG) is None, "a node with only the first change is no replica"
 
 
 def test_versions_have_no_gaps_across_epochs() -> None:
@@ -76,8 +74,8 @@ def test_dropped_changes_are_not_sent() -> None:
     log = ChangeLog((), 0, kept_bytes_max=1_000)
     write(log, 1, 20, size=100)
     assert log.since(ReplicaPosition(1, 2), BIG) is None
-    kept = positions(log.since(ReplicaPosition(1, 17), BIG))
-    assert kept == [(1, 18), (1, 19), (1, 20)]
+    remaining = positions(log.since(ReplicaPosition(1, 17), BIG))
+    assert remaining == [(1, 18), (1, 19), (1, 20)]
     assert log.since(log.position, BIG) == []
 
 
@@ -90,25 +88,25 @@ def test_answer_is_bounded_in_size_but_has_at_least_one_change() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=6))
 def test_log_is_restored_from_its_stored_form(steps: list[tuple[int, int]]) -> None:
-    own: dict[bytes, bytes] = {}
+    stored: dict[bytes, bytes] = {}
     log, epoch = ChangeLog((), 0), 0
     for rise, count in steps:
         epoch += rise
         for _ in range(count):
-            at, mine = log.next(epoch)
-            own.update(mine)
+            at, entries = log.next(epoch)
+            stored.update(entries)
             log.append(StoreChange(at, ()))
-    again = decode_change_log(own)
+    again = decode_change_log(stored)
     assert again.position == log.position
     for version in range(log.position.version + 2):
-        for wrote in range(epoch + 2):
-            assert again.contains(ReplicaPosition(wrote, version)) == log.contains(
-                ReplicaPosition(wrote, version)
+        for writer in range(epoch + 2):
+            assert again.contains(ReplicaPosition(writer, version)) == log.contains(
+                ReplicaPosition(writer, version)
             )
 
 
 @pytest.mark.parametrize(
-    "own",
+    "stored",
     [
         {POSITION: b"x"},
         {POSITION: b"3"},
@@ -119,6 +117,6 @@ def test_log_is_restored_from_its_stored_form(steps: list[tuple[int, int]]) -> N
         {POSITION: b"3", HISTORY: b"1"},
     ],
 )
-def test_contradicting_position_and_history_are_data_loss(own: dict[bytes, bytes]) -> None:
+def test_contradicting_position_and_history_are_data_loss(stored: dict[bytes, bytes]) -> None:
     with pytest.raises(DataLoss):
-        decode_change_log(own)
+        decode_change_log(stored)

@@ -53,7 +53,7 @@ def test_empty_folder_stays_empty(tmp_path: Path) -> None:
 
 
 def test_truncated_progress_is_set_aside(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Reading the file would kill the process."""
+    """Reading the file would crash the process."""
     with data(folder).open("r+b") as file:
         file.truncate(data(folder).stat().st_size // 2)
     with caplog.at_level(logging.ERROR):

@@ -42,8 +42,8 @@ async def outcome(service: Service, request: pb.RecordDeliveredRequest) -> pb.De
 
 async def progress(service: Service, group: str = "readers") -> pb.Progress:
     answer = await call(service, "Query", pb.QueryRequest(queues=[queue(group)]))
-    found: pb.Progress = answer.outcomes[0].progress
-    return found
+    result: pb.Progress = answer.outcomes[0].progress
+    return result
 
 
 # ---- acks sent with a delivery
@@ -99,8 +99,8 @@ async def test_s6_6_acks_and_delivery_under_a_stale_token_are_fenced(
     fence = fence_item(attempt="b", expected_token=1, condition=pb.FENCE_CONDITION_FORCED)
     fence.forced_by, fence.forced_reason = "operator", "stuck"
     await call(service, "Fence", pb.FenceRequest(term=TERM, items=[fence]))
-    refused = await outcome(service, pull(10, 20, pb.Acks(committed_offset=4)))
-    assert refused.error.facts["why"] == "FORCED"
+    rejection = await outcome(service, pull(10, 20, pb.Acks(committed_offset=4)))
+    assert rejection.error.facts["why"] == "FORCED"
     now = await progress(service)
     assert (now.committed_offset, now.forced_by, now.forced_reason) == (0, "operator", "stuck")
 
@@ -114,8 +114,8 @@ async def test_s6_6_acks_open_the_window_that_their_delivery_needs(service: Serv
     assert service.registry.get_sample_value("baton_offsets_capped_queues") == 1
     assert service.registry.get_sample_value("baton_offsets_ack_window_used_ratio") == 1
     assert reasons([await outcome(service, pull(3_000, 3_001))]) == ["REASON_ACK_CAP"]
-    done = await outcome(service, pull(3_000, 3_001, pb.Acks(committed_offset=2_000)))
-    assert done.delivered.progress.committed_offset == 2_000
+    delivery = await outcome(service, pull(3_000, 3_001, pb.Acks(committed_offset=2_000)))
+    assert delivery.delivered.progress.committed_offset == 2_000
     assert service.registry.get_sample_value("baton_offsets_capped_queues") == 0
 
 
@@ -123,8 +123,8 @@ async def test_s6_6_accepted_acks_stay_when_their_delivery_is_rejected(
     service: Service,
 ) -> None:
     await service.start_owner()
-    refused = await outcome(service, pull(15, 20, pb.Acks(committed_offset=4)))
-    assert reasons([refused]) == ["REASON_DELIVERY_GAP"]
+    rejection = await outcome(service, pull(15, 20, pb.Acks(committed_offset=4)))
+    assert reasons([rejection]) == ["REASON_DELIVERY_GAP"]
     assert (await progress(service)).committed_offset == 4
 
 
@@ -141,8 +141,8 @@ async def test_s14_delivery_of_another_subscription_is_fenced(service: Service) 
     await service.start_owner(delivered=0)
     fence = fence_item(attempt="b", expected_token=1, subscription_generation=5)
     await call(service, "Fence", pb.FenceRequest(term=TERM, items=[fence]))
-    refused = await outcome(service, pull(0, 1, token=2, subscription_generation=4))
-    assert refused.error.facts["why"] == "SUBSCRIPTION"
+    rejection = await outcome(service, pull(0, 1, token=2, subscription_generation=4))
+    assert rejection.error.facts["why"] == "SUBSCRIPTION"
     assert (await outcome(service, pull(0, 1, token=2, subscription_generation=5))).HasField(
         "delivered"
     )
@@ -156,8 +156,8 @@ async def test_s4_fence_without_holder_is_announced_as_closed(service: Service) 
     item.ClearField("holder")
     answer = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[item]))
     assert answer.outcomes[0].fenced == pb.Fenced(token=2, maybe_seen=[run(0, 10)])
-    known = await call(service, "Announce", pb.AnnounceRequest(term=TERM))
-    assert list(known.queues) == [pb.QueueToken(queue=queue(), token=2, closed=True)]
+    announcement = await call(service, "Announce", pb.AnnounceRequest(term=TERM))
+    assert list(announcement.queues) == [pb.QueueToken(queue=queue(), token=2, closed=True)]
 
 
 # ---- the mode of the group

@@ -1,4 +1,5 @@
-"""Goal: after a restart, what is really delivered replaces the reserved bound, and never less.
+"""Goal: after a restart, the exact delivered offset replaces the reserved bound, and no smaller
+offset does.
 
 Method: one queue with restarts (protocol 6.8, stories 22 and 24), and the reader of the ends of
 logs with storage nodes that answer as programmed, on a clock that the test sets.
@@ -68,7 +69,7 @@ def test_position_under_another_token_has_no_effect() -> None:
 def test_story_22_late_position_from_before_a_crash_has_no_effect() -> None:
     scene = Scene()
     scene.fence(A, 0)
-    scene.record(1, 0, 10)  # the pull before had sent position 0, and is still on its way
+    scene.record(1, 0, 10)  # the earlier pull has position 0 and is in flight
     scene.restart()
     state(scene, 0, epoch=1)
     scene.now_ms += 30_000
@@ -83,10 +84,10 @@ def test_story_23_delivery_of_an_older_epoch_is_not_counted_after_a_position() -
     scene.record(1, 20, 25)  # from memory: below the bound
     scene.restart()
     state(scene, 20)
-    assert scene.queue.drained, "so the holder must not use the delivery of [20, 25)"
+    assert scene.queue.drained, "the holder must not use the delivery of [20, 25)"
     seen = SeenEpochs()
     assert seen.observe("offsets", 2)
-    assert not seen.observe("offsets", 1), "and it does not"
+    assert not seen.observe("offsets", 1), "the holder does not use the older epoch"
 
 
 def test_position_does_not_lower_what_this_epoch_has_recorded() -> None:
@@ -166,33 +167,33 @@ class Broker:
     """The leader of a broker; each call gets the next answer: an error, or an age and an end."""
 
     def __init__(self, answers: Sequence[BaseException | tuple[int, int]]) -> None:
-        self.answers, self.asked = list(answers), list[int]()
+        self.answers, self.queue_counts = list(answers), list[int]()
 
     async def QueryOffsets(
         self, request: storage_pb.QueryOffsetsRequest, **_: float
     ) -> storage_pb.QueryOffsetsResponse:
-        self.asked.append(len(request.queues))
+        self.queue_counts.append(len(request.queues))
         answer = self.answers.pop(0)
         if isinstance(answer, BaseException):
             raise answer
-        found = storage_pb.QueueOffsets(next_offset=answer[1])
-        outcomes = [storage_pb.QueryOffsetsOutcome(offsets=found) for _ in request.queues]
+        queue_offsets = storage_pb.QueueOffsets(next_offset=answer[1])
+        outcomes = [storage_pb.QueryOffsetsOutcome(offsets=queue_offsets) for _ in request.queues]
         return storage_pb.QueryOffsetsResponse(outcomes=outcomes, leader_age_ms=answer[0])
 
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> tuple[SetClock, list[float]]:
     """The clock, and the pauses that the reader has made on it."""
-    clock, made = SetClock(), list[float]()
+    clock, seconds_slept = SetClock(), list[float]()
     real = asyncio.sleep
 
     async def sleep(seconds: float) -> None:
-        made.append(seconds)
+        seconds_slept.append(seconds)
         clock.now_ms += int(1_000 * seconds)
         await real(0)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    return clock, made
+    return clock, seconds_slept
 
 
 async def read(scene: Scene, broker: Any, clock: SetClock, settle_ms: int) -> None:
@@ -205,16 +206,16 @@ async def test_reader_lowers_the_bounds_of_a_new_epoch(
     scene, broker = restarted(), Broker([(0, 20)])
     await read(scene, broker, pauses[0], 0)
     assert scene.queue.drained
-    assert broker.asked == [1]
+    assert broker.queue_counts == [1]
 
 
-async def test_reader_asks_no_broker_if_all_bounds_are_exact(
+async def test_reader_calls_no_broker_if_all_bounds_are_exact(
     pauses: tuple[SetClock, list[float]],
 ) -> None:
     scene, broker = Scene(), Broker([])
     scene.fence(A, 0)
     await read(scene, broker, pauses[0], 0)
-    assert broker.asked == []
+    assert broker.queue_counts == []
 
 
 async def test_reader_waits_for_the_lease_of_an_older_epoch(
@@ -237,7 +238,7 @@ async def test_story_24_end_of_the_log_from_a_deposed_leader_is_not_taken(
     assert pauses[1] == [5.0, log_end_reader.RETRY_S]
 
 
-async def test_reader_asks_a_broker_again_that_did_not_answer(
+async def test_reader_repeats_the_call_to_a_broker_that_did_not_answer(
     pauses: tuple[SetClock, list[float]],
 ) -> None:
     scene = restarted()
@@ -245,7 +246,7 @@ async def test_reader_asks_a_broker_again_that_did_not_answer(
     assert scene.queue.drained
 
 
-async def test_reader_ends_when_the_holder_has_stated_its_position(
+async def test_reader_ends_when_the_holder_has_sent_its_position(
     pauses: tuple[SetClock, list[float]],
 ) -> None:
     scene = restarted()

@@ -151,8 +151,8 @@ def test_damaged_key_is_data_loss(stored: bytes) -> None:
 
 def damaged() -> Iterator[tuple[str, bytes]]:
     scene = busy()
-    good = encode_progress(scene.queue)
-    yield "cut", good[:-1]
+    intact = encode_progress(scene.queue)
+    yield "cut", intact[:-1]
     yield "no message", b"\xff" * 20
     yield "empty", b""
     scene.queue.delivered_reserved = scene.queue.committed_offset - 1
@@ -164,8 +164,8 @@ def damaged() -> Iterator[tuple[str, bytes]]:
     yield "deleted without a reset", encode_progress(Tombstone(2, 0, 0))
 
 
-@pytest.mark.parametrize(("what", "stored"), list(damaged()))
-def test_damaged_progress_is_data_loss(what: str, stored: bytes) -> None:
+@pytest.mark.parametrize(("case", "stored"), list(damaged()))
+def test_damaged_progress_is_data_loss(case: str, stored: bytes) -> None:
     with pytest.raises(DataLoss, match="readers/news/broker-a/3"):
         decode_progress(KEY, stored)
 
@@ -228,11 +228,11 @@ async def test_recorded_resets_survive_a_restart_with_every_field_in_order(tmp_p
         keys: list[DurableKey] = [KEY, *(ResetSlot(KEY.group, slot) for slot in slots)]
         await disk.write([entry for key in keys for entry in entries(key)])
     with LmdbDisk(tmp_path) as disk:
-        found = recover_standalone(disk, QueueLimits(), NOW)[2]
-    kept = found.newest_first(KEY.group)
-    assert kept == records.newest_first(KEY.group)
-    assert kept[0].order.undone_op_id == "first"
-    assert kept[1].steps[0].effect.before.acked == scene.queue.acked
+        history = recover_standalone(disk, QueueLimits(), NOW)[2]
+    operations = history.newest_first(KEY.group)
+    assert operations == records.newest_first(KEY.group)
+    assert operations[0].order.undone_op_id == "first"
+    assert operations[1].steps[0].effect.before.acked == scene.queue.acked
 
 
 def test_file_that_is_no_database_is_data_loss(tmp_path: Path) -> None:

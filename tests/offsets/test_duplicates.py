@@ -1,6 +1,6 @@
 """The metric of redelivered messages, by cause.
 
-Goal: each kind of hand-over counts the messages in flight; of a drained queue there are none.
+Goal: each kind of hand-over counts the messages in flight; a drained queue has none.
 Method: the real service behind a real channel; queue 3 has [0, 10) in flight under token 1 of
 client-a.
 """

@@ -34,7 +34,7 @@ def held(limits: QueueLimits | None = None) -> Scene:
 
 
 def why(scene: Scene, call: str, *args: object) -> str:
-    """Return why the call is fenced; assert that it changed nothing."""
+    """Return the cause for which the call is fenced; assert that it changed nothing."""
     before = copy(scene.queue)
     with pytest.raises(Fenced) as raised:
         getattr(scene, call)(*args)
@@ -68,13 +68,13 @@ def test_s4_any_client_can_get_a_queue_after_a_fence_without_holder() -> None:
 
 def test_s4_holder_without_a_known_owner_is_the_same_holder_and_gets_its_owner() -> None:
     """Access control was switched on since the fence; one node may not have it yet."""
-    scene, known = held(), A._replace(owner=11)
-    scene.fence(known, 1, SAME_HOLDER)
-    assert scene.queue.holder == known
+    scene, holder = held(), A._replace(owner=11)
+    scene.fence(holder, 1, SAME_HOLDER)
+    assert scene.queue.holder == holder
     with pytest.raises(NotHolder):
         scene.fence(A._replace(owner=12), 2, SAME_HOLDER)
     scene.fence(A, 2, SAME_HOLDER)
-    assert scene.queue.holder == known
+    assert scene.queue.holder == holder
 
 
 def test_s4_calls_under_a_token_without_holder_are_fenced() -> None:
@@ -171,14 +171,14 @@ def test_s14_acks_and_closes_need_no_subscription() -> None:
 
 def test_s2_progress_has_the_source_of_its_last_change() -> None:
     scene = held()
-    found = [scene.queue.source]
+    sources = [scene.queue.source]
     scene.table.commit(KEY, 1, Acks(0, 1, EMPTY), scene.now, ProgressSource.PULL)
-    found.append(scene.queue.source)
+    sources.append(scene.queue.source)
     scene.commit(1, 2)
-    found.append(scene.queue.source)
+    sources.append(scene.queue.source)
     scene.commit(1, 2)
-    found.append(scene.queue.source)
-    assert found == [
+    sources.append(scene.queue.source)
+    assert sources == [
         ProgressSource.FENCE,
         ProgressSource.PULL,
         ProgressSource.COMMIT,
@@ -272,14 +272,14 @@ def test_s8_commit_without_token_does_not_restart_the_idle_time() -> None:
 def test_s16_deliveries_stop_at_the_cap_and_acks_are_accepted(limits: QueueLimits) -> None:
     scene = held(limits)
     scene.record(1, 10, 1_000)
-    many = offsets(*((offset, offset + 1) for offset in range(1, 1_000, 2)))
-    scene.commit(1, 0, many)
+    acked = offsets(*((offset, offset + 1) for offset in range(1, 1_000, 2)))
+    scene.commit(1, 0, acked)
     assert scene.table.capped == {KEY}
     with pytest.raises(BatonError) as raised:
         scene.record(1, 1_000, 1_001)
     assert raised.value.reason == "ACK_CAP"
     scene.restart()
-    assert (scene.queue.acked, scene.table.capped) == (many, {KEY})
+    assert (scene.queue.acked, scene.table.capped) == (acked, {KEY})
     scene.commit(1, 1_000)
     assert (scene.queue.committed_offset, scene.table.capped) == (1_000, set())
     scene.record(1, 1_000, 1_001)

@@ -14,32 +14,22 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from prometheus_client import CollectorRegistry
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
-from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
-from batonmq._telemetry.event_hub import EventHub
 from batonmq.errors import DiskFull
 from batonmq_server.offsets import group_commit
-from batonmq_server.offsets.core.values import QueueLimits
 from batonmq_server.offsets.disk import FREE_BYTES_MIN, LmdbDisk
-from batonmq_server.offsets.epoch import EpochContext, standalone_epoch
-from batonmq_server.offsets.event_publisher import EventPublisher
-from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
+from tests.offsets.running_service import service_on
 from tests.offsets.service_calls import (
     TERM,
     Service,
     call,
-    no_storage,
     queue,
-    single_set_directory,
 )
 from tests.support.conditions import until
-from tests.support.grpc_server import serving
 
 
 class Room:
@@ -53,29 +43,10 @@ class Room:
 
 @asynccontextmanager
 async def serving_in(folder: Path, room: Room) -> AsyncIterator[Service]:
-    clock, registry = Clock(), CollectorRegistry()
-    hub = EventHub("offsets/offsets-0", 1, clock)
-    etcd = EtcdSession("127.0.0.1:1", "unused", clock)
-    gates = EtcdMirror(etcd, "gates/")
+    etcd = EtcdSession("127.0.0.1:1", "unused", Clock())
     with LmdbDisk(folder, free_bytes=room) as disk:
-        offsets = standalone_epoch(
-            disk,
-            EpochContext(
-                limits=QueueLimits(),
-                clock=clock,
-                metrics=OffsetsMetrics(registry),
-                events=EventPublisher(hub),
-                gates=gates,
-                directory=single_set_directory(etcd, "readers"),
-                storage=no_storage,
-                settle_ms=0,
-            ),
-        )
-        async with asyncio.TaskGroup() as tasks:
-            writer = tasks.create_task(offsets.commits.run())
-            async with serving(offsets.add_to) as channel:
-                yield Service(pb_grpc.OffsetsServiceStub(channel), offsets, hub, registry)
-            writer.cancel()
+        async with service_on(disk, etcd, "readers") as service:
+            yield service
 
 
 def commit(committed_offset: int, queue_id: int = 3) -> pb.CommitRequest:
@@ -107,7 +78,7 @@ async def test_full_disk_rejects_changes_until_it_has_room_again(
         room.free_bytes -= 1
         commits = service.offsets.commits
         async with asyncio.TaskGroup() as tasks:
-            caught = tasks.create_task(call(service, "Commit", commit(5)))
+            pending = tasks.create_task(call(service, "Commit", commit(5)))
             await until(lambda: commits.disk_full is not None)
             assert service.registry.get_sample_value("baton_offsets_disk_full") == 1
             for method, request in CHANGES.items():
@@ -116,21 +87,21 @@ async def test_full_disk_rejects_changes_until_it_has_room_again(
             touch = pb.TouchRequest(items=[pb.TouchItem(queue=queue(queue_id=4), token=1)])
             assert not (await call(service, "Touch", touch)).outcomes[0].HasField("error")
             query = pb.QueryRequest(queues=[queue(queue_id=4)])
-            found = (await call(service, "Query", query)).outcomes[0].progress
-            assert found.committed_offset == 0
-            assert not caught.done(), "an applied change is answered once it is durable"
+            progress = (await call(service, "Query", query)).outcomes[0].progress
+            assert progress.committed_offset == 0
+            assert not pending.done(), "an applied change is answered once it is durable"
             room.free_bytes += 1
-        assert caught.result().outcomes[0].committed.committed_offset == 5
+        assert pending.result().outcomes[0].committed.committed_offset == 5
         assert service.registry.get_sample_value("baton_offsets_disk_full") == 0
         answer = await call(service, "Commit", commit(6))
         assert answer.outcomes[0].committed.committed_offset == 6
 
 
 async def rejected(service: Service, method: str, request: Any) -> tuple[grpc.StatusCode, str]:
-    before, known = service.stored(), len(service.offsets.table)
+    before, count = service.stored(), len(service.offsets.table)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call(service, method, request)
-    assert (service.stored(), len(service.offsets.table)) == (before, known)
+    assert (service.stored(), len(service.offsets.table)) == (before, count)
     return raised.value.code(), from_rpc_error(raised.value).reason
 
 
@@ -142,14 +113,14 @@ async def test_changes_that_were_not_durable_on_a_full_disk_are_gone_after_a_res
         await service.start_owner()
         room.free_bytes = 0
         async with asyncio.TaskGroup() as tasks:
-            caught = tasks.create_task(call(service, "Commit", commit(5)))
+            pending = tasks.create_task(call(service, "Commit", commit(5)))
             await until(lambda: service.offsets.commits.disk_full is not None)
             await service.offsets.commits.drain()
-            caught.cancel()
+            pending.cancel()
     async with serving_in(tmp_path, room) as service:
         query = pb.QueryRequest(queues=[queue()])
-        found = (await call(service, "Query", query)).outcomes[0].progress
-        assert found.committed_offset == 0, "the service starts although the disk is full"
+        progress = (await call(service, "Query", query)).outcomes[0].progress
+        assert progress.committed_offset == 0, "the service starts although the disk is full"
 
 
 async def test_write_that_leaves_too_little_free_is_rejected(tmp_path: Path) -> None:

@@ -74,13 +74,13 @@ async def test_reader_waits_for_a_change_of_another_call() -> None:
         scene.change("a")
         await scene.begun.get()
         reader = tasks.create_task(scene.commits.wait_durable(["a", "b"]))
-        everything = tasks.create_task(scene.commits.wait_all_durable())
+        all_reader = tasks.create_task(scene.commits.wait_all_durable())
         await scene.commits.wait_durable(["b"])
         assert not reader.done()
-        assert not everything.done()
+        assert not all_reader.done()
         scene.end()
         await reader
-        await everything
+        await all_reader
 
 
 async def test_keys_changed_during_a_write_go_into_the_next_write() -> None:
@@ -92,12 +92,12 @@ async def test_keys_changed_during_a_write_go_into_the_next_write() -> None:
         scene.change("a")
         scene.change("c")
         scene.change("a")
-        late = tasks.create_task(scene.commits.wait_durable(["a"]))
+        waiting = tasks.create_task(scene.commits.wait_durable(["a"]))
         scene.end()
         assert sorted(await scene.begun.get()) == [(b"a", b"3"), (b"b", b"1"), (b"c", b"1")]
-        assert not late.done()
+        assert not waiting.done()
         scene.end()
-        await late
+        await waiting
         await scene.commits.wait_all_durable()
         assert scene.begun.empty()
 
@@ -106,7 +106,7 @@ async def test_failed_write_ends_the_writer_without_answers() -> None:
     scene = Scene()
     answered = False
 
-    async def ask() -> None:
+    async def wait() -> None:
         nonlocal answered
         await scene.commits.wait_durable(["a"])
         answered = True
@@ -114,10 +114,10 @@ async def test_failed_write_ends_the_writer_without_answers() -> None:
     with pytest.raises(ExceptionGroup) as raised:
         async with running(scene) as tasks:
             scene.change("a")
-            asking = tasks.create_task(ask())
+            waiting = tasks.create_task(wait())
             await scene.begun.get()
             scene.end(OSError("no space left"))
-            await asyncio.wait([asking])
+            await asyncio.wait([waiting])
     assert raised.group_contains(OSError, match="no space left")
     assert not answered
 
@@ -140,9 +140,9 @@ async def test_waiting_calls_get_unreachable_when_the_writer_is_cancelled() -> N
 
 
 async def refusal(scene: Scene, key: str) -> str:
-    with pytest.raises(Unreachable) as refused:
+    with pytest.raises(Unreachable) as raised:
         await scene.commits.wait_durable([key])
-    return refused.value.reason
+    return raised.value.reason
 
 
 async def test_write_rejected_by_a_full_disk_is_retried_unchanged(

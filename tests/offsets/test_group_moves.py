@@ -1,5 +1,5 @@
 """Goal: a moved group keeps all its entries, one set keeps it at every moment, and the move
-completes whichever node dies.
+completes after the crash of any node.
 
 Method: two sets, `left` and `right`, with real disks, a real etcd and real gRPC between them. The
 test writes the placements as the nameserver does, and may delay or fail calls between the sets.
@@ -106,22 +106,22 @@ async def two_sets(
 
 async def leader(of: ReplicaSet) -> Replica:
     """Return the node that answers, also with GROUP_MOVED."""
-    found: list[Replica] = []
+    leaders: list[Replica] = []
 
     async def look() -> bool:
         for node in of.nodes.values():
             if not node.ended.is_set():
                 reason = await rejection_reason(node)
                 if reason is None or reason in ELSEWHERE:
-                    found.append(node)
+                    leaders.append(node)
                     return True
         return False
 
     await until(look, timeout_s=40)
-    return found[0]
+    return leaders[0]
 
 
-async def ask(node: Replica, request: Any) -> Any:
+async def send(node: Replica, request: Any) -> Any:
     """Return the answer of a node, or its outcome if it has one.
 
     Raises:
@@ -141,17 +141,17 @@ async def ask(node: Replica, request: Any) -> Any:
 async def rejection_reason(node: Replica) -> str | None:
     """Return the reason for which a node rejects a call about the group; None if it answers."""
     try:
-        await ask(node, pb.ListResetsRequest(group=GROUP))
+        await send(node, pb.ListResetsRequest(group=GROUP))
     except BatonError as error:
         return error.reason
     return None
 
 
 async def progress(node: Replica, queue_id: int = 0) -> pb.Progress:
-    answer = await ask(node, pb.QueryRequest(queues=[queue(queue_id)]))
-    found: pb.Progress = answer.outcomes[0].progress
-    found.ClearField("idle_ms")
-    return found
+    answer = await send(node, pb.QueryRequest(queues=[queue(queue_id)]))
+    result: pb.Progress = answer.outcomes[0].progress
+    result.ClearField("idle_ms")
+    return result
 
 
 def commit(committed_offset: int, token: int = 1, queue_id: int = 0) -> pb.CommitRequest:
@@ -185,23 +185,23 @@ async def work(node: Replica) -> pb.Progress:
         The progress of queue 0.
     """
     await hold(node, 0, 1)
-    await ask(node, commit(40))
-    await ask(node, fence(1))
-    await ask(node, reset(7, queue_id=1))
+    await send(node, commit(40))
+    await send(node, fence(1))
+    await send(node, reset(7, queue_id=1))
     return await progress(node)
 
 
 def of_group(node: Replica) -> list[StoredEntry]:
     """Return the stored entries of the group, without its local placement."""
     name = GROUP.encode() + b"\0"
-    return [found for found in node.stored() if name in found[0]]
+    return [entry for entry in node.stored() if name in entry[0]]
 
 
 async def test_moved_group_keeps_all_its_entries(etcd_endpoint: str, tmp_path: Path) -> None:
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         before = await work(left)
-        resets = await ask(left, pb.ListResetsRequest(group=GROUP))
-        holds = await ask(left, pb.ListHoldsRequest(queue=queue()))
+        resets = await send(left, pb.ListResetsRequest(group=GROUP))
+        holds = await send(left, pb.ListHoldsRequest(queue=queue()))
         kept = of_group(left)
         await scene.place("right", 1, "left")
         await scene.moved(1)
@@ -212,12 +212,12 @@ async def test_moved_group_keeps_all_its_entries(etcd_endpoint: str, tmp_path: P
         before.unacked_count_min = after.unacked_count_min
         assert after == before
         assert after.delivered_offset >= 100
-        assert (await ask(right, pb.ListResetsRequest(group=GROUP))).resets == resets.resets
-        answer = await ask(right, pb.ListHoldsRequest(queue=queue()))
+        assert (await send(right, pb.ListResetsRequest(group=GROUP))).resets == resets.resets
+        answer = await send(right, pb.ListHoldsRequest(queue=queue()))
         assert [hold.token for hold in answer.holds] == [hold.token for hold in holds.holds]
         assert of_group(right) == kept
         assert of_group(left) == [], "the exported entries are removed"
-        await ask(right, commit(50, token=2))
+        await send(right, commit(50, token=2))
         assert (await progress(right)).committed_offset == 50
 
 
@@ -241,13 +241,13 @@ async def test_old_set_rejects_calls_with_the_new_set(etcd_endpoint: str, tmp_pa
         ]
         for request in calls:
             with pytest.raises(GroupMoved) as refusal:
-                await ask(left, request)
+                await send(left, request)
             assert refusal.value.facts == {"group": GROUP, "offsets_set": "right", "move": "1"}
         answer = await left.stub.Touch(
             pb.TouchRequest(items=[pb.TouchItem(queue=queue(), token=2)]), timeout=TIMEOUT_S
         )
         assert isinstance(error_from_pb(answer.outcomes[0].error), GroupMoved)
-        assert not (await ask(left, pb.AnnounceRequest(term=1))).queues
+        assert not (await send(left, pb.AnnounceRequest(term=1))).queues
 
 
 async def test_group_can_move_back_and_forth(etcd_endpoint: str, tmp_path: Path) -> None:
@@ -255,20 +255,20 @@ async def test_group_can_move_back_and_forth(etcd_endpoint: str, tmp_path: Path)
         await work(left)
         await scene.place("right", 1, "left")
         await scene.moved(1)
-        await ask(right, commit(60, token=2))
+        await send(right, commit(60, token=2))
         await scene.place("left", 2, "right")
         await scene.moved(2)
         assert (await progress(left)).committed_offset == 60
         assert await rejection_reason(right) == "GROUP_MOVED"
-        await ask(left, commit(65, token=2))
+        await send(left, commit(65, token=2))
         await scene.place("right", 3, "left")
         await scene.moved(3)
         assert (await progress(right)).committed_offset == 65
         # Late calls of an earlier move do nothing.
         with pytest.raises(OldMove):
-            await ask(right, pb.ExportGroupRequest(group=GROUP, move=2, to_set="left"))
-        await ask(left, pb.ForgetGroupRequest(group=GROUP, move=1))
-        await ask(right, pb.ForgetGroupRequest(group=GROUP, move=2))
+            await send(right, pb.ExportGroupRequest(group=GROUP, move=2, to_set="left"))
+        await send(left, pb.ForgetGroupRequest(group=GROUP, move=1))
+        await send(right, pb.ForgetGroupRequest(group=GROUP, move=2))
         assert (await progress(right)).committed_offset == 65
         assert of_group(right)
 
@@ -297,7 +297,7 @@ async def test_new_set_answers_no_call_before_the_import_is_complete(
         await delayed.wait()
         assert await rejection_reason(right) == "NOT_SERVING"
         with pytest.raises(NotServing):
-            await ask(right, commit(90, token=2))
+            await send(right, commit(90, token=2))
         assert await rejection_reason(left) == "GROUP_MOVED"
         proceed_now.set()
         await scene.moved(1)
@@ -308,19 +308,19 @@ POINTS = (
     "before the seal",
     "after the seal",
     "after a part",
-    "before it forgets",
-    "after it forgot",
+    "before the forget",
+    "after the forget",
 )
 
 
-@pytest.mark.parametrize("victim", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("point", POINTS)
-async def test_move_completes_when_either_leader_dies_at_any_step(
+async def test_move_completes_when_either_leader_crashes_at_any_step(
     etcd_endpoint: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     point: str,
-    victim: str,
+    side: str,
 ) -> None:
     monkeypatch.setattr(group_exporter, "PART_BYTES", 1)
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, _):
@@ -328,11 +328,11 @@ async def test_move_completes_when_either_leader_dies_at_any_step(
         reached = stop_at(left.gate, point)
         await scene.place("right", 1, "left")
         await reached.wait()
-        dying = scene.left if victim == "left" else scene.right
-        name = next(iter(dying.nodes))
-        await dying.nodes[name].crash()
+        crashing = scene.left if side == "left" else scene.right
+        name = next(iter(crashing.nodes))
+        await crashing.nodes[name].crash()
         left.gate.rules.clear()
-        await dying.start(name)
+        await crashing.start(name)
         await scene.moved(1)
         old, new = await leader(scene.left), await leader(scene.right)
         after = await progress(new)
@@ -431,7 +431,7 @@ async def test_acks_during_a_move_are_neither_lost_nor_counted_twice(
             while not stop.is_set():
                 item = pb.CommitItem(queue=queue(), token=1, committed_offset=min(offset + 1, 100))
                 try:
-                    answer = await ask(node, pb.CommitRequest(items=[item]))
+                    answer = await send(node, pb.CommitRequest(items=[item]))
                 except GroupMoved as error:
                     node = left if error.detail.offsets_set == "left" else right
                 except NotServing:
@@ -459,10 +459,10 @@ async def test_fence_attempt_repeated_at_the_new_set_gets_the_same_answer(
     """The lock manager repeats an attempt without answer at the set that keeps the group now."""
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         await hold(left, 0)
-        first = await ask(left, fence(1))
+        first = await send(left, fence(1))
         await scene.place("right", 1, "left")
         await scene.moved(1)
-        again = await ask(right, fence(1))
+        again = await send(right, fence(1))
         assert again.outcomes[0].fenced == first.outcomes[0].fenced
         assert (await progress(right)).token == 2
 
@@ -473,14 +473,14 @@ async def test_term_of_the_lock_manager_moves_with_the_group(
     """A lock manager with an old term is rejected by the new set too."""
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         await hold(left, 0)
-        await ask(left, pb.AnnounceRequest(term=9))
+        await send(left, pb.AnnounceRequest(term=9))
         await scene.place("right", 1, "left")
         await scene.moved(1)
         with pytest.raises(OldEpoch):
-            await ask(right, pb.AnnounceRequest(term=8))
+            await send(right, pb.AnnounceRequest(term=8))
         with pytest.raises(OldEpoch):
-            await ask(right, fence(1, term=8))
-        assert (await ask(right, fence(1, term=9))).outcomes[0].fenced.token == 2
+            await send(right, fence(1, term=8))
+        assert (await send(right, fence(1, term=9))).outcomes[0].fenced.token == 2
 
 
 async def test_topic_deleted_during_a_move_is_deleted_for_the_group(
@@ -493,13 +493,13 @@ async def test_topic_deleted_during_a_move_is_deleted_for_the_group(
         await scene.place("right", 1, "left")
         await reached.wait()
         for node in (left, right):
-            await ask(node, pb.DeleteTopicRequest(topic="news", topic_id=7))
+            await send(node, pb.DeleteTopicRequest(topic="news", topic_id=7))
         left.gate.rules.clear()
         await scene.moved(1)
-        assert not (await ask(right, pb.QueryGroupRequest(group=GROUP))).queues
+        assert not (await send(right, pb.QueryGroupRequest(group=GROUP))).queues
         request = fence(2, attempt="attempt-7")
         request.items[0].condition = pb.FENCE_CONDITION_CLOSED_OR_DRAINED
-        again = await ask(right, request)
+        again = await send(right, request)
         assert again.outcomes[0].fenced.token == 3, "no token is issued twice"
 
 
@@ -508,14 +508,14 @@ async def test_late_topic_deletion_does_not_delete_newer_progress_of_a_moved_gro
 ) -> None:
     """The old set deleted the topic's progress before the move, the new set does it after it."""
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
-        await ask(left, pb.DeleteTopicRequest(topic="news", topic_id=7))
+        await send(left, pb.DeleteTopicRequest(topic="news", topic_id=7))
         await hold(left, 0)
         await scene.place("right", 1, "left")
         await scene.moved(1)
-        await ask(right, pb.DeleteTopicRequest(topic="news", topic_id=7))
+        await send(right, pb.DeleteTopicRequest(topic="news", topic_id=7))
         assert (await progress(right)).token == 1
-        await ask(right, pb.DeleteTopicRequest(topic="news", topic_id=8))
-        assert not (await ask(right, pb.QueryGroupRequest(group=GROUP))).queues
+        await send(right, pb.DeleteTopicRequest(topic="news", topic_id=8))
+        assert not (await send(right, pb.QueryGroupRequest(group=GROUP))).queues
 
 
 async def test_group_without_a_placement_belongs_to_one_set(
@@ -524,7 +524,7 @@ async def test_group_without_a_placement_belongs_to_one_set(
     async with two_sets(etcd_endpoint, tmp_path) as (_, left, right):
         request = pb.ListResetsRequest(group="strangers")
         answers = await asyncio.wait_for(
-            _all_of(ask(left, request), ask(right, request)), TIMEOUT_S
+            _all_of(send(left, request), send(right, request)), TIMEOUT_S
         )
         assert sorted(type(answer).__name__ for answer in answers) == [
             "GroupMoved",
@@ -587,7 +587,7 @@ def test_seal_is_lifted_only_by_a_later_move() -> None:
     assert placements.get("g") == LocalPlacement(3, PlacementState.GONE, "c", {"t": 6, "u": 4})
     assert placements.forget("g", 3)
     assert placements.get("g") == LocalPlacement(3, PlacementState.FORGOTTEN, "c")
-    assert not placements.forget("g", 3), "its entries are removed only once"
+    assert not placements.forget("g", 3), "the entries are removed only once"
     with pytest.raises(GroupMoved):
         placements.check("g")
     with pytest.raises(OldMove):
@@ -602,4 +602,4 @@ def test_group_that_was_not_handed_over_is_not_forgotten() -> None:
     for move in (2, 3):
         with pytest.raises(InvalidArgument):
             placements.forget("g", move)
-    assert not placements.forget("g", 1), "that is another move"
+    assert not placements.forget("g", 1), "move 1 is another move"

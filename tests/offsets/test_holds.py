@@ -58,8 +58,8 @@ def summary_of(
     scene: Scene, records: list[TokenChange]
 ) -> list[tuple[int, HoldEnd, DeliveryReach]]:
     """Return token, end and reach of each hold, newest first."""
-    found = link_holds(records, scene.queue.token, scene.queue.reach)
-    return [(hold.began.token, hold.end, hold.reach) for hold in found]
+    holds = link_holds(records, scene.queue.token, scene.queue.reach)
+    return [(hold.began.token, hold.end, hold.reach) for hold in holds]
 
 
 class Log:
@@ -183,9 +183,11 @@ def test_holds_of_deleted_progress_are_not_linked() -> None:
 
 
 def test_stored_token_change_keeps_every_field() -> None:
-    ended = EndedToken(8, HoldEnd.TIMED_OUT, DeliveryReach(70, 2_070))
+    ended_token = EndedToken(8, HoldEnd.TIMED_OUT, DeliveryReach(70, 2_070))
     for holder in (A, None):
-        handover = TokenChange(9, holder, 1_700_000_000_000, 50, offsets((52, 60), (62, 63)), ended)
+        handover = TokenChange(
+            9, holder, 1_700_000_000_000, 50, offsets((52, 60), (62, 63)), ended_token
+        )
         assert decode_token_change(encode_token_change(handover)) == handover
 
 
@@ -248,9 +250,9 @@ async def test_only_the_newest_holds_are_kept(service: Service) -> None:
     await service.start_owner(delivered=0)
     for token in range(1, HOLDS_MAX + 9):
         await fence(service, token, f"client-{token}")
-    found = await listed(service)
+    holds = await listed(service)
     last = HOLDS_MAX + 9
-    assert [hold.token for hold in found] == list(range(last, last - HOLDS_MAX, -1))
+    assert [hold.token for hold in holds] == list(range(last, last - HOLDS_MAX, -1))
     stored = [key for key, _ in service.stored() if key.startswith(HOLDS)]
     assert len(stored) == HOLDS_MAX
 

@@ -1,4 +1,4 @@
-"""Goal: a node whose disk is full is the leader only while no other replica could be.
+"""Goal: a node whose disk is full is the leader only while no other replica can lead.
 
 Method: nodes of one set in this process, with real etcd, disks and channels; the test decides how
 much is free on each disk.
@@ -19,6 +19,7 @@ from tests.offsets.replica_cluster import (
     commit,
     committed,
     hold,
+    three,
 )
 from tests.support.conditions import until
 from tests.support.replica_nodes import TIMEOUT_S
@@ -44,7 +45,7 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
     return Rooms(monkeypatch)
 
 
-async def caught(node: Replica, offset: int) -> BatonError | None:
+async def ack_result(node: Replica, offset: int) -> BatonError | None:
     """Return the result of an ack that the node has applied when its disk becomes full."""
     try:
         await commit(node, offset, timeout_s=PATIENCE_S)
@@ -75,12 +76,10 @@ async def next_leader(scene: ReplicaSet, before: Replica) -> Replica:
 async def test_replica_with_a_full_disk_does_not_block_an_election(
     scene: ReplicaSet, rooms: Rooms
 ) -> None:
-    await scene.start("a", "b", "c")
-    leader = await scene.leader()
-    await scene.wait_in_sync("a", "b", "c")
+    leader = await three(scene)
     await hold(leader, 0)
-    full, away = (node for node in scene.nodes.values() if node is not leader)
-    await away.stop()
+    full, stopped = (node for node in scene.nodes.values() if node is not leader)
+    await stopped.stop()
     await scene.wait_in_sync(leader.name, full.name)
     rooms.fill(full)
     await leader.stop()  # no other node can be elected now
@@ -94,15 +93,13 @@ async def test_replica_with_a_full_disk_does_not_block_an_election(
 async def test_leader_with_a_full_disk_resigns_for_a_replica_with_room(
     scene: ReplicaSet, rooms: Rooms
 ) -> None:
-    await scene.start("a", "b", "c")
-    leader = await scene.leader()
-    await scene.wait_in_sync("a", "b", "c")
+    leader = await three(scene)
     await hold(leader, 0)
     rooms.fill(leader)
     async with asyncio.TaskGroup() as tasks:
-        late = tasks.create_task(caught(leader, 5))
+        ack = tasks.create_task(ack_result(leader, 5))
         other = await next_leader(scene, leader)
-        assert isinstance(await late, Unreachable), (
+        assert isinstance(await ack, Unreachable), (
             "the outcome is not known, so it is not a rejection"
         )
     await commit(other, 10)
@@ -119,26 +116,24 @@ async def test_leader_with_a_full_disk_stays_while_all_disks_are_full_and_answer
         "leader_lease_ms": 8_000,
         "node_lease_ms": 8_000,
     }
-    await scene.start("a", "b", "c")
-    leader = await scene.leader()
-    await scene.wait_in_sync("a", "b", "c")
+    leader = await three(scene)
     await hold(leader, 0, 1)
     epoch = (await scene.set_record()).epoch
     one, other = (node for node in scene.nodes.values() if node is not leader)
     rooms.fill(one)
     rooms.fill(other)
 
-    async def both_say_so() -> bool:
+    async def both_report_it() -> bool:
         return set(await problems(leader)) == {"DISK_FULL"}
 
-    await until(both_say_so)
+    await until(both_report_it)
     rooms.fill(leader)
     async with asyncio.TaskGroup() as tasks:
-        late = tasks.create_task(caught(leader, 5))
-        await asyncio.sleep(3)  # time in which it could have resigned
+        ack = tasks.create_task(ack_result(leader, 5))
+        await asyncio.sleep(3)  # time in which the leader could have resigned
         assert (await scene.set_record()).epoch == epoch
         assert await committed(leader, queue_id=1) == 0
         rooms.clear(one)
         assert await next_leader(scene, leader) is one
-        assert isinstance(await late, Unreachable)
+        assert isinstance(await ack, Unreachable)
     await commit(one, 10)

@@ -74,18 +74,18 @@ async def hold_page(service: Service, page_token: str, size: int) -> tuple[list[
 
 async def all_pages(service: Service, read: Any, size: int) -> list[list[Any]]:
     entries, page_token = await read(service, "", size)
-    found = [entries]
+    pages = [entries]
     while page_token:
         entries, page_token = await read(service, page_token, size)
-        found.append(entries)
-    return found
+        pages.append(entries)
+    return pages
 
 
 async def test_progress_of_a_group_is_paged_in_the_order_of_its_queues(service: Service) -> None:
     await reset(service, "op", *(ref(*each) for each in reversed(QUEUES)))
-    found = await all_pages(service, queue_page, 5)
-    assert [len(page) for page in found] == [5, 5, 2]
-    assert [each for page in found for each in page] == QUEUES
+    pages = await all_pages(service, queue_page, 5)
+    assert [len(page) for page in pages] == [5, 5, 2]
+    assert [each for page in pages for each in page] == QUEUES
 
 
 async def test_queues_added_and_removed_between_pages_hide_no_other_queue(service: Service) -> None:
@@ -101,8 +101,8 @@ async def test_queues_added_and_removed_between_pages_hide_no_other_queue(servic
 async def test_resets_are_paged_newest_first(service: Service) -> None:
     for number in range(7):
         await reset(service, f"op-{number}", queue())
-    found = await all_pages(service, reset_page, 3)
-    assert found == [["op-6", "op-5", "op-4"], ["op-3", "op-2", "op-1"], ["op-0"]]
+    pages = await all_pages(service, reset_page, 3)
+    assert pages == [["op-6", "op-5", "op-4"], ["op-3", "op-2", "op-1"], ["op-0"]]
 
 
 async def test_resets_recorded_between_pages_do_not_shift_the_next_page(service: Service) -> None:

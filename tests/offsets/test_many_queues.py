@@ -34,17 +34,17 @@ async def fenced(service: Service) -> dict[tuple[str, int], int]:
 
 async def parts(service: Service) -> list[pb.AnnounceResponse]:
     """Return the queues of all parts of Announce."""
-    found = []
+    answers = []
     request = pb.AnnounceRequest(term=TERM)
     while True:
-        found.append(await call(service, "Announce", request))
-        if not found[-1].more:
-            return found
-        request.after_group = found[-1].queues[-1].queue.group
+        answers.append(await call(service, "Announce", request))
+        if not answers[-1].more:
+            return answers
+        request.after_group = answers[-1].queues[-1].queue.group
 
 
-def tokens_of(found: list[pb.AnnounceResponse]) -> list[tuple[tuple[str, int], int]]:
-    tokens = [one for part in found for one in part.queues]
+def tokens_of(answers: list[pb.AnnounceResponse]) -> list[tuple[tuple[str, int], int]]:
+    tokens = [one for part in answers for one in part.queues]
     return [((one.queue.group, one.queue.queue.queue_id), one.token) for one in tokens]
 
 
@@ -54,10 +54,10 @@ async def test_parts_of_an_announce_have_every_queue_once(
 ) -> None:
     tokens = await fenced(service)
     monkeypatch.setattr(lockmgr_calls, "ANNOUNCED_MAX", count)
-    found = await parts(service)
-    assert sorted(tokens_of(found)) == sorted(tokens.items())
+    answers = await parts(service)
+    assert sorted(tokens_of(answers)) == sorted(tokens.items())
     groups_at_once = -(-count // 3)
-    assert len(found) == -(-len(GROUPS) // groups_at_once)
+    assert len(answers) == -(-len(GROUPS) // groups_at_once)
 
 
 async def test_queue_deleted_between_two_parts_hides_no_other_queue(
@@ -69,11 +69,11 @@ async def test_queue_deleted_between_two_parts_hides_no_other_queue(
     assert first.more
     await call(service, "DeleteTopic", delete_topic_request())
     request = pb.AnnounceRequest(term=TERM, after_group=first.queues[-1].queue.group)
-    found = [first]
-    while found[-1].more:
-        found.append(await call(service, "Announce", request))
-        request.after_group = found[-1].queues[-1].queue.group
-    seen = tokens_of(found)
+    answers = [first]
+    while answers[-1].more:
+        answers.append(await call(service, "Announce", request))
+        request.after_group = answers[-1].queues[-1].queue.group
+    seen = tokens_of(answers)
     assert sorted(key for key, _ in seen) == sorted(tokens)
     assert {token for _, token in seen[len(first.queues) :]} == {2}
 
@@ -99,8 +99,8 @@ async def test_recovery_in_steps_does_not_block_other_tasks(
     disk.write_blocking([entry for key in keys for entry in entries_of(key)])
     async with asyncio.TaskGroup() as tasks:
         counting = tasks.create_task(count())
-        found, _ = await recover_in_steps(disk, QueueLimits(), 3, NOW)
+        recovered, _ = await recover_in_steps(disk, QueueLimits(), 3, NOW)
         counting.cancel()
-    assert sorted(key for key, _ in found.items()) == keys
-    assert {found.query(key).committed_offset for key in keys} == {5}
+    assert sorted(key for key, _ in recovered.items()) == keys
+    assert {recovered.query(key).committed_offset for key in keys} == {5}
     assert turns >= len(keys) // 10

@@ -2,7 +2,7 @@
 has the state of a naive model on Python sets; properties V1, V3, V4, V5, V7, V9, V10 hold always.
 
 Method: a Hypothesis state machine on one queue. Every call may crash after it was applied and
-before it was durable: then it was never answered, and the model has not seen it. The disk has the
+before it was durable: then it was never answered, and the model does not have it. The disk has the
 stored form of the last change with `changed`, so a missing `changed` is detected. The model counts
 a reset and its undo offset by offset.
 """
@@ -223,22 +223,22 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.moves)
     @rule(data=st.data(), to=PLACES)
     def an_operation_id_is_used_again(self, data: st.DataObject, to: AckState) -> None:
-        used = data.draw(st.sampled_from(sorted(self.model.moves)))
-        self.call(("reset", Move(used, AckState(to.committed_offset))), True)
+        op_id = data.draw(st.sampled_from(sorted(self.model.moves)))
+        self.call(("reset", Move(op_id, AckState(to.committed_offset))), True)
 
     @precondition(lambda self: self.model.in_flight and not self.model.closed)
     @rule(data=st.data())
     def commit_in_flight(self, data: st.DataObject) -> None:
-        done = data.draw(st.sets(st.sampled_from(sorted(self.model.in_flight))))
-        acks = Acks(self.model.reset_epoch, 0, ranges_of(done))
+        handled = data.draw(st.sets(st.sampled_from(sorted(self.model.in_flight))))
+        acks = Acks(self.model.reset_epoch, 0, ranges_of(handled))
         self.call(("commit", (self.model.token, acks, ProgressSource.COMMIT)), True)
 
     @precondition(lambda self: self.model.in_flight and not self.model.closed)
     @rule(data=st.data())
     def close_in_flight(self, data: st.DataObject) -> None:
-        some = st.sets(st.sampled_from(sorted(self.model.in_flight)))
-        acks = Acks(self.model.reset_epoch, 0, ranges_of(data.draw(some)))
-        self.call(("close", (self.model.token, acks, ranges_of(data.draw(some)))), True)
+        subsets = st.sets(st.sampled_from(sorted(self.model.in_flight)))
+        acks = Acks(self.model.reset_epoch, 0, ranges_of(data.draw(subsets)))
+        self.call(("close", (self.model.token, acks, ranges_of(data.draw(subsets)))), True)
 
     @rule(
         age=AGE,
@@ -306,17 +306,17 @@ class Machine(RuleBasedStateMachine):
     def call(self, call: Call, survives: bool) -> None:
         self.calls.append(call)
         model = copy.deepcopy(self.model)
-        expected = self.ask_model(model, call)
-        answer, changed = self.ask_table(call)
+        expected = self.call_model(model, call)
+        answer, changed = self.call_table(call)
         assert answer == expected
         if changed and not survives:
             self.crash()  # after the call was applied, before it is durable
             return
         if changed:
-            known = KEY in self.table or model.token > 0
-            self.stored = encode_progress(self.table.state(KEY)) if known else None
-            for done in self.resets.history.newest_first(KEY.group):
-                self.stored_moves[done.number] = encode_reset(done)
+            has_state = KEY in self.table or model.token > 0
+            self.stored = encode_progress(self.table.state(KEY)) if has_state else None
+            for operation in self.resets.history.newest_first(KEY.group):
+                self.stored_moves[operation.number] = encode_reset(operation)
             self.stored_topic_id = self.table.deleted_topic_id(KEY.topic)
         if KEY in self.table:
             # How far D is reserved ahead is not a rule; that it is durable is one.
@@ -328,10 +328,10 @@ class Machine(RuleBasedStateMachine):
             self.note_started(call, model)
         self.model = model
 
-    def ask_model(self, model: Naive, call: Call) -> object:
+    def call_model(self, model: Naive, call: Call) -> object:
         name: str = call[0]
         args: Any = call[1]
-        asked: dict[str, Callable[[], object]] = {
+        calls: dict[str, Callable[[], object]] = {
             "fence": lambda: model.fence(args, self.now_ms),
             "record": lambda: model.record(args[0], args[1], self.now_ms),
             "commit": lambda: model.commit(args[0], args[1], args[2], self.now_ms),
@@ -345,15 +345,15 @@ class Machine(RuleBasedStateMachine):
             ),
         }
         try:
-            return asked[name]()
+            return calls[name]()
         except Refused as refusal:
             return refusal.args[0]
 
-    def ask_table(self, call: Call) -> tuple[object, bool]:
+    def call_table(self, call: Call) -> tuple[object, bool]:
         name: str = call[0]
         args: Any = call[1]
         before = self.copy()
-        asked: dict[str, Callable[[], tuple[object, bool]]] = {
+        calls: dict[str, Callable[[], tuple[object, bool]]] = {
             "fence": lambda: granted(self.table.fence(KEY, 1, args, self.now)),
             "record": lambda: recorded(
                 self.table.record_delivered(KEY, args[0], args[1], self.now)
@@ -369,7 +369,7 @@ class Machine(RuleBasedStateMachine):
             "reset": lambda: self.move_table(args, before),
         }
         try:
-            return asked[name]()
+            return calls[name]()
         except BatonError as error:
             assert self.copy() == before, "a rejected call changes nothing"
             return error.reason, False
@@ -441,9 +441,9 @@ class Machine(RuleBasedStateMachine):
     # ---- always
 
     @invariant()
-    def table_is_where_the_model_is(self) -> None:
-        assert (KEY in self.table) == self.model.known
-        if not self.model.known:
+    def table_equals_the_model(self) -> None:
+        assert (KEY in self.table) == self.model.has_progress
+        if not self.model.has_progress:
             assert self.table.queues_of(KEY.group) == []
             with pytest.raises(UnknownQueue) as raised:
                 self.table.query(KEY)
@@ -464,11 +464,11 @@ class Machine(RuleBasedStateMachine):
         assert (queue.subscription_generation, queue.source) == (model.generation, model.source)
         assert queue.first_reset_epoch == model.first_reset_epoch
         newest_first = self.resets.history.newest_first(KEY.group)
-        assert [done.order.op_id for done in newest_first] == list(model.moves)[::-1]
+        assert [operation.order.op_id for operation in newest_first] == list(model.moves)[::-1]
 
     @invariant()
     def properties_hold(self) -> None:
-        if not self.model.known:
+        if not self.model.has_progress:
             return
         queue = self.table.query(KEY)
         assert queue.committed_offset >= self.committed_before, "V5"

@@ -1,4 +1,4 @@
-"""Goal: progress that lost confirmed writes is noticed at the start and by `verify`.
+"""Goal: progress that lost confirmed writes is detected at the start and by `verify`.
 
 Method: a real store with changes as a node writes them. Bits of LMDB's two meta pages are flipped:
 these pages select the valid state, and have no checksums. Files are restored from earlier copies.
@@ -68,8 +68,8 @@ def roll_back(folder: Path) -> None:
     data(folder).write_bytes(content)
 
 
-def test_no_flipped_bit_in_the_number_of_a_meta_page_takes_a_write_back(folder: Path) -> None:
-    original, refused = data(folder).read_bytes(), 0
+def test_no_flipped_bit_in_the_number_of_a_meta_page_reverts_a_write(folder: Path) -> None:
+    original, refusals = data(folder).read_bytes(), 0
     for bit in range(64):
         for page in (0, PAGE_BYTES):
             content = bytearray(original)
@@ -79,12 +79,12 @@ def test_no_flipped_bit_in_the_number_of_a_meta_page_takes_a_write_back(folder: 
                 with LmdbDisk(folder) as disk:
                     assert unseal(KEY, dict(disk.read())[KEY]) == b"43"
             except DataLoss:
-                refused += 1
-    assert refused > 60
+                refusals += 1
+    assert refusals > 60
 
 
 def test_replica_that_was_rolled_back_starts_empty(folder: Path) -> None:
-    """It copies the leader then, as a node with a lost disk does."""
+    """The replica then copies the leader, as a node with a lost disk does."""
     roll_back(folder)
     set_aside_damage(folder)
     with LmdbDisk(folder) as disk:
@@ -92,7 +92,7 @@ def test_replica_that_was_rolled_back_starts_empty(folder: Path) -> None:
     assert (folder / "progress.damaged" / FILE).exists()
 
 
-def test_error_names_both_versions_and_the_way_out(folder: Path) -> None:
+def test_error_names_both_versions_and_the_remedy(folder: Path) -> None:
     roll_back(folder)
     with pytest.raises(DataLoss, match="version 2 of epoch 1, and version 3 of epoch 1") as raised:
         LmdbDisk(folder)
@@ -104,7 +104,7 @@ def test_error_names_both_versions_and_the_way_out(folder: Path) -> None:
     assert value(folder) == b"42"
 
 
-def test_verify_beside_a_node_that_writes_accuses_no_intact_state(
+def test_verify_beside_a_node_that_writes_reports_no_damage(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node writes just after `verify` has read the position of the state."""
@@ -112,9 +112,9 @@ def test_verify_beside_a_node_that_writes_accuses_no_intact_state(
     with LmdbDisk(folder) as disk:
 
         def read_then_write(_: lmdb.Environment) -> ReplicaPosition:
-            found = newest_position.read_position(disk._environment)
+            position = newest_position.read_position(disk._environment)
             write(disk, changes, 1, b"44")
-            return found
+            return position
 
         monkeypatch.setattr("batonmq_server.offsets.verify.read_position", read_then_write)
         # LMDB opens a folder once in a process; `verify` runs in one of its own.
@@ -139,7 +139,7 @@ def test_crash_between_the_write_and_its_record_is_no_rollback(
     changes = ChangeLog(((1, 1),), 3)
 
     def crash(_: NewestPosition, __: ReplicaPosition) -> None:
-        raise OSError("the process dies here")
+        raise OSError("the process crashes here")
 
     with monkeypatch.context() as patch, LmdbDisk(folder) as disk:
         patch.setattr(NewestPosition, "record", crash)
@@ -162,19 +162,19 @@ def test_crash_while_a_newer_epoch_replaces_the_state_is_no_rollback(
         nonlocal count
         count += 1
         if count == crash_at:
-            raise OSError("the process dies here")
+            raise OSError("the process crashes here")
         real(self, position)
 
     with monkeypatch.context() as patch, LmdbDisk(folder) as disk:
         patch.setattr(NewestPosition, "record", record)
-        with pytest.raises(OSError, match="dies here"):
+        with pytest.raises(OSError, match="crashes here"):
             disk.write_blocking(stored, replace=True)
     verify(folder / "progress")
     assert value(folder) == (b"43" if crash_at == 1 else b"leader")
 
 
 def test_every_bit_of_the_record_may_flip(folder: Path) -> None:
-    """One slot is lost; the other one is older, and accuses no intact state."""
+    """One slot is lost; the older one never marks an intact state as damaged."""
     path = folder / "progress" / FILE
     original = path.read_bytes()
     for at in (*range(40), *range(SLOT_BYTES, SLOT_BYTES + 40)):

@@ -1,4 +1,4 @@
-"""Goal: what the process has answered survives its death.
+"""Goal: every change that the process has answered survives its crash.
 
 Method: `python -m batonmq_server.offsets` with a real etcd, killed in the middle of commits,
 restarted and queried.
@@ -10,8 +10,9 @@ import asyncio
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,50 +36,78 @@ DELIVERED = 100_000
 READY_S = 30.0
 
 
-def program(tmp_path: Path, etcd_endpoint: str) -> tuple[Program, str]:
-    """The command that starts the service on the folder, and its address."""
-    port = keep_ports(tmp_path / "ports.json", ["offsets"])["offsets"]
-    address = f"{HOST}:{port}"
-    env = {
-        "CLUSTER": f"offsets-{secrets.token_hex(6)}",
-        "ETCD": etcd_endpoint,
-        "PORT": str(port),
-        "DATA_DIR": str(tmp_path / "data"),
-    }
+class OffsetsProcess:
+    """The process of the service, which is started again and again on one folder.
 
-    async def is_ready() -> bool:
-        async with connect(address) as channel:
+    Attributes:
+        program: The command that starts it.
+        address: Where it serves.
+    """
+
+    def __init__(self, folder: Path, etcd_endpoint: str) -> None:
+        port = keep_ports(folder / "ports.json", ["offsets"])["offsets"]
+        self.address = f"{HOST}:{port}"
+        env = {
+            "CLUSTER": f"offsets-{secrets.token_hex(6)}",
+            "ETCD": etcd_endpoint,
+            "PORT": str(port),
+            "DATA_DIR": str(folder / "data"),
+        }
+        self.program = Program(
+            name="offsets",
+            command=[sys.executable, "-m", "batonmq_server.offsets"],
+            env={f"BATON_OFFSETS_{name}": value for name, value in env.items()},
+            drop=("BATON_",),
+            log_path=folder / "offsets.log",
+            is_ready=self._is_ready,
+        )
+        self.child = ChildProcess(self.program, fork_server().start)
+
+    async def _is_ready(self) -> bool:
+        async with connect(self.address) as channel:
             return await ask_health(channel) == SERVING
 
-    started = Program(
-        name="offsets",
-        command=[sys.executable, "-m", "batonmq_server.offsets"],
-        env={f"BATON_OFFSETS_{name}": value for name, value in env.items()},
-        drop=("BATON_",),
-        log_path=tmp_path / "offsets.log",
-        is_ready=is_ready,
-    )
-    return started, address
+    @asynccontextmanager
+    async def serving(
+        self, child: ChildProcess | None = None
+    ) -> AsyncIterator[pb_grpc.OffsetsServiceAsyncStub]:
+        """Run the process, or `child` in its place; kill it at the end if it still runs."""
+        child = child or self.child
+        child.spawn()
+        try:
+            await child.ready(READY_S)
+            async with connect(self.address) as channel:
+                yield pb_grpc.OffsetsServiceStub(channel)
+        finally:
+            child.kill_now()
+
+    async def kill_during(
+        self,
+        writers: Sequence[Acker | Mover],
+        stub: pb_grpc.OffsetsServiceAsyncStub,
+        answer_count: int,
+    ) -> None:
+        """Kill the process once that many calls of the writers are answered."""
+        answers = asyncio.Semaphore(0)
+        async with asyncio.TaskGroup() as tasks:
+            for writer in writers:
+                tasks.create_task(writer.run_until_killed(stub, answers))
+            for _ in range(answer_count):
+                await answers.acquire()
+            self.child.kill_now()
 
 
-@asynccontextmanager
-async def life(child: ChildProcess, address: str) -> AsyncIterator[pb_grpc.OffsetsServiceAsyncStub]:
-    """Run the process; kill it at the end if it still runs."""
-    child.spawn()
-    try:
-        await child.ready(READY_S)
-        async with connect(address) as channel:
-            yield pb_grpc.OffsetsServiceStub(channel)
-    finally:
-        child.kill_now()
+@pytest.fixture
+def process(tmp_path: Path, etcd_endpoint: str) -> OffsetsProcess:
+    return OffsetsProcess(tmp_path, etcd_endpoint)
 
 
 async def own_all(stub: pb_grpc.OffsetsServiceAsyncStub) -> None:
     """Give every queue token 1, and deliver far ahead."""
     await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
     keys = [queue(queue_id=queue_id) for queue_id in range(QUEUES)]
-    wishes = [fence_item(queue=key) for key in keys]
-    await stub.Fence(pb.FenceRequest(term=TERM, items=wishes), timeout=TIMEOUT_S)
+    fences = [fence_item(queue=key) for key in keys]
+    await stub.Fence(pb.FenceRequest(term=TERM, items=fences), timeout=TIMEOUT_S)
     items = [pb.DeliveryItem(queue=key, token=1, next_offset=DELIVERED) for key in keys]
     await stub.RecordDelivered(pb.RecordDeliveredRequest(items=items), timeout=TIMEOUT_S)
 
@@ -91,8 +120,10 @@ class Acker:
         self.answered = RangeSet()
         self.at = 0
 
-    async def go_on(self, stub: pb_grpc.OffsetsServiceAsyncStub, enough: asyncio.Semaphore) -> None:
-        """Commit until the process is dead; call `enough` with each answer."""
+    async def run_until_killed(
+        self, stub: pb_grpc.OffsetsServiceAsyncStub, answers: asyncio.Semaphore
+    ) -> None:
+        """Commit until the process has ended; release `answers` with each answer."""
         while True:
             hole, end = self.at + 1, self.at + 4
             acked = RangeSet(((self.at, hole), (hole + 1, end)))
@@ -106,14 +137,14 @@ class Acker:
             assert answer.outcomes[0].HasField("committed"), answer
             self.answered = self.answered.union(acked)
             self.at = end
-            enough.release()
+            answers.release()
 
 
 async def acked_of(stub: pb_grpc.OffsetsServiceAsyncStub, attempt: str) -> list[RangeSet]:
     """Fence each queue by force; return its acked offsets, including those below C."""
     request = pb.QueryRequest(queues=[queue(queue_id=queue_id) for queue_id in range(QUEUES)])
-    known = (await stub.Query(request, timeout=TIMEOUT_S)).outcomes
-    wishes = [
+    outcomes = (await stub.Query(request, timeout=TIMEOUT_S)).outcomes
+    fences = [
         fence_item(
             queue=outcome.progress.queue,
             attempt=attempt,
@@ -123,60 +154,50 @@ async def acked_of(stub: pb_grpc.OffsetsServiceAsyncStub, attempt: str) -> list[
             forced_reason="to see what is acked",
             holder=queue_pb2.Incarnation(client_id="auditor", incarnation_id=1),
         )
-        for outcome in known
+        for outcome in outcomes
     ]
-    request_fence = pb.FenceRequest(term=TERM, items=wishes)
-    found = []
+    request_fence = pb.FenceRequest(term=TERM, items=fences)
+    acked = []
     for grant in (await stub.Fence(request_fence, timeout=TIMEOUT_S)).outcomes:
         runs = [(each.first_offset, each.next_offset) for each in grant.fenced.acked]
-        found.append(RangeSet.merged([(0, grant.fenced.committed_offset), *runs]))
-    return found
+        acked.append(RangeSet.merged([(0, grant.fenced.committed_offset), *runs]))
+    return acked
 
 
-async def test_every_answered_commit_survives_kill_9(etcd_endpoint: str, tmp_path: Path) -> None:
-    started, address = program(tmp_path, etcd_endpoint)
-    child = ChildProcess(started, fork_server().start)
+async def test_every_answered_commit_survives_kill_9(process: OffsetsProcess) -> None:
     ackers = [Acker(queue_id) for queue_id in range(QUEUES)]
-    for answers in (40, 150, 90):
-        async with life(child, address) as stub:
+    for answer_count in (40, 150, 90):
+        async with process.serving() as stub:
             if not ackers[0].answered:
                 await own_all(stub)
-            enough = asyncio.Semaphore(0)
-            async with asyncio.TaskGroup() as tasks:
-                for acker in ackers:
-                    tasks.create_task(acker.go_on(stub, enough))
-                for _ in range(answers):
-                    await enough.acquire()
-                child.kill_now()
-    async with life(child, address) as stub:
-        found = await acked_of(stub, "audit")
-        announced = await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
-    assert announced.offsets_epoch == 4
-    for acker, acked in zip(ackers, found, strict=True):
+            await process.kill_during(ackers, stub, answer_count)
+    async with process.serving() as stub:
+        ranges = await acked_of(stub, "audit")
+        announcement = await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
+    assert announcement.offsets_epoch == 4
+    for acker, acked in zip(ackers, ranges, strict=True):
         assert acker.answered.count >= 3
         assert not acker.answered.difference(acked), "an answered ack is gone"
-        assert acked.next_offset <= acker.at + 4, "nothing is acked that was never sent"
+        assert acked.next_offset <= acker.at + 4, "every acked offset was sent"
 
 
-async def test_answered_close_and_fence_survive_kill_9(etcd_endpoint: str, tmp_path: Path) -> None:
-    started, address = program(tmp_path, etcd_endpoint)
-    child = ChildProcess(started, fork_server().start)
-    async with life(child, address) as stub:
+async def test_answered_close_and_fence_survive_kill_9(process: OffsetsProcess) -> None:
+    async with process.serving() as stub:
         await own_all(stub)
         close = pb.CloseItem(
             queue=queue(queue_id=0), token=1, committed_offset=5, unfinished=[run(7, 9)]
         )
         await stub.Close(pb.CloseRequest(items=[close]), timeout=TIMEOUT_S)
-        child.kill_now()
+        process.child.kill_now()
     repeated = fence_item(queue=queue(queue_id=1))
     following = fence_item(queue=queue(queue_id=0), attempt="next", expected_token=1)
-    async with life(child, address) as stub:
+    async with process.serving() as stub:
         request = pb.FenceRequest(term=TERM, items=[repeated, following])
         answer = await stub.Fence(request, timeout=TIMEOUT_S)
-        child.kill_now()
-    async with life(child, address) as stub:
-        asked = pb.ListHoldsRequest(queue=queue(queue_id=0))
-        holds = (await stub.ListHolds(asked, timeout=TIMEOUT_S)).holds
+        process.child.kill_now()
+    async with process.serving() as stub:
+        list_request = pb.ListHoldsRequest(queue=queue(queue_id=0))
+        holds = (await stub.ListHolds(list_request, timeout=TIMEOUT_S)).holds
     assert [(hold.token, hold.end, hold.delivered_offset) for hold in holds] == [
         (2, pb.HOLD_END_UNSPECIFIED, 5),
         (1, pb.HOLD_END_PASSED, DELIVERED),
@@ -200,8 +221,10 @@ class Mover:
         name = f"op-{self.queue.queue.queue_id}-{number}"
         return pb.ResetRequest(op_id=name, by="test", reason="kill -9", items=[item])
 
-    async def go_on(self, stub: pb_grpc.OffsetsServiceAsyncStub, enough: asyncio.Semaphore) -> None:
-        """Reset until the process is dead; call `enough` with each answer."""
+    async def run_until_killed(
+        self, stub: pb_grpc.OffsetsServiceAsyncStub, answers: asyncio.Semaphore
+    ) -> None:
+        """Reset until the process has ended; release `answers` with each answer."""
         while True:
             self.sent = len(self.answered) + 1
             try:
@@ -209,31 +232,23 @@ class Mover:
             except grpc.aio.AioRpcError:
                 return
             self.answered.append(answer.outcomes[0].step)
-            enough.release()
+            answers.release()
 
 
 async def test_every_answered_reset_survives_kill_9_and_its_op_id_is_known(
-    etcd_endpoint: str, tmp_path: Path
+    process: OffsetsProcess,
 ) -> None:
-    started, address = program(tmp_path, etcd_endpoint)
-    child = ChildProcess(started, fork_server().start)
     movers = [Mover(queue_id) for queue_id in range(QUEUES)]
-    async with life(child, address) as stub:
+    async with process.serving() as stub:
         await own_all(stub)
-    for answers in (40, 90):
-        async with life(child, address) as stub:
-            enough = asyncio.Semaphore(0)
-            async with asyncio.TaskGroup() as tasks:
-                for mover in movers:
-                    tasks.create_task(mover.go_on(stub, enough))
-                for _ in range(answers):
-                    await enough.acquire()
-                child.kill_now()
-    async with life(child, address) as stub:
+    for answer_count in (40, 90):
+        async with process.serving() as stub:
+            await process.kill_during(movers, stub, answer_count)
+    async with process.serving() as stub:
         for mover in movers:
             assert len(mover.answered) >= 5
-            known = await stub.Query(pb.QueryRequest(queues=[mover.queue]), timeout=TIMEOUT_S)
-            before = known.outcomes[0].progress
+            earlier = await stub.Query(pb.QueryRequest(queues=[mover.queue]), timeout=TIMEOUT_S)
+            before = earlier.outcomes[0].progress
             for number, step in enumerate(mover.answered, 1):
                 answer = await stub.Reset(mover.request(number), timeout=TIMEOUT_S)
                 assert answer.outcomes[0].step == step, "the same answer, and no other effect"
@@ -250,13 +265,9 @@ async def test_every_answered_reset_survives_kill_9_and_its_op_id_is_known(
     assert len(recorded) == len(set(recorded))
 
 
-async def test_undo_after_kill_9_restores_the_acked_offsets(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    started, address = program(tmp_path, etcd_endpoint)
-    child = ChildProcess(started, fork_server().start)
+async def test_undo_after_kill_9_restores_the_acked_offsets(process: OffsetsProcess) -> None:
     order: Any = {"by": "test", "reason": "kill -9"}
-    async with life(child, address) as stub:
+    async with process.serving() as stub:
         await own_all(stub)
         acks = pb.CommitItem(
             queue=queue(queue_id=0), token=1, committed_offset=5, acked=[run(7, 9)]
@@ -264,76 +275,65 @@ async def test_undo_after_kill_9_restores_the_acked_offsets(
         await stub.Commit(pb.CommitRequest(items=[acks]), timeout=TIMEOUT_S)
         items = [pb.ResetItem(queue=queue(queue_id=0), to_offset=0)]
         await stub.Reset(pb.ResetRequest(op_id="op", items=items, **order), timeout=TIMEOUT_S)
-        child.kill_now()
-    async with life(child, address) as stub:
+        process.child.kill_now()
+    async with process.serving() as stub:
         undo = pb.ResetRequest(op_id="undo", undo_group="readers", undo_op_id="op", **order)
         await stub.Reset(undo, timeout=TIMEOUT_S)
-        child.kill_now()
-    async with life(child, address) as stub:
+        process.child.kill_now()
+    async with process.serving() as stub:
         answer = await stub.Query(pb.QueryRequest(queues=[queue(queue_id=0)]), timeout=TIMEOUT_S)
     now = answer.outcomes[0].progress
     assert (now.committed_offset, list(now.acked)) == (5, [run(7, 9)])
     assert (now.reset_epoch, now.token) == (2, 3)
 
 
-async def test_stopped_process_exits_and_loses_nothing(etcd_endpoint: str, tmp_path: Path) -> None:
-    started, address = program(tmp_path, etcd_endpoint)
-    child = ChildProcess(started, fork_server().start)
+async def test_stopped_process_exits_and_loses_nothing(process: OffsetsProcess) -> None:
     acker = Acker(0)
-    async with life(child, address) as stub:
+    async with process.serving() as stub:
         await own_all(stub)
-        enough = asyncio.Semaphore(0)
+        answers = asyncio.Semaphore(0)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(acker.go_on(stub, enough))
-            await enough.acquire()
-            child.send(signal.SIGTERM)
-            assert await child.ended() == 0
-    async with life(child, address) as stub:
-        found = await acked_of(stub, "audit")
-    assert not acker.answered.difference(found[0])
+            tasks.create_task(acker.run_until_killed(stub, answers))
+            await answers.acquire()
+            process.child.send(signal.SIGTERM)
+            assert await process.child.ended() == 0
+    async with process.serving() as stub:
+        acked, *_ = await acked_of(stub, "audit")
+    assert not acker.answered.difference(acked)
 
 
 async def test_second_process_on_the_same_folder_exits_at_once(
-    etcd_endpoint: str, tmp_path: Path
+    process: OffsetsProcess, tmp_path: Path
 ) -> None:
-    started, address = program(tmp_path, etcd_endpoint)
-    child = ChildProcess(started, fork_server().start)
-    async with life(child, address):
-        second = ChildProcess(
-            Program(
-                name="second",
-                command=started.command,
-                env={**started.env, "BATON_OFFSETS_PORT": "0"},
-                drop=started.drop,
-                log_path=tmp_path / "second.log",
-                is_ready=started.is_ready,
-            ),
-            fork_server().start,
+    async with process.serving():
+        program = replace(
+            process.program,
+            name="second",
+            env={**process.program.env, "BATON_OFFSETS_PORT": "0"},
+            log_path=tmp_path / "second.log",
         )
+        second = ChildProcess(program, fork_server().start)
         second.spawn()
         try:
             assert await second.ended() == 1
             assert "another process uses" in "\n".join(second.last_lines(40))
         finally:
             second.kill_now()
-        assert child.pid is not None
+        assert process.child.pid is not None
 
 
 async def test_failed_write_ends_the_process_without_an_answer(
-    etcd_endpoint: str, tmp_path: Path
+    process: OffsetsProcess, tmp_path: Path
 ) -> None:
-    started, address = program(tmp_path, etcd_endpoint)
-    limited = Program(
+    limited = replace(
+        process.program,
         name="offsets, files up to 256 KiB",
-        command=["/bin/sh", "-c", 'ulimit -f 512; exec "$@"', "sh", *started.command],
-        env=started.env,
-        drop=started.drop,
+        command=["/bin/sh", "-c", 'ulimit -f 512; exec "$@"', "sh", *process.program.command],
         log_path=tmp_path / "limited.log",
-        is_ready=started.is_ready,
     )
     child = ChildProcess(limited)
     answered: list[queue_pb2.GroupQueue] = []
-    async with life(child, address) as stub:
+    async with process.serving(child) as stub:
         await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
         with pytest.raises(grpc.aio.AioRpcError):
             for first in range(0, 60_000, 500):
@@ -343,7 +343,7 @@ async def test_failed_write_ends_the_process_without_an_answer(
                 answered += keys
         assert await child.ended() == 1
         assert "lmdb" in "\n".join(child.last_lines(40))
-    async with life(ChildProcess(started, fork_server().start), address) as stub:
+    async with process.serving() as stub:
         queues = (await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)).queues
     assert answered
     assert {each.queue.queue.queue_id for each in queues} >= {k.queue.queue_id for k in answered}

@@ -377,11 +377,11 @@ def test_s3_delivery_stops_at_the_cap_of_ranges_and_continues_below_it() -> None
     scene.record(1, 20, 21)
 
 
-def test_s16_acks_at_the_cap_are_accepted_and_nothing_is_forgotten() -> None:
+def test_s16_acks_at_the_cap_are_accepted_and_no_ack_is_lost() -> None:
     scene = held(delivered=20, limits=QueueLimits(ack_ranges_max=3))
-    many = offsets(*((offset, offset + 1) for offset in range(1, 20, 2)))
-    scene.commit(1, 0, many)
-    assert scene.queue.acked == many
+    acked = offsets(*((offset, offset + 1) for offset in range(1, 20, 2)))
+    scene.commit(1, 0, acked)
+    assert scene.queue.acked == acked
 
 
 def test_s16_delivery_stops_at_the_cap_of_bytes() -> None:
@@ -425,13 +425,13 @@ def test_s6_delivered_of_a_slow_queue_is_reserved_a_few_messages_ahead() -> None
 
 def test_s6_reserve_of_a_busy_queue_doubles_up_to_the_limit() -> None:
     scene = held(delivered=0, limits=QueueLimits(span_max=500))
-    found = []
+    reserves = []
     for at in range(0, 20_000, 100):
         scene.now_ms += 1
         if scene.record(1, at, at + 100).changed:
-            found.append(reserved(scene))
-    assert found[:6] == [16, 32, 64, 128, 256, 500]
-    assert len(found) < 50, "a pull seldom waits for the disk"
+            reserves.append(reserved(scene))
+    assert reserves[:6] == [16, 32, 64, 128, 256, 500]
+    assert len(reserves) < 50, "a pull seldom waits for the disk"
 
 
 def test_s6_queue_stores_its_bound_five_times_a_second_at_most_after_a_while() -> None:
@@ -772,13 +772,13 @@ def test_s1_delete_for_a_newer_topic_does_not_change_a_tombstone() -> None:
 def test_s1_delete_affects_all_groups_of_the_topic_and_no_other_topic() -> None:
     scene = held()
     others = [KEY._replace(group="others", queue_id=q) for q in (0, 1)]
-    kept = KEY._replace(topic="newsflash")
-    for key in (*others, kept):
+    other_key = KEY._replace(topic="newsflash")
+    for key in (*others, other_key):
         scene.table.fence(key, 7, FIRST, scene.now)
     assert sorted(scene.delete(1) or ()) == sorted([KEY, *others])
-    assert scene.table.query(kept).token == 1
-    assert (scene.table.queues_of("others"), scene.table.queues_of("readers")) == ([], [kept])
-    assert {key for key, _ in scene.table.items()} == {KEY, *others, kept}
+    assert scene.table.query(other_key).token == 1
+    assert (scene.table.queues_of("others"), scene.table.queues_of("readers")) == ([], [other_key])
+    assert {key for key, _ in scene.table.items()} == {KEY, *others, other_key}
 
 
 def test_s12_tombstone_survives_a_restart() -> None:

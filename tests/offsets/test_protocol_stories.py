@@ -24,7 +24,7 @@ def test_story_1_messages_of_a_silent_holder_are_flagged() -> None:
         scene.commit(1, 1)
 
 
-def test_story_2_pull_between_drained_check_and_fence_is_noticed() -> None:
+def test_story_2_pull_between_drained_check_and_fence_is_detected() -> None:
     scene = Scene()
     scene.fence(A, 0)
     assert scene.queue.drained, "the state that the lock manager saw before the fence"

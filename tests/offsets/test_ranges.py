@@ -80,9 +80,9 @@ def test_arbitrary_bytes_are_decoded_or_rejected(stored: bytes) -> None:
 
 
 def test_stored_runs_without_a_gap_between_them_are_rejected() -> None:
-    good = RangeSet(((5, 6), (7, 8))).encoded
+    intact = RangeSet(((5, 6), (7, 8))).encoded
     with pytest.raises(ValueError, match="a run is empty"):
-        RangeSet.decode(good[:-2] + b"\0" + good[-1:])
+        RangeSet.decode(intact[:-2] + b"\0" + intact[-1:])
 
 
 def test_run_of_any_length_costs_one_entry() -> None:

@@ -1,4 +1,4 @@
-"""A replica set of offsets whose leader dies, is cut off, slow or comes back.
+"""A replica set of offsets whose leader crashes, is cut off, is slow or restarts.
 
 Goal: answered progress is never lost and never goes back, whichever node is the leader; a node
 whose lease may have expired does not answer; a node that lacks a confirmed change is never elected;
@@ -33,19 +33,12 @@ from tests.offsets.replica_cluster import (
     committed,
     hold,
     rejection,
+    three,
 )
 from tests.support.conditions import until
 from tests.support.replica_nodes import LAG_MS_MAX, TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(180)
-
-
-async def three(scene: ReplicaSet) -> Replica:
-    """Wait until all three nodes are in sync; return the leader."""
-    await scene.start("a", "b", "c")
-    leader = await scene.leader()
-    await scene.wait_in_sync("a", "b", "c")
-    return leader
 
 
 def others(scene: ReplicaSet, leader: Replica) -> list[str]:
@@ -57,8 +50,8 @@ async def test_new_set_starts_only_when_all_its_replicas_are_up(scene: ReplicaSe
     registered = [node.session for node in scene.nodes.values()]
 
     async def both_listed() -> bool:
-        found, _ = await registered[0].get_prefix("nodes/offsets/")
-        return len(found) == 2
+        entries, _ = await registered[0].get_prefix("nodes/offsets/")
+        return len(entries) == 2
 
     await until(both_listed)
     assert (await scene.set_record()).epoch == 0
@@ -76,7 +69,7 @@ async def test_followers_store_the_same_bytes_as_the_leader(scene: ReplicaSet) -
     assert len(leader.stored()) > 40
 
 
-async def test_answered_changes_survive_the_death_of_the_leader(
+async def test_answered_changes_survive_a_crash_of_the_leader(
     scene: ReplicaSet,
 ) -> None:
     first = await three(scene)
@@ -138,12 +131,12 @@ async def test_leader_cut_off_from_etcd_answers_no_call(
         except grpc.aio.AioRpcError as error:
             refusals.add(from_rpc_error(error).reason)
         else:
-            assert not begun, "it stopped before another leader could begin"
+            assert not begun, "the leader stopped before another leader began"
             answered += 1
         return begun
 
     await until(another_begins)
-    assert answered, "it answered while its lease was valid"
+    assert answered, "the leader answered while its lease was valid"
     assert "NO_QUORUM" in refusals
     second = await scene.leader()
     await commit(second, 20)
@@ -288,9 +281,11 @@ async def test_changes_are_rejected_with_too_few_replicas_in_sync(scene: Replica
     assert (error.reason, error.retry.name) == ("NOT_ENOUGH_REPLICAS", "SAME_CALL")
     assert error.facts == {"in_sync": "1", "limit": "2"}
     assert await committed(leader) == 10
-    assert (await scene.set_record()).in_sync == {leader.name, last}, "last can still be elected"
+    assert (await scene.set_record()).in_sync == {leader.name, last}, (
+        "the last follower can still be elected"
+    )
     await scene.start(quick)
-    await until(lambda: _taken(leader, 20))
+    await until(lambda: _accepts(leader, 20))
     await scene.wait_in_sync(leader.name, quick)
 
 
@@ -309,7 +304,7 @@ async def test_leader_that_starts_with_too_few_in_sync_waits_for_another_member(
     assert not await again.serves()
     await scene.start(others(scene, leader)[0])
     assert await committed(await scene.leader()) == 10
-    await until(lambda: _taken(again, 20))
+    await until(lambda: _accepts(again, 20))
 
 
 async def _keep_up(leader: Replica, count: int) -> bool:
@@ -318,7 +313,7 @@ async def _keep_up(leader: Replica, count: int) -> bool:
     return sum(one.in_sync for one in answer.replicas) == count
 
 
-async def _taken(leader: Replica, offset: int) -> bool:
+async def _accepts(leader: Replica, offset: int) -> bool:
     try:
         await commit(leader, offset)
     except BatonError as error:

@@ -72,12 +72,12 @@ def test_s13_offsets_started_before_a_reset_are_maybe_seen_after_it() -> None:
     assert scene.fence(B, 2).maybe_seen == offsets((4, 20))
 
 
-@pytest.mark.parametrize("what", ["committed", "delivered", "acked", "maybe seen"])
-def test_s13_maybe_seen_reaches_up_to_the_greatest_started_offset(what: str) -> None:
+@pytest.mark.parametrize("case", ["committed", "delivered", "acked", "maybe seen"])
+def test_s13_maybe_seen_reaches_up_to_the_greatest_started_offset(case: str) -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 20)
-    match what:
+    match case:
         case "committed":
             scene.commit(1, 20)
         case "acked":
@@ -99,7 +99,7 @@ def test_s13_forward_reset_is_a_recorded_skip() -> None:
     assert recorded.order == ResetOrder("op", ProgressSource.RESET, "admin", "replay")
     assert recorded.steps[0].effect == moved
     scene.reset(0, "back")
-    assert scene.queue.maybe_seen == offsets((0, 50)), "no started offset is forgotten"
+    assert scene.queue.maybe_seen == offsets((0, 50)), "no started offset is lost"
 
 
 def test_s13_backward_reset_counts_the_replayed_offsets() -> None:
@@ -156,7 +156,7 @@ def test_s13_owner_continues_at_the_new_offset_after_a_reset() -> None:
     scene.reset(4)
     grant = scene.fence(A, 2, resume=offsets((13, 20)), reset_epoch=0)
     assert (grant.committed_offset, grant.acked, grant.reset_epoch) == (4, EMPTY, 1)
-    assert scene.queue.delivered_offset == 4, "its messages in flight are of another epoch"
+    assert scene.queue.delivered_offset == 4, "the messages in flight are of another epoch"
 
 
 def test_s13_attempt_before_a_reset_is_superseded() -> None:
@@ -221,9 +221,9 @@ def test_s13_one_operation_may_take_several_calls() -> None:
     order = ResetOrder("op", ProgressSource.RESET, "admin", "replay")
     keys = [KEY._replace(queue_id=queue_id) for queue_id in range(4)]
     targets = [QueueReset(key, AckState(7)) for key in keys]
-    for some in (targets[2:], targets[:3]):
+    for part in (targets[2:], targets[:3]):
         scene.now_ms += 1
-        scene.resets.reset(KEY.group, order, some, scene.now, dry_run=False)
+        scene.resets.reset(KEY.group, order, part, scene.now, dry_run=False)
     (operation,) = scene.resets.history.newest_first(KEY.group)
     assert [each.key for each in operation.steps] == keys
     assert operation.unix_ms == scene.now.unix_ms - 1
@@ -237,8 +237,8 @@ def test_s13_history_is_newest_first_and_drops_the_oldest() -> None:
         order = ResetOrder(f"op-{number}", ProgressSource.RESET, "admin", "")
         key = records.put("g", RecordedReset(number=number, order=order, unix_ms=1, steps=()))
         assert records.at(key).number == number
-    kept = [operation.number for operation in records.newest_first("g")]
-    assert kept == list(range(RECORDS_MAX + 2, 2, -1))
+    numbers = [operation.number for operation in records.newest_first("g")]
+    assert numbers == list(range(RECORDS_MAX + 2, 2, -1))
     assert records.find("g", "op-2") is None
     assert records.find("g", "op-3") is not None
     assert records.find("h", "op-3") is None
@@ -321,8 +321,8 @@ def test_s13_undo_does_not_change_progress_created_after_a_deletion(
         scene.delete_group()
     if anew:
         scene.fence(A, 3)
-    (refused,) = scene.undo("op")
-    assert isinstance(refused, UnknownQueue)
+    (result,) = scene.undo("op")
+    assert isinstance(result, UnknownQueue)
     assert scene.table.state(KEY).token == (4 if anew else 3)
     assert scene.resets.history.find(KEY.group, "undo") is None
 

@@ -196,13 +196,13 @@ async def test_query_returns_every_field_or_unknown_queue(service: Service) -> N
     commit = pb.CommitItem(queue=queue(), token=1, committed_offset=2, acked=[run(4, 6)])
     await call(service, "Commit", pb.CommitRequest(items=[commit]))
     request = pb.QueryRequest(queues=[queue(), queue("unknown")])
-    known, unknown = (await call(service, "Query", request)).outcomes
-    assert reasons([unknown]) == ["REASON_UNKNOWN_QUEUE"]
-    assert known.progress.update_unix_ms > 0
-    assert known.progress.idle_ms < 60_000
-    known.progress.ClearField("update_unix_ms")
-    known.progress.ClearField("idle_ms")
-    assert known.progress == pb.Progress(
+    outcome, unknown_outcome = (await call(service, "Query", request)).outcomes
+    assert reasons([unknown_outcome]) == ["REASON_UNKNOWN_QUEUE"]
+    assert outcome.progress.update_unix_ms > 0
+    assert outcome.progress.idle_ms < 60_000
+    outcome.progress.ClearField("update_unix_ms")
+    outcome.progress.ClearField("idle_ms")
+    assert outcome.progress == pb.Progress(
         queue=queue(),
         token=1,
         holder=queue_pb2.Incarnation(client_id="client-a", incarnation_id=1),
@@ -223,8 +223,8 @@ async def test_query_group_returns_its_queues_in_order(service: Service) -> None
         await service.start_owner(queue_id=queue_id)
     answer = await call(service, "QueryGroup", pb.QueryGroupRequest(group="readers"))
     assert [progress.queue.queue.queue_id for progress in answer.queues] == [2, 10]
-    unknown = await call(service, "QueryGroup", pb.QueryGroupRequest(group="unknown"))
-    assert (unknown.offsets_epoch, len(unknown.queues)) == (1, 0)
+    empty = await call(service, "QueryGroup", pb.QueryGroupRequest(group="unknown"))
+    assert (empty.offsets_epoch, len(empty.queues)) == (1, 0)
 
 
 async def test_delete_topic_leaves_tombstones_only_for_fences(service: Service) -> None:
@@ -232,23 +232,23 @@ async def test_delete_topic_leaves_tombstones_only_for_fences(service: Service) 
         await service.start_owner(queue_id=queue_id)
     answer = await call(service, "DeleteTopic", delete_topic_request())
     assert answer == pb.DeleteTopicResponse(offsets_epoch=1, queue_count=2)
-    shown = await call(service, "QueryGroup", pb.QueryGroupRequest(group="readers"))
-    assert list(shown.queues) == []
+    group_answer = await call(service, "QueryGroup", pb.QueryGroupRequest(group="readers"))
+    assert list(group_answer.queues) == []
     (outcome,) = (await call(service, "Query", pb.QueryRequest(queues=[queue()]))).outcomes
     assert reasons([outcome]) == ["REASON_UNKNOWN_QUEUE"]
     assert outcome.error.facts["token"] == "2"
-    announced = (await call(service, "Announce", pb.AnnounceRequest(term=TERM))).queues
-    assert [(each.token, each.closed, each.HasField("holder")) for each in announced] == [
+    tokens = (await call(service, "Announce", pb.AnnounceRequest(term=TERM))).queues
+    assert [(each.token, each.closed, each.HasField("holder")) for each in tokens] == [
         (2, True, False)
     ] * 2
     for method, item in VALID_ITEMS.items():
         if method == "Fence":
             continue
-        refused = await call(
+        late_call = await call(
             service, method, getattr(pb, f"{method}Request")(items=[item(queue=queue())])
         )
-        assert reasons(refused.outcomes) == ["REASON_FENCED"]
-        assert refused.outcomes[0].error.facts["why"] == "RESET"
+        assert reasons(late_call.outcomes) == ["REASON_FENCED"]
+        assert late_call.outcomes[0].error.facts["why"] == "RESET"
     fence = fence_item(attempt="anew", expected_token=2, initial_offset=5)
     passed = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[fence]))
     assert passed.outcomes[0].fenced == pb.Fenced(token=3, committed_offset=5, reset_epoch=1)
@@ -258,14 +258,14 @@ async def test_start_offset_of_an_earlier_topic_of_the_name_is_rejected(service:
     await service.start_owner()
     await call(service, "DeleteTopic", delete_topic_request())
     stale = fence_item(attempt="late", expected_token=2, initial_offset=900, topic_id=1)
-    refused = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[stale]))
-    assert reasons(refused.outcomes) == ["REASON_OLD_TOPIC"]
-    assert refused.outcomes[0].error.facts == {
+    stale_call = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[stale]))
+    assert reasons(stale_call.outcomes) == ["REASON_OLD_TOPIC"]
+    assert stale_call.outcomes[0].error.facts == {
         "topic_id": "1",
         "current": str(delete_topic_request().topic_id),
     }
-    (known,) = (await call(service, "Query", pb.QueryRequest(queues=[queue()]))).outcomes
-    assert known.error.reason, "it has no progress"
+    (outcome,) = (await call(service, "Query", pb.QueryRequest(queues=[queue()]))).outcomes
+    assert outcome.error.reason, "the queue has no progress"
     fresh = fence_item(
         attempt="anew", expected_token=2, initial_offset=5, topic_id=delete_topic_request().topic_id
     )
@@ -282,8 +282,8 @@ async def test_repeated_delete_topic_does_not_change_the_new_topic(service: Serv
     again = await call(service, "DeleteTopic", delete_topic_request())
     assert again == pb.DeleteTopicResponse(offsets_epoch=1)
     assert service.stored() == before
-    (known,) = (await call(service, "Query", pb.QueryRequest(queues=[queue()]))).outcomes
-    assert known.progress.token == 3
+    (outcome,) = (await call(service, "Query", pb.QueryRequest(queues=[queue()]))).outcomes
+    assert outcome.progress.token == 3
 
 
 @pytest.mark.parametrize(
@@ -330,14 +330,14 @@ async def test_every_answered_change_is_on_the_disk(service: Service) -> None:
 
     commit = pb.CommitItem(queue=queue(), token=1, committed_offset=2)
     close = pb.CloseItem(queue=queue(), token=1, committed_offset=3)
-    far = pb.DeliveryItem(queue=queue(), token=2, first_offset=3, next_offset=9_000)
+    far_delivery = pb.DeliveryItem(queue=queue(), token=2, first_offset=3, next_offset=9_000)
     states = [
         await stored_with("Commit", pb.CommitRequest(items=[commit])),
         await stored_with("Close", pb.CloseRequest(items=[close])),
         await stored_with(
             "Fence", pb.FenceRequest(term=TERM, items=[fence_item(attempt="b", expected_token=1)])
         ),
-        await stored_with("RecordDelivered", pb.RecordDeliveredRequest(items=[far])),
+        await stored_with("RecordDelivered", pb.RecordDeliveredRequest(items=[far_delivery])),
     ]
     assert len(set(states)) == 4
 
@@ -424,7 +424,7 @@ MEMBER, STRANGER = 11, 12
 
 
 async def test_calls_under_a_token_are_refused_for_another_identity(service: Service) -> None:
-    """The incarnation and the token of a member are shown to everybody that may see the group."""
+    """Every identity that may read the group sees the incarnation and token of a member."""
     await call(service, "Announce", pb.AnnounceRequest(term=TERM))
     item = fence_item()
     item.holder.owner = MEMBER
@@ -458,13 +458,13 @@ async def test_acks_of_a_pull_of_another_identity_are_refused(service: Service) 
     delivery = pb.DeliveryItem(queue=queue(), token=1, next_offset=10, caller=MEMBER)
     await call(service, "RecordDelivered", pb.RecordDeliveredRequest(items=[delivery]))
     acks = pb.Acks(committed_offset=10)
-    stolen = pb.DeliveryItem(
+    foreign = pb.DeliveryItem(
         queue=queue(), token=1, first_offset=10, next_offset=11, progress=acks, caller=STRANGER
     )
-    answer = await call(service, "RecordDelivered", pb.RecordDeliveredRequest(items=[stolen]))
+    answer = await call(service, "RecordDelivered", pb.RecordDeliveredRequest(items=[foreign]))
     assert reasons(answer.outcomes) == ["REASON_NOT_HOLDER"]
-    (found,) = (await call(service, "Query", pb.QueryRequest(queues=[queue()]))).outcomes
-    assert found.progress.committed_offset == 0
+    (outcome,) = (await call(service, "Query", pb.QueryRequest(queues=[queue()]))).outcomes
+    assert outcome.progress.committed_offset == 0
 
 
 async def test_holder_keeps_its_identity_in_the_stored_progress(service: Service) -> None:

@@ -27,11 +27,11 @@ class StalledEtcd(EtcdSession):
     """An etcd whose reads get no answer while `stalled` is set."""
 
     stalled = False
-    asked = waiting = 0
+    stalled_reads = waiting = 0
 
     async def get(self, key: str) -> KeyValue | None:
         if self.stalled:
-            self.asked += 1
+            self.stalled_reads += 1
             self.waiting += 1
             try:
                 await asyncio.Event().wait()
@@ -53,8 +53,8 @@ def shared(method: str, *items: Any) -> Any:
 
 
 async def placed_groups(etcd: EtcdSession) -> set[str]:
-    found, _ = await etcd.get_prefix(PLACEMENTS_PREFIX)
-    return {stored.key.removeprefix(PLACEMENTS_PREFIX) for stored in found}
+    entries, _ = await etcd.get_prefix(PLACEMENTS_PREFIX)
+    return {stored.key.removeprefix(PLACEMENTS_PREFIX) for stored in entries}
 
 
 @pytest.mark.parametrize("method", ["Fence", "RecordDelivered", "Touch"])
@@ -76,8 +76,8 @@ async def test_malformed_items_do_not_fail_the_other_items(service: Service, met
         item(queue=queue(queue_id=4), **good),
     )
     answer = await call(service, method, request)
-    refused = [one.HasField("error") for one in answer.outcomes]
-    assert refused == [True, False, True, True, False]
+    rejected = [one.HasField("error") for one in answer.outcomes]
+    assert rejected == [True, False, True, True, False]
     facts = [dict(one.error.facts) for one in answer.outcomes if one.HasField("error")]
     assert facts == [{"field": "attempt" if method == "Fence" else "token"}] * 3
 
@@ -97,8 +97,8 @@ async def test_malformed_acks_fail_only_their_own_delivery(
     assert answer.outcomes[0].error.facts["field"] == "progress.acked"
     assert answer.outcomes[1].HasField("delivered")
     query = pb.QueryRequest(queues=[queue(queue_id=queue_id) for queue_id in (3, 4)])
-    found = (await call(service, "Query", query)).outcomes
-    assert [one.progress.delivered_offset for one in found] == [0, 1]
+    outcomes = (await call(service, "Query", query)).outcomes
+    assert [one.progress.delivered_offset for one in outcomes] == [0, 1]
 
 
 @pytest.mark.parametrize("method", ["RecordDelivered", "Touch", "Commit", "Close"])
@@ -113,7 +113,7 @@ async def test_call_under_a_token_for_an_unknown_group_is_rejected_without_readi
     answer = await call(service, method, shared(method, *items))
     assert reasons(answer.outcomes)[:-1] == ["REASON_NOT_SERVING"] * len(MADE_UP)
     assert not answer.outcomes[-1].HasField("error")
-    assert etcd.asked == 0
+    assert etcd.stalled_reads == 0
 
 
 async def test_commit_without_token_for_an_unknown_group_creates_no_placement(
@@ -135,9 +135,9 @@ async def test_groups_of_a_call_are_resolved_concurrently(
     etcd.stalled = True
     query = pb.QueryRequest(queues=[queue(group) for group in MADE_UP])
     async with asyncio.TaskGroup() as tasks:
-        asking = tasks.create_task(call(service, "Query", query))
+        querying = tasks.create_task(call(service, "Query", query))
         await until(lambda: etcd.waiting == len(MADE_UP))
-        asking.cancel()
+        querying.cancel()
 
 
 async def test_slow_etcd_fails_only_items_of_groups_that_need_it(
@@ -150,4 +150,4 @@ async def test_slow_etcd_fails_only_items_of_groups_that_need_it(
     answer = await call(service, "Query", query)
     assert reasons(answer.outcomes)[:-1] == ["REASON_NOT_SERVING"] * len(MADE_UP)
     assert answer.outcomes[-1].HasField("progress")
-    assert etcd.asked == len(MADE_UP)
+    assert etcd.stalled_reads == len(MADE_UP)

@@ -1,4 +1,4 @@
-"""A leader that its followers can't reach, and that then dies.
+"""A leader that its followers can't reach, and that then crashes.
 
 Goal: two of three nodes that hold everything acknowledged, and reach each other and etcd, serve
 again whatever happened to the third: no step of its failure takes them out of the election.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 
 from batonmq.errors import BatonError, NotEnoughReplicas
-from tests.offsets.replica_cluster import Replica, ReplicaSet, commit, committed, hold
+from tests.offsets.replica_cluster import Replica, ReplicaSet, commit, committed, hold, three
 from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
@@ -20,9 +20,7 @@ pytestmark = pytest.mark.timeout(180)
 async def cut_off_leader(scene: ReplicaSet) -> Replica:
     """Return the leader of three nodes, two of which are required, once none reaches it."""
     scene.settings["min_in_sync"] = 2
-    await scene.start("a", "b", "c")
-    leader = await scene.leader()
-    await scene.wait_in_sync("a", "b", "c")
+    leader = await three(scene)
     await hold(leader, 0)
     await commit(leader, 10)
     leader.gate.shut |= {"a", "b", "c"}
@@ -31,21 +29,21 @@ async def cut_off_leader(scene: ReplicaSet) -> Replica:
 
 async def successor(scene: ReplicaSet, first: Replica) -> Replica:
     """Return the node that leads instead of `first`, once it serves."""
-    found: list[Replica] = []
+    leaders: list[Replica] = []
 
     async def look() -> bool:
         others = [node for node in scene.nodes.values() if node is not first]
-        found.extend([node for node in others if await node.serves()])
-        return bool(found)
+        leaders.extend([node for node in others if await node.serves()])
+        return bool(leaders)
 
     await until(look)
-    return found[0]
+    return leaders[0]
 
 
-async def test_survivors_serve_after_a_cut_off_leader_has_died(scene: ReplicaSet) -> None:
+async def test_survivors_serve_after_a_cut_off_leader_has_crashed(scene: ReplicaSet) -> None:
     first = await cut_off_leader(scene)
 
-    async def refused() -> bool:
+    async def is_refused() -> bool:
         try:
             await commit(first, 11, timeout_s=0.5)
         except NotEnoughReplicas:
@@ -54,7 +52,7 @@ async def test_survivors_serve_after_a_cut_off_leader_has_died(scene: ReplicaSet
             return False
         return False
 
-    await until(refused)
+    await until(is_refused)
     await first.crash()
     second = await successor(scene, first)
     assert await committed(second) in (10, 11)
@@ -80,21 +78,21 @@ async def test_leader_whose_followers_do_not_renew_their_entries_stays(scene: Re
     record = await scene.set_record()
 
     async def unlisted() -> bool:
-        found, _ = await first.session.get_prefix("nodes/offsets/")
-        return len(found) == 1
+        entries, _ = await first.session.get_prefix("nodes/offsets/")
+        return len(entries) == 1
 
     await until(unlisted)
-    assert await first.serves(), "it answers reads"
+    assert await first.serves(), "the leader answers reads"
     assert await scene.set_record() == record, "no node was elected, and none has left the set"
     for node in followers:
         node.session.cut = False
     first.gate.shut.clear()
 
-    async def taken() -> bool:
+    async def is_accepted() -> bool:
         try:
             await commit(first, 20)
         except NotEnoughReplicas:
             return False
         return True
 
-    await until(taken)
+    await until(is_accepted)

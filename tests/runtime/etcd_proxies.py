@@ -136,8 +136,8 @@ class EtcdProxies:
         A request is no sign: a proxy that gets stuck during the handshake of gRPC gets none.
         """
         return any(
-            proxy.answered > was
-            for proxy, was in zip(self._proxies, self._answered, strict=True)
+            proxy.answered > count_before
+            for proxy, count_before in zip(self._proxies, self._answered, strict=True)
             if proxy is not stuck
         )
 

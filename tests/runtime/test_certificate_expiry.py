@@ -26,8 +26,8 @@ NAME = "baton_tls_certificate_expiry_timestamp_seconds"
 DAY_S = 86_400
 
 
-def settings(**given: str) -> ServiceSettings:
-    env = {f"BATON_N_{name.upper()}": value for name, value in given.items()}
+def settings(**values: str) -> ServiceSettings:
+    env = {f"BATON_N_{name.upper()}": value for name, value in values.items()}
     return load(ServiceSettings, "BATON_N", {"BATON_N_NODE_ID": "n-0", **env})
 
 

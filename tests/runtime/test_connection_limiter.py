@@ -18,11 +18,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from batonmq_server.runtime import connection_limiter
+from batonmq_server.runtime.accepted_sockets import end_connection
 from batonmq_server.runtime.connection_limiter import (
     Connection,
     ConnectionAges,
     ConnectionLimiter,
-    end_connection,
     network_of,
 )
 from batonmq_server.runtime.descriptors import open_descriptors

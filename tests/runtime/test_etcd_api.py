@@ -30,8 +30,11 @@ etcdserverpb.PutRequest value 2 bytes
 etcdserverpb.PutRequest lease 3 int64
 etcdserverpb.DeleteRangeRequest key 1 bytes
 etcdserverpb.DeleteRangeResponse deleted 2 int64
+etcdserverpb.RequestOp request_range 1 etcdserverpb.RangeRequest
 etcdserverpb.RequestOp request_put 2 etcdserverpb.PutRequest
 etcdserverpb.RequestOp request_delete_range 3 etcdserverpb.DeleteRangeRequest
+etcdserverpb.RequestOp request_txn 4 etcdserverpb.TxnRequest
+etcdserverpb.ResponseOp response_range 1 etcdserverpb.RangeResponse
 etcdserverpb.Compare result 1 etcdserverpb.Compare.CompareResult
 etcdserverpb.Compare target 2 etcdserverpb.Compare.CompareTarget
 etcdserverpb.Compare key 3 bytes
@@ -41,6 +44,7 @@ etcdserverpb.TxnRequest compare 1 repeated etcdserverpb.Compare
 etcdserverpb.TxnRequest success 2 repeated etcdserverpb.RequestOp
 etcdserverpb.TxnResponse header 1 etcdserverpb.ResponseHeader
 etcdserverpb.TxnResponse succeeded 2 bool
+etcdserverpb.TxnResponse responses 3 repeated etcdserverpb.ResponseOp
 etcdserverpb.CompactionRequest revision 1 int64
 etcdserverpb.CompactionRequest physical 2 bool
 etcdserverpb.WatchRequest create_request 1 etcdserverpb.WatchCreateRequest
@@ -48,10 +52,12 @@ etcdserverpb.WatchCreateRequest key 1 bytes
 etcdserverpb.WatchCreateRequest range_end 2 bytes
 etcdserverpb.WatchCreateRequest start_revision 3 int64
 etcdserverpb.WatchCreateRequest progress_notify 4 bool
+etcdserverpb.WatchCreateRequest fragment 8 bool
 etcdserverpb.WatchResponse header 1 etcdserverpb.ResponseHeader
 etcdserverpb.WatchResponse created 3 bool
 etcdserverpb.WatchResponse canceled 4 bool
 etcdserverpb.WatchResponse compact_revision 5 int64
+etcdserverpb.WatchResponse fragment 7 bool
 etcdserverpb.WatchResponse events 11 repeated mvccpb.Event
 etcdserverpb.LeaseGrantRequest TTL 1 int64
 etcdserverpb.LeaseGrantRequest ID 2 int64

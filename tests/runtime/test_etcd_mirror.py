@@ -9,17 +9,20 @@ before each watch starts makes the gap between the read and the watch visible.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batonmq._common.clock import Clock
+from batonmq_server.etcd_api import kv_pb2
+from batonmq_server.etcd_api import rpc_pb2 as pb
 from batonmq_server.local.etcd import EtcdProcess
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
-from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Put
 from tests.runtime.etcd_compaction import compact
 from tests.support.conditions import until
 
@@ -123,6 +126,120 @@ async def test_mirror_survives_a_compaction_in_the_gap(etcd_endpoint: str, clust
             revision = await session.put("topics/c", b"4")
             await reached(mirror, revision)
             assert shown(mirror) == {"b": b"3", "c": b"4"}
+
+
+# ---- whole revisions
+
+
+async def test_etcd_splits_a_large_response(etcd: EtcdSession) -> None:
+    """etcd splits a response above 1.5 MiB, which one revision alone may have."""
+    value = os.urandom(700_000)
+    begun = await etcd.put("topics/begin", b"")
+    for name in ("a", "b"):
+        await etcd.put(f"topics/{name}", value)
+    await etcd.txn(compare=(), put=[Put("topics/c", value), Put("topics/d", value)])
+    answers: list[pb.WatchResponse] = []
+    async with aclosing(etcd.watch("topics/", begun + 1)) as watch:
+        while not answers or answers[-1].created or answers[-1].fragment:
+            answers.append(await anext(watch))
+    assert any(answer.fragment for answer in answers), "etcd has split it"
+    assert sum(len(answer.events) for answer in answers) == 4
+
+
+async def test_mirror_follows_a_response_in_fragments(etcd_endpoint: str, cluster: str) -> None:
+    value = os.urandom(700_000)
+    async with GapSession(etcd_endpoint, cluster, Clock()) as session:
+        await session.put("topics/a", b"old")
+
+        async def write_much() -> None:
+            for name in ("b", "c", "d"):
+                await session.put(f"topics/{name}", value)
+            await session.put("topics/a", b"new")
+
+        session.before_watch = write_much
+        async with following(session) as mirror:
+            changes: list[frozenset[str]] = []
+            mirror.on_change.append(changes.append)
+            await until(lambda: "d" in mirror.values)
+            assert changes == [{"a", "b", "c", "d"}]
+            assert mirror.values["a"].value == b"new"
+
+
+class ScriptedSession(EtcdSession):
+    """Answers each read of the prefix and each watch as a test has written down."""
+
+    def __init__(self, reads: Sequence[tuple[list[KeyValue], int]]) -> None:
+        super().__init__("unused:1", "c", Clock())
+        self.reads = list(reads)
+        self.answers: asyncio.Queue[pb.WatchResponse | None] = asyncio.Queue()
+
+    async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
+        return self.reads.pop(0)
+
+    async def watch(self, prefix: str, revision: int) -> AsyncGenerator[Any]:
+        while (answer := await self.answers.get()) is not None:
+            yield answer
+
+    def answer(self, *events: tuple[str, int], fragment: bool = False) -> None:
+        """Send puts of keys at revisions."""
+        put = [
+            kv_pb2.Event(
+                type=kv_pb2.Event.PUT,
+                kv=kv_pb2.KeyValue(
+                    key=f"{self.prefix}topics/{key}".encode(),
+                    value=str(revision).encode(),
+                    mod_revision=revision,
+                ),
+            )
+            for key, revision in events
+        ]
+        header = pb.ResponseHeader(revision=99)
+        self.answers.put_nowait(pb.WatchResponse(header=header, events=put, fragment=fragment))
+
+
+def stored_topic(key: str, revision: int) -> KeyValue:
+    return KeyValue(f"topics/{key}", str(revision).encode(), revision, revision)
+
+
+async def test_revision_that_ends_in_the_next_fragment_is_not_shown_before() -> None:
+    session = ScriptedSession([([stored_topic("a", 1)], 1)])
+    async with following(session) as mirror:
+        changes: list[frozenset[str]] = []
+        mirror.on_change.append(changes.append)
+        session.answer(("a", 2), ("b", 3), fragment=True)
+        session.answer(("c", 3), fragment=True)
+        await until(session.answers.empty)
+        assert (shown(mirror), mirror.revision, changes) == ({"a": b"1"}, 1, [])
+        session.answer(("d", 3))
+        await reached(mirror, 3)
+        assert shown(mirror) == {"a": b"2", "b": b"3", "c": b"3", "d": b"3"}
+        assert mirror.revision == 3
+        assert changes == [{"a", "b", "c", "d"}]
+
+
+async def test_two_revisions_in_one_response_are_one_change() -> None:
+    session = ScriptedSession([([], 1)])
+    async with following(session) as mirror:
+        changes: list[frozenset[str]] = []
+        mirror.on_change.append(changes.append)
+        session.answer(("a", 2), ("b", 2), ("a", 3))
+        await reached(mirror, 3)
+        assert shown(mirror) == {"a": b"3", "b": b"2"}
+        assert changes == [{"a", "b"}]
+
+
+async def test_fragment_is_dropped_when_its_watch_ends_before_the_rest() -> None:
+    """After a compaction or a broken connection the prefix is read again."""
+    again = [stored_topic("a", 5), stored_topic("c", 5)]
+    session = ScriptedSession([([stored_topic("a", 1)], 1), (again, 5)])
+    async with following(session) as mirror:
+        session.answer(("a", 2), ("b", 2), fragment=True)
+        session.answers.put_nowait(None)
+        await reached(mirror, 5)
+        assert shown(mirror) == {"a": b"5", "c": b"5"}
+        session.answer(("d", 6))
+        await reached(mirror, 6)
+        assert shown(mirror) == {"a": b"5", "c": b"5", "d": b"6"}
 
 
 # ---- callbacks and watchers

@@ -60,6 +60,16 @@ def test_key_with_a_bad_part_fails(parts: tuple[str, ...]) -> None:
         EtcdSession.key(*parts)
 
 
+async def test_get_tree_has_the_key_and_all_below_it_and_no_neighbours(etcd: EtcdSession) -> None:
+    for key in ("topics/a", "topics/a-b", "topics/a/2", "topics/a/1/x", "topics/b", "topics/a0"):
+        await etcd.put(key, key.encode())
+    entries = await etcd.get_tree("topics/a")
+    assert [(one.key, one.value) for one in entries] == [
+        (key, key.encode()) for key in ("topics/a", "topics/a/1/x", "topics/a/2")
+    ]
+    assert await etcd.get_tree("topics/c") == []
+
+
 # ---- transactions
 
 
@@ -79,9 +89,11 @@ async def test_mod_revision_0_holds_only_for_a_missing_key(etcd: EtcdSession) ->
 
 
 async def test_mod_revision_holds_only_for_an_unchanged_key(etcd: EtcdSession) -> None:
-    seen = await etcd.put("a", b"seen")
+    revision = await etcd.put("a", b"seen")
     await etcd.put("a", b"by another writer")
-    assert await etcd.txn(compare=[Compare("a", mod_revision=seen)], put=[Put("a", b"")]) is None
+    assert (
+        await etcd.txn(compare=[Compare("a", mod_revision=revision)], put=[Put("a", b"")]) is None
+    )
     stored = await etcd.get("a")
     assert stored is not None
     assert stored.value == b"by another writer"
@@ -110,6 +122,21 @@ async def test_one_failed_condition_stops_every_write(etcd: EtcdSession) -> None
     assert revision is None
     assert await etcd.get("new") is None
     assert await etcd.get("kept") is not None
+
+
+async def test_transaction_of_more_writes_than_etcd_allows_is_carried_out_whole(
+    etcd: EtcdSession,
+) -> None:
+    """etcd allows 128 in one transaction, and as many in each transaction within it."""
+    keys = [f"many/{number:05}" for number in range(3_000)]
+    revision = await etcd.txn(
+        compare=[Compare("a", mod_revision=0)], put=[Put(k, b"") for k in keys]
+    )
+    entries, _ = await etcd.get_prefix("many/")
+    assert [(one.key, one.mod_revision) for one in entries] == [(key, revision) for key in keys]
+    assert await etcd.txn(compare=[Compare("a", mod_revision=1)], delete=keys) is None
+    assert await etcd.txn(compare=[Compare("a", mod_revision=0)], delete=keys) is not None
+    assert (await etcd.get_prefix("many/"))[0] == []
 
 
 async def test_writes_of_a_transaction_share_one_revision(etcd: EtcdSession) -> None:

@@ -121,10 +121,10 @@ async def test_events_beyond_the_byte_limit_are_dropped_and_counted(
     with hub.listen() as listener:
         for number in range(1, 101):
             hub.publish(event(number))
-        kept = listener.take(1 << 20)
-    assert [one.appended.message_count for one in kept][-1] == 100
-    assert 0 < len(kept) < 10
-    assert listener.dropped_count == 100 - len(kept)
+        remaining = listener.take(1 << 20)
+    assert [one.appended.message_count for one in remaining][-1] == 100
+    assert 0 < len(remaining) < 10
+    assert listener.dropped_count == 100 - len(remaining)
 
 
 async def test_batch_ends_at_its_limit_and_holds_one_long_event() -> None:

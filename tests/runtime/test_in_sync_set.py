@@ -40,18 +40,18 @@ class StoreTwin:
         self.loses_answer = False
         self._mod_revision = 1
 
-    async def change(self, before: ReplicaSetRecord, wanted: ReplicaSetRecord) -> ReplicaSetRecord:
+    async def change(self, before: ReplicaSetRecord, record: ReplicaSetRecord) -> ReplicaSetRecord:
         self.change_count += 1
         if self.rejections:
             self.rejections -= 1
             raise NotLeader("the lease is not known to live")
         await self.allowed.acquire()
         if before.mod_revision == self._mod_revision:
-            self.in_sync, self._mod_revision = wanted.in_sync, self._mod_revision + 1
+            self.in_sync, self._mod_revision = record.in_sync, self._mod_revision + 1
         if self.loses_answer:
             self.loses_answer = False
             raise NoQuorum("etcd: no answer")
-        return replace(wanted, in_sync=self.in_sync, mod_revision=self._mod_revision)
+        return replace(record, in_sync=self.in_sync, mod_revision=self._mod_revision)
 
 
 class Scene:

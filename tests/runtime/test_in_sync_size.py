@@ -38,9 +38,9 @@ class StoreTwin:
     def __init__(self, node_ids: str) -> None:
         self.node_ids, self.sizes = frozenset(node_ids), [len(node_ids)]
 
-    async def change(self, before: ReplicaSetRecord, wanted: ReplicaSetRecord) -> ReplicaSetRecord:
-        self.sizes.append(len(wanted.in_sync))
-        return replace(wanted, mod_revision=before.mod_revision + 1)
+    async def change(self, before: ReplicaSetRecord, record: ReplicaSetRecord) -> ReplicaSetRecord:
+        self.sizes.append(len(record.in_sync))
+        return replace(record, mod_revision=before.mod_revision + 1)
 
 
 class Scene:

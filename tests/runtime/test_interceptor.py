@@ -108,9 +108,9 @@ class Scene:
         request = pb.QueryRouteRequest(topic=topic)
         return (await self.stub.QueryRoute(request, timeout=timeout)).route.generation
 
-    async def watch(self, topic: str, seen: list[int]) -> None:
+    async def watch(self, topic: str, generations: list[int]) -> None:
         async for answer in self.stub.WatchRoute(pb.WatchRouteRequest(topic=topic)):
-            seen.append(answer.route.generation)  # noqa: PERF401  others look meanwhile
+            generations.append(answer.route.generation)  # noqa: PERF401  others look meanwhile
 
     def metric(self, name: str, **labels: str) -> float | None:
         every = {"service": "NameserverService", "method": "QueryRoute"}
@@ -118,9 +118,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def edge(*held: str) -> AsyncIterator[Scene]:
+async def edge(*long_polls: str) -> AsyncIterator[Scene]:
     registry = CollectorRegistry()
-    interceptor = EdgeInterceptor(Clock(), registry, frozenset(held))
+    interceptor = EdgeInterceptor(Clock(), registry, frozenset(long_polls))
     servicer = Servicer()  # type: ignore[abstract]
     server = grpc.aio.server(interceptors=[interceptor], options=OPTIONS)
     pb_grpc.add_NameserverServiceServicer_to_server(servicer, server)
@@ -200,10 +200,10 @@ async def test_unexpected_error_is_sent_as_internal_without_detail_and_logged(
     ("topic", "kind"), [("refused", TopicNotFound), ("bug", Internal)], ids=["deliberate", "bug"]
 )
 async def test_stream_error_follows_its_items(topic: str, kind: type[BatonError]) -> None:
-    seen: list[int] = []
+    generations: list[int] = []
     async with edge() as scene:
-        code, error, text = await failure(scene.watch(topic, seen))
-    assert seen == [1]
+        code, error, text = await failure(scene.watch(topic, generations))
+    assert generations == [1]
     assert code.name == kind.kind
     assert type(error) is kind
     assert "secret" not in text
@@ -237,10 +237,10 @@ async def test_call_without_deadline_is_rejected_before_the_handler() -> None:
 
 
 async def test_watch_needs_no_deadline() -> None:
-    seen: list[int] = []
+    generations: list[int] = []
     async with edge() as scene:
-        await scene.watch("ends", seen)
-    assert seen == [1]
+        await scene.watch("ends", generations)
+    assert generations == [1]
 
 
 async def test_health_check_needs_no_deadline() -> None:
@@ -254,10 +254,10 @@ async def test_health_check_needs_no_deadline() -> None:
 
 
 async def test_drain_ends_watches_with_not_serving() -> None:
-    seen: list[int] = []
+    generations: list[int] = []
     async with edge() as scene, asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(failure(scene.watch("waits", seen)))
-        await until(lambda: seen)
+        watching = tasks.create_task(failure(scene.watch("waits", generations)))
+        await until(lambda: generations)
         scene.edge.drain()
         code, error, _ = await watching
         await until(lambda: scene.servicer.ended == ["waits"])
@@ -268,10 +268,10 @@ async def test_drain_ends_watches_with_not_serving() -> None:
 
 async def test_drain_ends_long_polls_with_not_serving() -> None:
     async with edge("QueryRoute") as scene, asyncio.TaskGroup() as tasks:
-        held = tasks.create_task(failure(scene.ask("waits")))
+        long_poll = tasks.create_task(failure(scene.ask("waits")))
         await until(lambda: scene.servicer.calls)
         scene.edge.drain()
-        code, error, _ = await held
+        code, error, _ = await long_poll
     assert code is grpc.StatusCode.UNAVAILABLE
     assert type(error) is NotServing
 
@@ -286,11 +286,11 @@ async def test_drain_lets_other_calls_finish() -> None:
 
 
 async def test_new_calls_are_rejected_after_the_drain_before_the_handler() -> None:
-    seen: list[int] = []
+    generations: list[int] = []
     async with edge() as scene:
         scene.edge.drain()
         _, unary, _ = await failure(scene.ask("fine"))
-        _, watch, _ = await failure(scene.watch("waits", seen))
+        _, watch, _ = await failure(scene.watch("waits", generations))
         assert scene.servicer.calls == []
     assert type(unary) is type(watch) is NotServing
 
@@ -336,9 +336,9 @@ async def test_cancelled_call_is_counted_as_cancelled() -> None:
 
 async def test_stream_ends_when_its_watcher_disconnects() -> None:
     async with edge() as scene, asyncio.TaskGroup() as tasks:
-        seen: list[int] = []
-        watching = tasks.create_task(scene.watch("waits", seen))
-        await until(lambda: seen)
+        generations: list[int] = []
+        watching = tasks.create_task(scene.watch("waits", generations))
+        await until(lambda: generations)
         watching.cancel()
         await until(lambda: scene.servicer.ended == ["waits"])
         await until(lambda: scene.metric("open", method="WatchRoute") == 0)
@@ -346,10 +346,10 @@ async def test_stream_ends_when_its_watcher_disconnects() -> None:
 
 async def test_calls_ended_by_the_drain_are_counted_as_not_serving() -> None:
     async with edge("QueryRoute") as scene, asyncio.TaskGroup() as tasks:
-        held = tasks.create_task(failure(scene.ask("waits")))
+        long_poll = tasks.create_task(failure(scene.ask("waits")))
         await until(lambda: scene.servicer.calls)
         scene.edge.drain()
-        await held
+        await long_poll
         await until(lambda: scene.metric("calls_total", reason="NOT_SERVING") == 1)
 
 

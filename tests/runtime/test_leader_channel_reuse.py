@@ -20,10 +20,10 @@ ADDRESSES = ("127.0.0.1:1", "127.0.0.1:2")
 
 
 async def test_each_address_has_one_channel_however_often_the_leader_moves() -> None:
-    made: list[str] = []
+    addresses: list[str] = []
 
     def counted(address: str) -> grpc.aio.Channel:
-        made.append(address)
+        addresses.append(address)
         return connect(address)
 
     nodes = EtcdMirror(EtcdSession("127.0.0.1:1", "unused", Clock()), "nodes/")
@@ -36,7 +36,7 @@ async def test_each_address_has_one_channel_however_often_the_leader_moves() -> 
         nodes.values["offsets/a"] = KeyValue("offsets/a", node.SerializeToString(), 1, move)
         nodes.revision = move
         stubs.append(peer.stub())
-    assert sorted(made) == sorted(ADDRESSES)
+    assert sorted(addresses) == sorted(ADDRESSES)
     assert stubs[0] is stubs[2] is stubs[-2]
     assert stubs[0] is not stubs[1]
     await peer.close()

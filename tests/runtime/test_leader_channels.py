@@ -69,9 +69,9 @@ async def scene(etcd: EtcdSession) -> AsyncIterator[Scene]:
     async with asyncio.TaskGroup() as tasks, asyncio.timeout(20):
         loop = tasks.create_task(nodes.run())
         await nodes.ready()
-        made = Scene(etcd, nodes)
-        yield made
-        await made.peer.close()
+        new_scene = Scene(etcd, nodes)
+        yield new_scene
+        await new_scene.peer.close()
         loop.cancel()
 
 
@@ -193,17 +193,17 @@ async def test_close_ends_open_calls(etcd: EtcdSession) -> None:
 
 
 async def test_channel_reconnects_while_the_leader_is_away(etcd: EtcdSession) -> None:
-    made: list[grpc.aio.Channel] = []
+    channels: list[grpc.aio.Channel] = []
 
     def note(address: str) -> grpc.aio.Channel:
-        made.append(connect(address))
-        return made[-1]
+        channels.append(connect(address))
+        return channels[-1]
 
     async with scene(etcd) as at, server("a") as address:
         peer = LeaderChannel(at.nodes, "offsets", metrics_grpc.MetricsServiceStub, note)
         await at.register("a", address)
         peer.stub()
-        (channel,) = made
+        (channel,) = channels
         assert channel.get_state() is grpc.ChannelConnectivity.IDLE
         await at.unregister("a")
         with pytest.raises(Unreachable):

@@ -119,12 +119,12 @@ async def test_entry_is_written_again_after_an_earlier_write_lands_late(
     await runtime.node_entry.write(epoch=2, leader=False)
     early = await stored(etcd)
     await runtime.node_entry.write(epoch=3)
-    wanted = await stored(etcd)
+    newer = await stored(etcd)
     await etcd.put(KEY, early.value, await etcd.lease(60_000))
 
     async def as_wanted() -> bool:
         entry = await stored(etcd)
-        return (entry.value, entry.lease_id) == (wanted.value, wanted.lease_id)
+        return (entry.value, entry.lease_id) == (newer.value, newer.lease_id)
 
     async with kept(runtime):
         await until(as_wanted)

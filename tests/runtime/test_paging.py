@@ -95,15 +95,15 @@ def test_entry_above_the_size_limit_is_a_page_of_its_own() -> None:
 
 
 def test_entries_beyond_the_page_are_not_made() -> None:
-    made = []
+    numbers = []
 
     def entries() -> Iterator[tuple[str, StringValue]]:
         for number in range(1_000):
-            made.append(number)
+            numbers.append(number)
             yield f"{number:03}", StringValue()
 
     page = page_of(entries(), 10)
-    assert (len(page.entries), len(made)) == (10, 11)
+    assert (len(page.entries), len(numbers)) == (10, 11)
 
 
 @given(st.text(min_size=1))

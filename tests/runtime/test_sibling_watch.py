@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc.aio
@@ -20,6 +20,7 @@ import pytest
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.runtime import sibling_watch
+from batonmq_server.runtime.election import Election
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Lease
 from batonmq_server.runtime.health import Health
 from batonmq_server.runtime.refusal import refuses
@@ -58,9 +59,9 @@ class Sibling:
         key = self._etcd.key("nodes", "lockmgr", self.name)
         await self._etcd.put(key, node.SerializeToString(), self.entry)
 
-    async def lead(self) -> None:
-        """Take the election key."""
-        self.leadership = await self._etcd.lease(LEASE_MS)
+    async def lead(self, lease_ms: int = LEASE_MS) -> None:
+        """Take the election key, under a lease that is not kept alive."""
+        self.leadership = await self._etcd.lease(lease_ms)
         await self._etcd.put(LEADER_KEY, self.name.encode(), self.leadership)
 
     async def stop(self) -> None:
@@ -166,6 +167,44 @@ async def test_process_that_accepts_connections_and_is_silent_keeps_its_leases(
             assert not any(watch.probes)
             assert await sibling.stored() is not None
             assert await etcd.get(LEADER_KEY) is not None
+
+
+@contextmanager
+def unreachable_address() -> Iterator[str]:
+    """Yield an address at which connections are neither made nor refused: its queue is full."""
+    with ExitStack() as sockets:
+        listening = sockets.enter_context(socket.socket())
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        for _ in range(3):
+            waiting = sockets.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listening.getsockname())
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+async def test_election_waits_no_longer_than_a_lease_for_a_process_that_is_never_reached(
+    etcd: EtcdSession,
+) -> None:
+    """As behind a service address without endpoints, which drops connections."""
+    sibling, led = Sibling(etcd, "other"), asyncio.Event()
+
+    async def lead(_: int) -> None:
+        led.set()
+        await asyncio.Event().wait()
+
+    with unreachable_address() as sibling.address:
+        await sibling.register()
+        await sibling.lead(lease_ms=3_000)
+        election = Election(etcd, "lockmgr", "own", ttl_ms=60_000)
+        async with watched(etcd) as watch, asyncio.TaskGroup() as tasks:
+            campaign = tasks.create_task(election.run(lead))
+            async with asyncio.timeout(30):
+                await led.wait()
+            await until(lambda: watch.probes)
+            assert not any(watch.probes)
+            assert await sibling.stored() is not None, "its other lease is not ended"
+            campaign.cancel()
 
 
 async def test_process_that_is_declared_gone_and_registers_again_is_not_watched_again(

@@ -71,8 +71,8 @@ class CallerServicer:
             await self.release.wait()
         if request == b"token":
             return str(dict(context.invocation_metadata()).get("authorization", "")).encode()
-        wanted = "x509_pem_cert" if request == b"certificate" else "x509_common_name"
-        return b"".join(context.auth_context().get(wanted, []))
+        field = "x509_pem_cert" if request == b"certificate" else "x509_common_name"
+        return b"".join(context.auth_context().get(field, []))
 
     def add(self, server: grpc.aio.Server) -> None:
         handler: Any = grpc.unary_unary_rpc_method_handler(self.ask)
@@ -214,7 +214,7 @@ async def test_renewed_files_are_used_and_no_call_is_lost(
                     shown.append(certificate)
 
         async with asyncio.TaskGroup() as tasks:
-            held = tasks.create_task(ask(channel, b"hold"))
+            pending = tasks.create_task(ask(channel, b"hold"))
             await servicer.held.wait()
             for _ in range(4):
                 tasks.create_task(keep_asking())
@@ -226,9 +226,9 @@ async def test_renewed_files_are_used_and_no_call_is_lost(
                 gc.collect()
                 assert len(shown) == number + 1
             over.set()
-            assert not held.done()
+            assert not pending.done()
             servicer.release.set()
-            assert await held == b"carol"
+            assert await pending == b"carol"
 
 
 async def test_server_shows_its_renewed_certificate(
@@ -278,17 +278,17 @@ async def test_close_ends_calls_in_progress(
     async with serving(node) as (address, servicer):
         channel = connector(carol)(address)
         call: Any = channel.unary_unary(METHOD)
-        held = call(b"hold", timeout=30)
+        pending = call(b"hold", timeout=30)
         await servicer.held.wait()
         authority.issue(CAROL)
         before = present(channel)
         await until(lambda: present(channel) is not before, timeout_s=10)
         await channel.close()
-        assert held.cancelled()
+        assert pending.cancelled()
 
 
-def settings_of(**given: str) -> ServiceSettings:
-    values = {"node_id": "n"} | given
+def settings_of(**fields: str) -> ServiceSettings:
+    values = {"node_id": "n"} | fields
     env = {f"BATON_X_{name.upper()}": value for name, value in values.items()}
     return load(ServiceSettings, "BATON_X", env)
 

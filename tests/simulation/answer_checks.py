@@ -35,7 +35,7 @@ class AnswerChecks:
         self._expected = expected
 
     def called(self, node: str, request: Any) -> None:
-        """Check a call: storage that knows of a pause records no delivery any more."""
+        """Check a call: storage records no delivery once it has seen the pause."""
         group = self._expected.group
         if not isinstance(request, offsets_pb.RecordDeliveredRequest):
             return
@@ -123,7 +123,7 @@ class AnswerChecks:
     def _renewed(self, node: str, hold: lockmgr_pb.Hold) -> None:
         """Check that no token is renewed that is fenced or being fenced (stories 6, 7 and 12).
 
-        The lock manager does not learn of a reset: the owner gets an error from its next call.
+        A reset is not sent to the lock manager: the owner gets an error from its next call.
         """
         key = key_of(hold.queue)
         queue = self._expected.queues[key]
@@ -159,11 +159,11 @@ class AnswerChecks:
         durable = self._expected.queues[key].durable
         if durable is not None and durable.reset_epoch > acks.reset_epoch:
             return
-        told = RangeSet.merged((r.first_offset, r.next_offset) for r in acks.acked)
+        acked = RangeSet.merged((r.first_offset, r.next_offset) for r in acks.acked)
         if acks.committed_offset:
-            told = told.union(RangeSet.of(0, acks.committed_offset))
-        if durable is None or told.difference(done(durable)):
-            self._expected.fail("V9", f"{key}: acks {told} are answered and not durable")
+            acked = acked.union(RangeSet.of(0, acks.committed_offset))
+        if durable is None or acked.difference(done(durable)):
+            self._expected.fail("V9", f"{key}: acks {acked} are answered and not durable")
 
     def _reset_answered(self, step: offsets_pb.ResetStep) -> None:
         key = key_of(step.queue)

@@ -21,6 +21,7 @@ from batonmq._consumer.queue_releaser import QueueReleaser
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
 from batonmq._consumer.session import ranges_to_pb
 from batonmq._consumer.wakeup import Condition
+from batonmq._core.epochs import SeenEpochs
 from batonmq._core.queue_progress import Acks, CloseContent, QueueProgress
 from batonmq.errors import BatonError
 
@@ -76,7 +77,7 @@ def close_not_frozen(patch: pytest.MonkeyPatch) -> None:
 
 
 def token_dropped_at_the_deadline(patch: pytest.MonkeyPatch) -> None:
-    """A client forgets its token at its own deadline, and gives a revoked queue up silently."""
+    """A client drops its token at its own deadline, and releases a revoked queue without a call."""
 
     def stop(self: AssignedQueue) -> None:
         real_stop(self)
@@ -145,3 +146,14 @@ def gap_after_a_dropped_frame(patch: pytest.MonkeyPatch) -> None:
         receive_frame(self, progress, delivery, frame)
 
     patch.setattr(QueuePuller, "_receive_frame", receive)
+
+
+def answer_of_an_older_epoch(patch: pytest.MonkeyPatch) -> None:
+    """[answer_of_older_epoch] A client uses answers of an older epoch than it has seen."""
+    observe = SeenEpochs.observe
+
+    def observed(self: SeenEpochs, offsets_set: str, epoch: int) -> bool:
+        observe(self, offsets_set, epoch)
+        return True
+
+    patch.setattr(SeenEpochs, "observe", observed)

@@ -30,11 +30,11 @@ def adopt_without_seal(patch: pytest.MonkeyPatch) -> None:
     ) -> pb.ExportGroupResponse:
         del move, to_set, after_key
         await self._commits.wait_all_durable()
-        found = await entries_of_group(self._disk, group)
+        entries = await entries_of_group(self._disk, group)
         answer = pb.ExportGroupResponse(
             last=True, term=self._table.term, topic_ids=self._table.topic_ids
         )
-        for key, value in found:
+        for key, value in entries:
             answer.entries.add(key=key, value=value)
         return answer
 

@@ -29,7 +29,7 @@ def unknown_owner_matches_no_owner(patch: pytest.MonkeyPatch) -> None:
 
 
 def incarnation_of_every_identity(patch: pytest.MonkeyPatch) -> None:
-    """An incarnation is that of every caller that knows its number."""
+    """A call with the number of an incarnation is accepted from every caller."""
     real = owner.sign
 
     def sign(request: Any, identity: str) -> None:

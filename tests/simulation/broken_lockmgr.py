@@ -145,7 +145,7 @@ def count_per_contender(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_table(patch: pytest.MonkeyPatch) -> None:
-    """[forget_table] A new leader loads no lock: every queue looks free."""
+    """[forget_table] A new leader loads no lock: every queue counts as free."""
 
     async def take_over(self: Candidate, term: Term) -> Takeover:
         await self._members.ready()

@@ -160,7 +160,7 @@ def reset_no_epoch(patch: pytest.MonkeyPatch) -> None:
 def reset_no_resume_check(patch: pytest.MonkeyPatch) -> None:
     """[reset_no_resume_check] A reset fences, but acks from before the reset count after it.
 
-    The epoch is not raised, and a client keeps its progress when it learns of the reset.
+    The epoch is not raised, and a client keeps its progress when it gets the error of the reset.
     """
     real_reset = Progress.reset
 

@@ -67,7 +67,7 @@ def _candidacy(
 
 
 def answer_without_lease(patch: pytest.MonkeyPatch) -> None:
-    """A leader answers after its lease has expired, until it learns of it."""
+    """A leader answers after its lease has expired, until etcd reports the expiry."""
     patch.setattr(OffsetsReplica, "check", lambda _: None)
     patch.setattr(OffsetsReplica, "check_still", lambda *_: None)
 
@@ -84,15 +84,16 @@ def histories_without_epochs(patch: pytest.MonkeyPatch) -> None:
 def adopt_a_lower_version(patch: pytest.MonkeyPatch) -> None:
     """A follower that loses its leader truncates its unconfirmed changes.
 
-    Source: Kafka before KIP-101, whose followers truncated to what they knew to be confirmed.
+    Source: Kafka before KIP-101, whose followers truncated to the last position that was confirmed
+    to them.
     """
     write, step = Follower._write, Follower._step
     befores: dict[Follower, list[tuple[bytes, bytes]]] = {}
 
-    async def keep_before(self: Follower, found: list[StoreChange]) -> None:
-        if found:
+    async def keep_before(self: Follower, changes: list[StoreChange]) -> None:
+        if changes:
             befores[self] = list(self.disk.read())
-        await write(self, found)
+        await write(self, changes)
 
     async def go_back(self: Follower) -> None:
         try:
@@ -145,7 +146,7 @@ def stay_although_cut_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignore_an_ended_lease(patch: pytest.MonkeyPatch) -> None:
-    """A leader whose lease another node has ended leads on, as if etcd had renewed it."""
+    """A leader whose lease another node has ended continues to lead, as if etcd had renewed it."""
     real = Lease.refresh
 
     async def refresh(self: Lease) -> bool:

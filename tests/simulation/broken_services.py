@@ -7,8 +7,10 @@ import itertools
 import pytest
 
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq_server.nameserver import group_store
 from batonmq_server.nameserver.group_store import GroupStore
 from batonmq_server.runtime.group_gates import GroupGates
+from batonmq_server.runtime.group_record import HEAD, Parts, changed_parts
 from batonmq_server.storage.core.store import ReadResult
 from batonmq_server.storage.deliverer import Deliverer
 from batonmq_server.storage.delivery_recorder import (
@@ -39,6 +41,25 @@ def flip_with_owners(patch: pytest.MonkeyPatch) -> None:
         return False
 
     patch.setattr(GroupStore, "_has_owner", has_owner)
+
+
+def keep_keys_of_former_members(patch: pytest.MonkeyPatch) -> None:
+    """A change of a group does not delete the keys of members that left."""
+
+    def changed(before: Parts, after: Parts) -> tuple[dict[str, bytes], list[str]]:
+        return changed_parts(before, after)[0], []
+
+    patch.setattr(group_store, "changed_parts", changed)
+
+
+def write_new_keys_only(patch: pytest.MonkeyPatch) -> None:
+    """A change of a group does not write the keys that exist already, except the head."""
+
+    def changed(before: Parts, after: Parts) -> tuple[dict[str, bytes], list[str]]:
+        put, delete = changed_parts(before, after)
+        return {part: put[part] for part in put if part == HEAD or part not in before}, delete
+
+    patch.setattr(group_store, "changed_parts", changed)
 
 
 def pause_known_now_and_then(patch: pytest.MonkeyPatch) -> None:

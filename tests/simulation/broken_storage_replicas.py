@@ -97,7 +97,7 @@ def take_an_empty_copy_for_whole(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_producers(patch: pytest.MonkeyPatch) -> None:
-    """A new leader does not know the producer sequences of the previous one."""
+    """A new leader starts without the producer sequences of the previous leader."""
     real = StorageLeadership.begin
 
     async def begin(self: StorageLeadership, in_thread: InThread) -> None:
@@ -108,7 +108,7 @@ def forget_the_producers(patch: pytest.MonkeyPatch) -> None:
 
 
 def wait_at_a_cut_off_node(patch: pytest.MonkeyPatch) -> None:
-    """A follower that hears no leader lets consumers wait, and they do not look the leader up."""
+    """A follower without a leader lets consumers wait, and consumers do not look up the leader."""
 
     def next_read_node(self: StorageReplica, behind_bytes: int) -> str:
         follower = self._follower
@@ -121,5 +121,5 @@ def wait_at_a_cut_off_node(patch: pytest.MonkeyPatch) -> None:
 
 
 def answer_without_lease(patch: pytest.MonkeyPatch) -> None:
-    """A leader answers after its lease has expired, until it learns of it."""
+    """A leader answers after its lease has expired, until etcd reports the expiry."""
     patch.setattr(StorageReplica, "check", lambda _: None)

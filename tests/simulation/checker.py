@@ -1,9 +1,10 @@
 """Checks the properties of protocol section 16, which hold in every run.
 
-The checker sees the table of offsets as it changes, the disk of offsets and etcd as they are
+The checker observes the table of offsets as it changes, the disk of offsets and etcd as they are
 written, what storage appends, what handlers start and finish, and every response when it is sent
-and when a client receives it. It keeps its own expected state and trusts no observed process. A
-broken property raises `Violation` at the end of the run, with the events before the first one.
+and when a client receives it. It keeps its own expected state and uses no state of an observed
+process. A broken property raises `Violation` at the end of the run, with the events before the
+first one.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Checker:
         self.stores.copy_opened(node_id, node)
 
     def forget_pause(self) -> None:
-        """Allow storage to forget that the group is paused, or to act on an older state."""
+        """Allow storage to lose the pause of the group, or to act on an older state."""
         self.expected.group.pause_known_ms.clear()
 
     def _kept(self, one: WrittenBatch) -> None:
@@ -199,13 +200,13 @@ class Checker:
         Args:
             before: `backlogs` at the time of the call, `asked_ms`.
             queues: The `Diagnosis` messages of a nameserver.
-            clocks_agree: Whether a nameserver can tell how old a message is.
+            clocks_agree: Whether a nameserver can compute the age of a message.
         """
-        for found in queues:
-            key = key_of(found.queue)
+        for diagnosis in queues:
+            key = key_of(diagnosis.queue)
             queue = self.expected.queues[key]
             offset = before.get(key)
-            reason = nameserver_pb.StuckReason.Name(found.reason).removeprefix("STUCK_REASON_")
+            reason = nameserver_pb.StuckReason.Name(diagnosis.reason).removeprefix("STUCK_REASON_")
             self.expected.counts[f"because {reason}"] += 1
             if offset is None or queue.committed_offset != offset or offset not in queue.stored:
                 continue

@@ -9,14 +9,14 @@ from tests.simulation.expected_state import ExpectedQueue, ExpectedState, Handle
 
 
 class ClientChecks:
-    """Checks what clients learn of their queues and do with messages."""
+    """Checks the grants that clients receive, and what clients do with messages."""
 
     def __init__(self, expected: ExpectedState) -> None:
         self._expected = expected
         self._running: dict[int, tuple[str, ReceivedMessage]] = {}
 
     def granted(self, client: str, incarnation_id: int, queue: QueueRef, token: int) -> None:
-        """Check a grant when the client learns of it (V11)."""
+        """Check a grant when the client receives it (V11)."""
         key, expected = self._expected.key(queue), self._expected
         expected.trace.note(client, f"owns {key} token {token}")
         expected.counts["grants"] += 1
@@ -40,14 +40,14 @@ class ClientChecks:
             self._expected.excuse(key, "", client)
         self._running = {n: one for n, one in self._running.items() if one[0] != client}
 
-    def started(self, client: str, asked: TagFilter, message: ReceivedMessage) -> None:
+    def started(self, client: str, tag_filter: TagFilter, message: ReceivedMessage) -> None:
         """Check the start of a handler call (V7, V8, V9, and V6 by its excuses).
 
-        An owner continues until it learns of a reset or a forced release: the messages that it
-        starts meanwhile must be flagged when they are redelivered; no other rule applies.
+        An owner continues until it gets the error of a reset or a forced release: the messages that
+        it starts meanwhile must be flagged when they are redelivered; no other rule applies.
 
         Args:
-            asked: The subscription of the client.
+            tag_filter: The subscription of the client.
         """
         expected, key, offset = self._expected, self._expected.key(message.queue), message.offset
         queue, token = expected.queues[key], message.token
@@ -58,7 +58,7 @@ class ClientChecks:
         if token in queue.told:
             expected.fail("V3", f"{text}, and knows that it is over")
         if key.topic != expected.retries:
-            self._check_wanted(text, asked, message.tag)
+            self._check_wanted(text, tag_filter, message.tag)
         if token in queue.revoked:
             expected.counts["starts after a revocation"] += 1
             late = HandlerStart(client, expected.now_ms(), token, excused=True)
@@ -101,17 +101,21 @@ class ClientChecks:
         )
         self._expected.counts["failed"] += 1
 
-    def _check_wanted(self, text: str, asked: TagFilter, tag: str) -> None:
+    def _check_wanted(self, text: str, tag_filter: TagFilter, tag: str) -> None:
         """Section 14: a delivered message matches the subscription, unless the policy is WARN."""
-        if self._expected.group.bound and not asked.accepts(tag):
-            self._expected.fail("section 14", f"{text}; it has tag {tag}, and it wants {asked}")
+        if self._expected.group.bound and not tag_filter.accepts(tag):
+            self._expected.fail(
+                "section 14", f"{text}; it has tag {tag}, and it wants {tag_filter}"
+            )
 
     def _check_repetition(self, text: str, queue: ExpectedQueue, message: ReceivedMessage) -> None:
         before = queue.starts[message.offset]
         if not before:
             self._expected.counts["first starts"] += 1
-            # A message that was never delivered before is flagged only because of a bound.
+            # A message that was never delivered before is flagged only because of a bound, or after
+            # a reset, which flags what it brings back.
             new = len(queue.judged[message.offset]) <= 1
+            new = new and queue.epoch_of.get(message.token) is queue.epochs[0]
             self._expected.counts["flagged by a bound"] += message.redelivered and new
             return
         self._expected.counts["repeated"] += 1

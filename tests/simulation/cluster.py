@@ -22,6 +22,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -79,7 +80,7 @@ class SimulatedCluster(processes.MemoryEnvironment):
 
     Attributes:
         sent: The last batch of the producer by queue.
-        knowing_identities: Services that tell their callers apart, from their next start on.
+        knowing_identities: Services that identify their callers, from their next start on.
     """
 
     def __init__(self, seed: str, *, kept_max: int | None = 4_000) -> None:
@@ -93,6 +94,7 @@ class SimulatedCluster(processes.MemoryEnvironment):
         self._deposed: dict[str, int] = {}
         self.etcd.on_put.append(self.checker.etcd.written)
         self.etcd.on_put.append(self._put)
+        self.etcd.on_change.append(partial(self.checker.etcd.changed, self.etcd.get_tree))
         self.loop.set_exception_handler(self._unexpected)
 
     def leader(self, key: str) -> str:
@@ -101,23 +103,23 @@ class SimulatedCluster(processes.MemoryEnvironment):
         return stored.value.decode() if stored is not None else ""
 
     def end_lease(self, key: str) -> None:
-        """End the lease of the leader of an election, which lives and does not know it yet."""
+        """End the lease of the leader of an election, which runs and is not notified."""
         stored = self.etcd.get(key)
         assert stored is not None
         self._deposed[stored.value.decode()] = self.now_ms() + LEADER_LEASE_MS
         self.etcd.revoke(stored.lease_id)
 
     def deposed(self, name: str) -> bool:
-        """Return whether a node may still take itself for the leader, as its lease was ended."""
+        """Return whether a node may still act as the leader, because its lease was ended early."""
         return self.now_ms() < self._deposed.get(name, 0)
 
     def offsets_disk_of(self, node_id: str) -> MemoryOffsetsDisk:
         """See base; a write of a node without followers counts at once."""
-        known = node_id in self.offsets_disks
+        exists = node_id in self.offsets_disks
         disk = super().offsets_disk_of(node_id)
-        if not known and node_id in (OFFSETS, FAR):
+        if not exists and node_id in (OFFSETS, FAR):
             disk.on_write.append(self.checker.offsets.written)
-        elif not known:
+        elif not exists:
             self.checker.replicas.watch_disk(node_id, disk)
         return disk
 
@@ -268,7 +270,7 @@ class ConsumerProcess(SimulatedProcess):
 
 
 def _with_identities(spec: ServiceSpec, knowing: Container[str]) -> ServiceSpec:
-    """Return a service that tells its callers apart, as with access control: by their names.
+    """Return a service that identifies its callers by their names, as with access control.
 
     Args:
         knowing: The services that do, at their next start.
@@ -326,7 +328,7 @@ def services(cluster: SimulatedCluster, random: Random, options: RunOptions) -> 
         "replica_lag_ms_max": REPLICA_LAG_MS,
         "replica_kept_bytes_max": options.kept_bytes_max,
     }
-    found = [
+    specs = [
         names("ns-a"),
         names("ns-b"),
         *(
@@ -344,5 +346,5 @@ def services(cluster: SimulatedCluster, random: Random, options: RunOptions) -> 
         locks("lock-b"),
     ]
     if options.identities:
-        cluster.knowing_identities |= {spec.name for spec in found}
-    return [_with_identities(spec, cluster.knowing_identities) for spec in found]
+        cluster.knowing_identities |= {spec.name for spec in specs}
+    return [_with_identities(spec, cluster.knowing_identities) for spec in specs]

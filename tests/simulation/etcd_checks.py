@@ -1,13 +1,23 @@
-"""Checks writes to etcd: locks, and the group with its gate."""
+"""Checks writes to etcd: locks, and the group's record with its gate."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1.stored_gate_pb2 import StoredGate
 from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq._core.subscription import TagFilter
+from batonmq.errors import Internal
 from batonmq_server.runtime.etcd.session import KeyValue
+from batonmq_server.runtime.group_record import (
+    GROUPS_PREFIX,
+    HEAD,
+    read_record,
+    record_key,
+    split_key,
+)
 from tests.simulation.expected_state import (
     ExpectedQueue,
     ExpectedState,
@@ -30,8 +40,20 @@ class EtcdChecks:
             self._lock_written(stored_lock_pb2.StoredLock.FromString(stored.value))
         elif kind == "gates" and rest == self._expected.name:
             self._gate_written(StoredGate.FromString(stored.value))
-        elif kind == "groups" and rest == self._expected.name:
-            self._group_written(StoredGroup.FromString(stored.value))
+
+    def changed(self, get_tree: Callable[[str], Sequence[KeyValue]], keys: frozenset[str]) -> None:
+        """Check the record of the group after a transaction that has changed `keys`."""
+        head = record_key(self._expected.name, HEAD)
+        if not any(key == head or key.startswith(f"{head}/") for key in keys):
+            return
+        entries = get_tree(head)
+        parts = {split_key(one.key.removeprefix(GROUPS_PREFIX))[1]: one.value for one in entries}
+        if not parts:
+            return
+        try:
+            self._group_written(read_record(self._expected.name, parts).group)
+        except Internal as error:
+            self._expected.fail("record", error.message)
 
     def _lock_written(self, lock: stored_lock_pb2.StoredLock) -> None:
         expected, key = self._expected, key_of(lock.queue)
@@ -93,11 +115,11 @@ class EtcdChecks:
         expression = {s.topic: s.expression for s in group.subscriptions}.get(self._topic)
         if expression is None:
             return
-        wanted = TagFilter.parse(expression)
-        known = self._expected.group.filters.setdefault(group.subscription_generation, wanted)
-        if known != wanted:
+        parsed = TagFilter.parse(expression)
+        recorded = self._expected.group.filters.setdefault(group.subscription_generation, parsed)
+        if recorded != parsed:
             self._expected.fail(
                 "section 14",
-                f"generation {group.subscription_generation} of the subscription was {known}, "
-                f"now it is {wanted}",
+                f"generation {group.subscription_generation} of the subscription was {recorded}, "
+                f"now it is {parsed}",
             )

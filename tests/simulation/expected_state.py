@@ -60,7 +60,7 @@ class ExpectedQueue:
         judged: Generations of the subscription that filtered a message, by offset.
         generation_of: Generation of the subscription by token; 0 for none.
         revoked: Tokens ended by a reset or an operator, unknown to the owner; with the cause.
-        told: Tokens whose owner knows that they have ended.
+        told: Tokens whose owner has got the error that they have ended.
         resets: Number of resets that are not durable yet.
         moved_ms: Last change of delivered or committed; `committed_ms`: of committed.
         etcd_token: Token in etcd, with `owner` (None if free) and `acquire_seq`.
@@ -105,8 +105,8 @@ class ExpectedGroup:
         bound: Whether only one filter may be active at a time.
         draining: Whether the subscription is changing.
         paused: Reason of the pause; empty without one.
-        pause_known_ms: Time since which a storage node knows of the pause, by node; absent if it
-            may not know.
+        pause_known_ms: Time since which a storage node has seen the pause, by node; absent if it
+            may not have.
         served: Newest generation with an accepted delivery.
     """
 

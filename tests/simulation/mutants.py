@@ -207,18 +207,25 @@ MUTANTS = (
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
     Mutant(
-        "renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",), first=4
+        "renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",), first=5
     ),
-    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",), first=3),
+    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",), first=4),
     Mutant(
         "position of any epoch",
         broken_offsets.position_of_any_epoch,
         OLD_CALLS,
         ("V7", "V8"),
-        first=14,
+        first=18,
     ),
     Mutant(
         "position below recorded", broken_offsets.position_below_recorded, OLD_CALLS, ("V7", "V8")
+    ),
+    Mutant(
+        "answer of an older epoch",
+        broken_clients.answer_of_an_older_epoch,
+        OLD_CALLS,
+        ("V6", "V7", "V8"),
+        first=19,
     ),
     Mutant("idle untested", broken_offsets.idle_untested, ZOMBIES, ("section 4", "V6")),
     Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",), first=3),
@@ -241,7 +248,7 @@ MUTANTS = (
     Mutant(
         "handlers outlive a reset", broken_clients.handlers_outlive_a_reset, RESETS, ("section 13",)
     ),
-    Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",), first=3),
+    Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",), first=6),
     Mutant(
         "riding acks without token",
         broken_offsets.riding_acks_without_token,
@@ -257,12 +264,18 @@ MUTANTS = (
         first=3,
     ),
     Mutant("grant without gate", broken_lockmgr.grant_without_gate, ROLLING, ("section 14",)),
-    Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",)),
+    Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",), first=2),
     Mutant(
         "ack before replicate", broken_replicas.ack_before_replicate, REPLICATED, ("section 12",)
     ),
     Mutant("elect out of sync", broken_replicas.elect_out_of_sync, SPLIT, ("section 12", "V9")),
-    Mutant("elect a lost disk", broken_replicas.elect_a_lost_disk, EMPTY, ("section 12", "V9")),
+    Mutant(
+        "elect a lost disk",
+        broken_replicas.elect_a_lost_disk,
+        EMPTY,
+        ("section 12", "V9"),
+        first=1,
+    ),
     Mutant(
         "answer without lease", broken_replicas.answer_without_lease, DEPOSED, ("section 8", "L2")
     ),
@@ -313,7 +326,9 @@ MUTANTS = (
         ENDED_LEASES,
         ("section 8", "section 12", "L2"),
     ),
-    Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=96),
+    Mutant(
+        "let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=108
+    ),
     Mutant(
         "ack a message before it is replicated",
         broken_stores.ack_before_replicate,
@@ -331,14 +346,14 @@ MUTANTS = (
         broken_stores.compare_positions_only,
         STORES_SPLIT,
         ("section 12",),
-        first=20,
+        first=24,
     ),
     Mutant(
         "keep the longer log",
         broken_stores.keep_the_longer_log,
         STORES_SPLIT,
         ("section 12",),
-        first=5,
+        first=7,
     ),
     Mutant(
         "show what is not confirmed",
@@ -432,6 +447,18 @@ MUTANTS = (
         broken_identities.incarnation_of_every_identity,
         STOLEN,
         ("identity",),
+    ),
+    Mutant(
+        "keep the keys of former members",
+        broken_serving.keep_keys_of_former_members,
+        CALM,
+        ("record",),
+    ),
+    Mutant(
+        "write new keys of a group only",
+        broken_serving.write_new_keys_only,
+        CALM,
+        ("record",),
     ),
     Mutant(
         "pause known now and then",

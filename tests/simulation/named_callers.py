@@ -1,4 +1,4 @@
-"""Access control of the simulation: it knows each caller by its name, and allows every call."""
+"""Access control of the simulation: identifies callers by their names, and allows every call."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ class NamedCallers(Guard):
 
 
 def turn_on(guard: Guard) -> None:
-    """Make the guard of a process know its callers."""
+    """Make the guard of a process identify its callers."""
     guard.__class__ = NamedCallers
     guard.on = True

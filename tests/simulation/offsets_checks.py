@@ -131,10 +131,14 @@ class OffsetsChecks:
 
         setattr(table, name, call)
 
-    def _accepted(self, key: GroupQueue, before: Progress | None, token: int, what: str) -> None:
+    def _accepted(
+        self, key: GroupQueue, before: Progress | None, token: int, operation: str
+    ) -> None:
         if before is None or before.token != token or before.closed:
             closed = ", which is closed" if before is not None and before.closed else ""
-            self._fail("V3", f"{key}: {what} under {token} accepted; T={token_of(before)}{closed}")
+            self._fail(
+                "V3", f"{key}: {operation} under {token} accepted; T={token_of(before)}{closed}"
+            )
 
     def _fenced(
         self,

@@ -69,8 +69,8 @@ class OffsetsReplicaChecks:
 
     Attributes:
         min_in_sync: The in-sync set never shrinks below this size.
-        deposed: Returns whether the lease of a living leader was ended early: it may answer until
-            it notices that. It must lose nothing.
+        deposed: Returns whether the lease of a running leader was ended early: the leader may
+            answer until etcd reports that. No confirmed change may be lost.
     """
 
     min_in_sync = 1

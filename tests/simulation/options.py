@@ -14,11 +14,11 @@ Fault model. The cluster must keep its promises while
   cut off, from its followers, from etcd, or both, and may die then; followers are, too, in one
   direction or both;
   a node loses its disk, or a bit of its log is flipped, though never of the only one that has
-  everything; a disk of storage fails for a while, and forgets what it was just to sync;
+  everything; a disk of storage fails for a while, and loses the bytes of the failed sync;
 - consumers join, leave, are killed and come back under the same or another name, and handlers
   run longer than a queue that is lost may drain, or fail, so that messages are sent back;
 - streams break;
-- the lease of an acting leader is ended although it lives and reaches etcd;
+- the lease of an acting leader is ended although the leader runs and reaches etcd;
 - an operator moves the group back and forth, undoes that, forces the release of queues, pauses
   the group for a while; a new version with another subscription is rolled out;
 - a stranger writes under the ids of the producer, and makes calls for members with their
@@ -88,7 +88,7 @@ class RunOptions:
         leader_faults: Weight of the acting leader of offsets that is killed, frozen or cut off.
         two_steps: Weight of a leader of three nodes that the others don't reach, and that may die
             then; another node must serve.
-        ended_leases: Weight of a leader whose lease is ended although it lives.
+        ended_leases: Weight of a leader whose lease is ended although the leader runs.
         splits: Weight of a node of offsets that does not reach the others, or etcd, for a while.
         lost_disks: Weight of a node of offsets that is killed and comes back with an empty disk.
         stores: Nodes of the broker: one, or a replica set. Then `min_in_sync` counts for it too,
@@ -102,7 +102,7 @@ class RunOptions:
             node each. 0: there is one set.
         forgeries: Weight of a batch that a stranger sends under an id of the producer.
         thefts: Weight of a call that a stranger makes for a member; only with `identities`.
-        identities: Whether services know the identities of their callers.
+        identities: Whether services identify their callers.
         switches_identities: Whether access control is switched on, service by service, after the
             actions. Soon after that every queue must have an owner, without an expired lease.
         outage_ms: How long all services are unreachable after the actions; 0 for not at all. Soon
@@ -171,7 +171,7 @@ class RunOptions:
             slow=random.choice([0, 0.01, 0.04]),
             delay_ms_max=random.choice([3, 20, 150]),
         )
-        found = RunOptions(
+        options = RunOptions(
             steps=steps,
             queues=random.randint(2, 6),
             consumers=random.randint(2, 4),
@@ -202,11 +202,11 @@ class RunOptions:
         )
         # A retry copy waits by the wall clock: for hours if the clock has jumped.
         fails = random.choice([0, 0.3, 0.3, 0.6])
-        found = found if found.jumps else replace(found, fails=fails)
+        options = options if options.jumps else replace(options, fails=fails)
         if random.random() < 0.5:
-            return replace(found, moves=some(4))
+            return replace(options, moves=some(4))
         return replace(
-            found,
+            options,
             replicated=True,
             min_in_sync=random.choice([1, 1, 2]),
             kept_bytes_max=random.choice([1_000, 64 * 1024 * 1024]),
@@ -262,7 +262,7 @@ class RunOptions:
         )
 
     def with_stranger(self, random: Random) -> RunOptions:
-        """Return these options, perhaps with a stranger, known by its identity or not."""
+        """Return these options, perhaps with a stranger, with or without identities."""
         forgeries, thefts = random.choice([0, 0, 2, 4]), random.choice([0, 2, 4])
         if random.random() < 0.5:
             return replace(self, forgeries=forgeries)
@@ -271,7 +271,7 @@ class RunOptions:
     @staticmethod
     def graceful(random: Random, steps: int) -> RunOptions:
         """Return options without faults: members join and leave, services restart one by one."""
-        found = RunOptions(
+        options = RunOptions(
             steps=steps,
             queues=random.randint(2, 6),
             consumers=random.randint(2, 4),
@@ -290,7 +290,7 @@ class RunOptions:
             min_in_sync=random.choice([1, 2]),
             stores=random.choice([1, 1, 2, 3]),
         )
-        return found if found.replicated else replace(found, moves=random.choice([0, 3]))
+        return options if options.replicated else replace(options, moves=random.choice([0, 3]))
 
     @staticmethod
     def switching_identities(random: Random, steps: int) -> RunOptions:

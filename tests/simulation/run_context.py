@@ -23,9 +23,9 @@ class RunContext:
         self.random = cluster.random("scenario")
         self.counts: Counter[str] = Counter()
 
-    def note(self, what: str, kind: str = "") -> None:
+    def note(self, text: str, kind: str = "") -> None:
         """Add an action of the scenario to the trace; count its `kind`."""
-        self.cluster.trace.note("director", what)
+        self.cluster.trace.note("director", text)
         if kind:
             self.counts[kind] += 1
 

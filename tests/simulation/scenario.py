@@ -198,7 +198,7 @@ class SimulationRun:
         self.cluster.checker.check_complete(self._producer.acked)
 
     async def _check_retaken(self) -> None:
-        """L4: the members live, so no queue waits for a lease to expire."""
+        """L4: the members run, so no queue waits for a lease to expire."""
         queues = {QueueRef(TOPIC, BROKER, number) for number in range(self.options.queues)}
 
         def missing() -> list[QueueRef]:

@@ -156,13 +156,13 @@ class ServiceFaults:
         return self._fail_in_two_steps(failure, leader)
 
     def end_lease(self) -> None:
-        """End the lease of a leader that lives, as a sibling does that takes it for dead."""
+        """End the lease of a running leader, as a sibling does that considers the leader gone."""
         random, cluster = self._context.random, self._context.cluster
         keys = (LEADER_KEY, STORE_LEADER_KEY, LOCKMGR_KEY)
-        held = [key for key in keys if cluster.leader(key)]
-        if not held:
+        led = [key for key in keys if cluster.leader(key)]
+        if not led:
             return
-        key = random.choice(held)
+        key = random.choice(led)
         self._context.note(f"the lease of {cluster.leader(key)} is ended", "ended leases")
         cluster.end_lease(key)
 

@@ -1,5 +1,4 @@
-"""The operator of a run: resets progress, forces releases, pauses and moves the group, and asks why
-queues do not move."""
+"""The operator of a run: resets, forced releases, pauses, moves of the group, and diagnoses."""
 
 from __future__ import annotations
 
@@ -50,16 +49,16 @@ class SimulatedOperator:
     def reset(self) -> None:
         """Reset some owned queues back or forth; sometimes undo the reset."""
         queues = self._context.cluster.checker.expected.queues
-        known = sorted(key for key, queue in queues.items() if queue.durable is not None)
-        if not known:
+        keys = sorted(key for key, queue in queues.items() if queue.durable is not None)
+        if not keys:
             return
         random = self._context.random
-        chosen = random.sample(known, random.randint(1, len(known)))
+        chosen = random.sample(keys, random.randint(1, len(keys)))
         items = []
         for key in chosen:
             queue = queues[key]
-            seen = max((offset + 1 for offset in queue.starts), default=0)
-            to_offset = random.randint(0, max(seen, queue.committed_offset))
+            started_end = max((offset + 1 for offset in queue.starts), default=0)
+            to_offset = random.randint(0, max(started_end, queue.committed_offset))
             items.append(offsets_pb.ResetItem(queue=_queue(key), to_offset=to_offset))
         op_id = self._op_id("reset")
         self._context.note(
@@ -90,7 +89,7 @@ class SimulatedOperator:
         self._begin(self._move(to_set))
 
     def ask(self) -> None:
-        """Ask a nameserver why queues do not move, and check the diagnosis."""
+        """Request the diagnosis of all queues from a nameserver, and check it."""
         self._context.counts["questions"] += 1
         self._begin(self._ask())
 

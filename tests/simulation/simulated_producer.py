@@ -77,11 +77,11 @@ class SimulatedProducer:
 
     async def _send(self, messages: Mapping[str, str]) -> None:
         assert self._producer is not None
-        sent = {
+        calls = {
             body: await self._producer.submit(TOPIC, Message(body.encode(), tag))
             for body, tag in messages.items()
         }
-        for body, pending in sent.items():
+        for body, pending in calls.items():
             try:
                 await pending
                 self.acked[body] = True

@@ -1,7 +1,8 @@
 """A stranger of a run: writes under the producer ids of others, and makes calls for members.
 
-It may write to the topic and consume for the group, and knows every batch that the producer has
-sent, every incarnation and every token. With identities, services can tell it from the others.
+It may write to the topic and consume for the group, and has every batch that the producer has sent,
+every incarnation and every token. With identities, services can distinguish its calls from those of
+others.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class SimulatedStranger:
 
     def write(self) -> Later:
         """Write a message under the id, and mostly the next sequence, of the producer."""
-        sent = self._context.cluster.sent
-        if not sent:
+        batches = self._context.cluster.sent
+        if not batches:
             return None
-        header = sent[self._context.random.choice(sorted(sent))]
+        header = batches[self._context.random.choice(sorted(batches))]
         epoch = header.producer_epoch + self._context.random.choice(EPOCHS)
         self._count += 1
         return self._write(header, epoch, f"x{self._count}.0")

@@ -43,7 +43,7 @@ class LogPosition(CopyPosition):
     """The durable position of a copy of the log; its version is its end in bytes.
 
     Attributes:
-        damaged: Whether the node knows that data is lost.
+        damaged: Whether the node has found that data is lost.
     """
 
     damaged: bool = False
@@ -197,10 +197,10 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
             end = min([stand.version, node.store.log.segment_end(at), *ends])
             begin, content = self._bytes.setdefault(epoch, (at, bytearray()))
             raw, inside = node.store.log.read(at, end - at), at - begin
-            known = bytes(content[inside : inside + len(raw)]) if inside >= 0 else b""
+            written = bytes(content[inside : inside + len(raw)]) if inside >= 0 else b""
             if not epoch or not 0 <= inside <= len(content):
                 self._fail(f"{name} has {at} to {end} of epoch {epoch}, which did not write that")
-            elif len(raw) < end - at or raw[: len(known)] != known:
+            elif len(raw) < end - at or raw[: len(written)] != written:
                 self._fail(f"{name} has other bytes of epoch {epoch} at {at} to {end}")
             else:
                 content[inside : inside + len(raw)] = raw

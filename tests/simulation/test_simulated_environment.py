@@ -1,4 +1,4 @@
-"""Goal: what the simulator plays behaves like what it stands for, else its runs prove nothing.
+"""Goal: the simulated loop, network and etcd behave like the real ones; else runs prove nothing.
 
 Method: the loop, the network and the etcd twin, each alone, against what asyncio, gRPC and etcd
 do in the same situation.
@@ -7,6 +7,7 @@ do in the same situation.
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator
 
 import grpc.aio
@@ -36,7 +37,7 @@ from tests.simulation.cluster import SimulatedCluster
 
 
 class Offsets(pb_grpc.OffsetsServiceServicer):
-    """Refuses old terms, and holds term 99 until it is cancelled."""
+    """Rejects old terms; a call with term 99 waits until it is cancelled."""
 
     def __init__(self) -> None:
         self.announced: list[int] = []
@@ -55,7 +56,7 @@ class Offsets(pb_grpc.OffsetsServiceServicer):
 
 
 class Locks(lockmgr_grpc.LockmgrServiceServicer):
-    """Lists after two seconds; a watch brings one thing, and ends when its client gives it up."""
+    """Answers List after two seconds; a watch sends one item, and ends when it is cancelled."""
 
     def __init__(self) -> None:
         self.heard = self.ended = 0
@@ -126,6 +127,17 @@ def test_virtual_hour_takes_no_real_time() -> None:
         return asyncio.get_running_loop().time()
 
     assert run_virtual(sleep()) == pytest.approx(3_600)
+
+
+def test_callback_that_ran_is_freed_without_the_garbage_collector() -> None:
+    async def main() -> int:
+        host, before = VirtualHost("a"), len(gc.get_objects())
+        for _ in range(100):
+            host.post(int)
+            await asyncio.sleep(0.1)
+        return len(gc.get_objects()) - before
+
+    assert run_virtual(main()) < 100
 
 
 def test_frozen_host_handles_missed_events_after_it_is_thawed() -> None:
@@ -368,7 +380,7 @@ def test_election_has_one_winner_at_a_time_on_memory_etcd() -> None:
 
 
 def test_late_write_under_an_expired_lease_does_not_unlist_the_node_permanently() -> None:
-    """A try that was given up landed after the one that succeeded, and ended with its lease.
+    """An abandoned write landed after the successful one, and its key was deleted with its lease.
 
     The node kept refreshing the other lease, and no process could find it any more.
     """
@@ -388,9 +400,9 @@ def test_late_write_under_an_expired_lease_does_not_unlist_the_node_permanently(
         given_up = await etcd.lease(2_000)
         await etcd.put("nodes/lockmgr/lock-a", entry.value, given_up)
         await asyncio.sleep(10)
-        found = await etcd.get("nodes/lockmgr/lock-a")
-        assert found is not None
-        assert StoredNode.FromString(found.value).epoch == 3
+        stored = await etcd.get("nodes/lockmgr/lock-a")
+        assert stored is not None
+        assert StoredNode.FromString(stored.value).epoch == 3
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

@@ -32,10 +32,10 @@ class Trace(logging.Handler):
         self._events: deque[tuple[int, str, str, Any]] = deque(maxlen=kept_max)
         self._over = False
 
-    def note(self, source: str, what: str, message: Any = None) -> None:
+    def note(self, source: str, text: str, message: Any = None) -> None:
         """Add an event of the current time, with an optional message."""
         if not self._over:
-            self._events.append((self._now_ms(), source, what, message))
+            self._events.append((self._now_ms(), source, text, message))
 
     def end(self) -> None:
         """Ignore all later events."""
@@ -54,8 +54,8 @@ class Trace(logging.Handler):
     def lines(self) -> list[str]:
         """Return all kept events."""
         return [
-            f"{ms / 1000:9.3f}  {source:<12} {what}{_words(message)}"
-            for ms, source, what, message in self._events
+            f"{ms / 1000:9.3f}  {source:<12} {text}{_words(message)}"
+            for ms, source, text, message in self._events
         ]
 
     def tail(self) -> str:

@@ -111,7 +111,7 @@ def read_spec(
 
 def bodies(store: MessageStore, queue_id: int = 0) -> list[bytes]:
     """Return all visible bodies of a queue, read with several pulls."""
-    found: list[bytes] = []
+    message_bodies: list[bytes] = []
     offset = store.offsets((TOPIC_ID, queue_id)).first_offset
     while (
         reading := store.read((TOPIC_ID, queue_id), read_spec(offset, messages_max=7))
@@ -120,9 +120,9 @@ def bodies(store: MessageStore, queue_id: int = 0) -> list[bytes]:
             header = read_header(raw)
             begin = max(offset - header.first_offset, 0)
             end = min(reading.next_offset - header.first_offset, header.count)
-            found += [r.body for r in decode_records(raw, header, range(begin, end))]
+            message_bodies += [r.body for r in decode_records(raw, header, range(begin, end))]
         offset = reading.next_offset
-    return found
+    return message_bodies
 
 
 def message_at(queries: MessageQueries, position: int, index: int) -> MessageMatch:

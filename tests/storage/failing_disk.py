@@ -53,7 +53,7 @@ class FailingDisks:
 
 
 def failing_disks(patch: pytest.MonkeyPatch) -> FailingDisks:
-    """Patch the real disk so that it fails as the returned object says."""
+    """Patch the real disk so that calls fail as the returned object determines."""
     disks = FailingDisks()
 
     def of_disk(name: str) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ FLOORS = [QueueFloor(TOPIC, TOPIC_ID, 5, 77), QueueFloor(SCHEDULE_TOPIC, 0, 1, 1
 
 def build() -> Opened:
     """Build the directory."""
-    made = open_store(MemoryDisk(), segment_bytes=SEGMENT_BYTES, run_entries=RUN_ENTRIES)
+    opened = open_store(MemoryDisk(), segment_bytes=SEGMENT_BYTES, run_entries=RUN_ENTRIES)
     batches = [
         batch(
             Message(b"body %d" % n, tag="TagA", keys=(f"order-{n}", "customer-9")),
@@ -39,13 +39,13 @@ def build() -> Opened:
         for n in range(6)
     ]
     for number, raw in enumerate(batches):
-        append(made.store, raw, now=NOW + 1_000 * number)
-    sync(made.store)
-    made.store.schedule.waiting.add(DelayedBatch(NOW + 86_400_000, 446, 669))
-    CheckpointWriter(made.disk, made.store, 0).run()
-    made.disk.replace(floors.PATH, floors.encode(FLOORS))
-    made.disk.replace("synced", encode_synced(made.store.log.synced_position))
-    return made
+        append(opened.store, raw, now=NOW + 1_000 * number)
+    sync(opened.store)
+    opened.store.schedule.waiting.add(DelayedBatch(NOW + 86_400_000, 446, 669))
+    CheckpointWriter(opened.disk, opened.store, 0).run()
+    opened.disk.replace(floors.PATH, floors.encode(FLOORS))
+    opened.disk.replace("synced", encode_synced(opened.store.log.synced_position))
+    return opened
 
 
 def files(disk: MemoryDisk) -> dict[str, bytes]:

@@ -109,15 +109,15 @@ class Replica(RunningNode):
 
     async def bodies(self, queue_id: int = 0) -> list[bytes]:
         """Read all visible bodies of a queue."""
-        found: list[bytes] = []
+        message_bodies: list[bytes] = []
         offset = 0
         while True:
             answer = await self.read(queue_id, offset)
             if answer.next_offset == offset:
-                return found
+                return message_bodies
             for batch in answer.batches:
                 header = read_header(batch)
-                found += [
+                message_bodies += [
                     record.body for record in decode_records(batch, header, range(header.count))
                 ]
             offset = answer.next_offset
@@ -135,8 +135,8 @@ class Replica(RunningNode):
         """Return the segment files that are not all zeros."""
         folder = self.folder / "log"
         paths = folder.iterdir() if folder.exists() else ()
-        found = {path.name: path.read_bytes() for path in paths if path.name.isdecimal()}
-        return {name: content for name, content in found.items() if any(content)}
+        segments = {path.name: path.read_bytes() for path in paths if path.name.isdecimal()}
+        return {name: content for name, content in segments.items() if any(content)}
 
 
 class Scene(NodeSet[Replica]):

@@ -54,20 +54,20 @@ class TopicsTwin(TopicCache):
     """A topic cache that the test fills; `errors` has the error of topics that can't be looked up.
 
     Attributes:
-        asked: Set when `find` is called; the call then waits for `gate`.
+        lookup_started: Set when `find` is called; the call then waits for `gate`.
     """
 
     def __init__(self) -> None:
         self.topics = {TOPIC: LocalTopic(TOPIC_ID, 8)}
         self.errors: dict[str, BatonError] = {}
-        self.asked, self.gate = asyncio.Event(), asyncio.Event()
+        self.lookup_started, self.gate = asyncio.Event(), asyncio.Event()
         self.gate.set()
 
     def known(self, name: str) -> LocalTopic | None:
         return self.topics.get(name) if name not in self.errors else None
 
     async def find(self, name: str) -> LocalTopic:
-        self.asked.set()
+        self.lookup_started.set()
         await self.gate.wait()
         if name in self.errors:
             raise self.errors[name]
@@ -159,14 +159,14 @@ async def at_once(call: Callable[[Any], None], argument: Any) -> None:
 
 
 @asynccontextmanager
-async def scene(
+async def new_scene(
     disk: MemoryDisk | None = None, clock: SetClock | None = None, in_thread: Any = at_once
 ) -> AsyncIterator[Scene]:
     """Yield a node recovered from `disk`; its flusher runs."""
     disk = disk or MemoryDisk()
     with recover_directory(disk, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: 0) as node:
-        here = Scene(node, disk, clock or SetClock(), in_thread)
+        scene = Scene(node, disk, clock or SetClock(), in_thread)
         async with asyncio.TaskGroup() as tasks:
-            flushing = tasks.create_task(here.flusher.run())
-            yield here
+            flushing = tasks.create_task(scene.flusher.run())
+            yield scene
             flushing.cancel()

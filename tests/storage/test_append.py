@@ -67,14 +67,14 @@ async def test_receipt_of_memory_durability_says_memory(etcd_endpoint: str, tmp_
 async def test_retry_gets_the_first_receipt_even_after_a_restart(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    sent = batch(b"a", producer=(5, 1), sequence=0)
+    raw = batch(b"a", producer=(5, 1), sequence=0)
     async with running_node(etcd_endpoint, tmp_path) as node:
-        (first,) = await node.append(sent)
-        (again,) = await node.append(sent)
+        (first,) = await node.append(raw)
+        (again,) = await node.append(raw)
         assert again.duplicate
         assert not first.duplicate
     async with running_node(etcd_endpoint, tmp_path) as node:
-        (after,) = await node.append(sent)
+        (after,) = await node.append(raw)
         assert after == again
         assert (await node.pull()).queue_next_offset == 1
 
@@ -196,7 +196,9 @@ async def test_producer_errors_are_item_errors(etcd_endpoint: str, tmp_path: Pat
         assert (await node.describe()).next_position == end
 
 
-async def test_topic_created_a_moment_ago_is_known(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_topic_created_just_before_the_append_is_found(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with running_node(etcd_endpoint, tmp_path) as node:
         for number in range(20):
             await node.put_topic(f"fresh-{number}", 100 + number)

@@ -37,7 +37,7 @@ from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.query_server import QueryServicer
 from batonmq_server.storage.schedule_server import ScheduleServicer, decode_id
 from tests.storage.batches import NOW, TOPIC, batch
-from tests.storage.schedule_scene import BROKER, SEGMENT_BYTES, Scene, scene
+from tests.storage.schedule_scene import BROKER, SEGMENT_BYTES, Scene, new_scene
 
 CONTEXT: Any = None
 HOUR_MS = 3_600_000
@@ -55,49 +55,49 @@ class PermissionCheck:
         self._access.check("caller", needs)
 
 
-def scheduling(here: Scene, *grants: Grant) -> ScheduleServicer:
-    return ScheduleServicer(here.appender, here.topics, here.due.wake, PermissionCheck(*grants))
+def scheduling(scene: Scene, *grants: Grant) -> ScheduleServicer:
+    return ScheduleServicer(scene.appender, scene.topics, scene.due.wake, PermissionCheck(*grants))
 
 
-def position(here: Scene, schedule_id: str) -> int | None:
+def position(scene: Scene, schedule_id: str) -> int | None:
     """Return the position at which a scheduled batch is stored now."""
-    return here.store.schedule.waiting.position(decode_id(schedule_id, BROKER))
+    return scene.store.schedule.waiting.position(decode_id(schedule_id, BROKER))
 
 
 async def test_cancelling_a_scheduled_batch_needs_permission_to_produce_to_its_topic() -> None:
-    async with scene() as here:
-        receipt = await here.schedule(batch(b"body"), NOW + 60_000)
+    async with new_scene() as scene:
+        receipt = await scene.schedule(batch(b"body"), NOW + 60_000)
         request = pb.CancelScheduledRequest(schedule_id=receipt.schedule_id)
         with pytest.raises(PermissionDenied) as refused:
-            servicer = scheduling(here, Grant(AccessRole.CONSUME, f"topic:{TOPIC}"))
+            servicer = scheduling(scene, Grant(AccessRole.CONSUME, f"topic:{TOPIC}"))
             await servicer.CancelScheduled(request, CONTEXT)
         assert refused.value.facts["resource"] == f"topic:{TOPIC}"
-        assert here.waiting() == 1
-        allowed = scheduling(here, Grant(AccessRole.PRODUCE, f"topic:{TOPIC}"))
+        assert scene.waiting() == 1
+        allowed = scheduling(scene, Grant(AccessRole.PRODUCE, f"topic:{TOPIC}"))
         await allowed.CancelScheduled(request, CONTEXT)
-        assert here.waiting() == 0
+        assert scene.waiting() == 0
 
 
 @pytest.mark.parametrize("body", [b"body", FILL])
 async def test_scheduled_message_is_not_read_before_the_permission_to_cancel_it(
     monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
-    async with scene() as here:
-        receipt = await here.schedule(batch(body), NOW + 60_000)
+    async with new_scene() as scene:
+        receipt = await scene.schedule(batch(body), NOW + 60_000)
         request = pb.CancelScheduledRequest(schedule_id=receipt.schedule_id)
         sizes: list[int] = []
-        read = here.store.log.read
+        read = scene.store.log.read
 
         def counting(position: int, bytes_max: int) -> bytes:
             sizes.append(bytes_max)
             return read(position, bytes_max)
 
         with monkeypatch.context() as patch, pytest.raises(PermissionDenied) as refused:
-            patch.setattr(here.store.log, "read", counting)
-            await scheduling(here).CancelScheduled(request, CONTEXT)
+            patch.setattr(scene.store.log, "read", counting)
+            await scheduling(scene).CancelScheduled(request, CONTEXT)
         assert refused.value.facts["resource"] == f"topic:{TOPIC}"
         assert sizes == [SCHEDULED_HEAD_BYTES_MAX], "the head names the topic"
-        assert here.waiting() == 1
+        assert scene.waiting() == 1
 
 
 def test_topic_of_the_largest_scheduled_batch_is_in_its_head() -> None:
@@ -116,60 +116,60 @@ def test_topic_of_the_largest_scheduled_batch_is_in_its_head() -> None:
 
 
 async def test_rewritten_scheduled_batch_is_still_authorized_by_its_topic() -> None:
-    async with scene() as here:
-        receipt = await here.schedule(batch(b"body"), NOW + 40 * HOUR_MS)
+    async with new_scene() as scene:
+        receipt = await scene.schedule(batch(b"body"), NOW + 40 * HOUR_MS)
         for _ in range(2):  # so that old batches block retention
-            await here.schedule(batch(FILL), NOW)
-        await here.deliver()
-        first = position(here, receipt.schedule_id)
-        here.clock.pass_ms(24 * HOUR_MS)
-        await here.rewrite_old()
-        assert position(here, receipt.schedule_id) != first
+            await scene.schedule(batch(FILL), NOW)
+        await scene.deliver()
+        first = position(scene, receipt.schedule_id)
+        scene.clock.pass_ms(24 * HOUR_MS)
+        await scene.rewrite_old()
+        assert position(scene, receipt.schedule_id) != first
         request = pb.CancelScheduledRequest(schedule_id=receipt.schedule_id)
         with pytest.raises(PermissionDenied):
-            await scheduling(here).CancelScheduled(request, CONTEXT)
-        allowed = scheduling(here, Grant(AccessRole.PRODUCE, f"topic:{TOPIC}"))
+            await scheduling(scene).CancelScheduled(request, CONTEXT)
+        allowed = scheduling(scene, Grant(AccessRole.PRODUCE, f"topic:{TOPIC}"))
         await allowed.CancelScheduled(request, CONTEXT)
-        assert here.waiting() == 0
+        assert scene.waiting() == 0
 
 
 async def test_unknown_schedule_id_is_not_scheduled_for_every_caller() -> None:
-    async with scene() as here:
-        receipt = await here.schedule(batch(b"body"), NOW + 1_000)
-        here.clock.pass_ms(2_000)
-        await here.deliver()
+    async with new_scene() as scene:
+        receipt = await scene.schedule(batch(b"body"), NOW + 1_000)
+        scene.clock.pass_ms(2_000)
+        await scene.deliver()
         request = pb.CancelScheduledRequest(schedule_id=receipt.schedule_id)
         with pytest.raises(NotScheduled):
-            await scheduling(here).CancelScheduled(request, CONTEXT)
+            await scheduling(scene).CancelScheduled(request, CONTEXT)
 
 
 async def test_message_is_read_by_id_only_after_the_permission_to_consume_its_topic(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with scene() as here:
-        (receipt,) = here.appender.append(
-            [check(batch(b"body"))], {TOPIC: here.topics.topics[TOPIC]}
+    async with new_scene() as scene:
+        (receipt,) = scene.appender.append(
+            [check(batch(b"body"))], {TOPIC: scene.topics.topics[TOPIC]}
         )
         assert not isinstance(receipt, Exception)
-        await here.flusher.wait_until_safe(receipt.next_position)
+        await scene.flusher.wait_until_safe(receipt.next_position)
         damage = DamageTracker(lambda: None)
         request = query_pb.GetMessageRequest(message_id=f"{BROKER}-{receipt.position:x}-0")
 
         def servicer(*grants: Grant) -> QueryServicer:
             return QueryServicer(
-                BROKER, here.store, here.topics, damage, require=PermissionCheck(*grants)
+                BROKER, scene.store, scene.topics, damage, require=PermissionCheck(*grants)
             )
 
         denied = servicer(Grant(AccessRole.PRODUCE, f"topic:{TOPIC}"))
         sizes: list[int] = []
-        read = here.store.log.read
+        read = scene.store.log.read
 
         def counting(position: int, bytes_max: int) -> bytes:
             sizes.append(bytes_max)
             return read(position, bytes_max)
 
         with monkeypatch.context() as patch, pytest.raises(PermissionDenied):
-            patch.setattr(here.store.log, "read", counting)
+            patch.setattr(scene.store.log, "read", counting)
             await denied.GetMessage(request, CONTEXT)
         assert sizes == [HEAD_BYTES_MAX], "the header names the topic; no message is read"
         answer = await servicer(Grant(AccessRole.CONSUME, f"topic:{TOPIC}")).GetMessage(

@@ -141,8 +141,8 @@ def test_owners_and_contents_of_producers_are_the_same_after_recovery() -> None:
     rebuilt = reopened(opened.disk)
     assert rebuilt.report.rebuilt
     for store in (again.store, rebuilt.store):
-        found = store.producers.snapshot().states()
-        assert sorted(found, key=lambda one: one.owner) == expected
+        producers = store.producers.snapshot().states()
+        assert sorted(producers, key=lambda one: one.owner) == expected
         other = check(batch(b"other", producer=(5, 1), sequence=1), owners[1])
         (refused,) = store.append([other], TOPICS, NOW)
         assert isinstance(refused, DuplicateSequence)
@@ -305,8 +305,8 @@ def test_recovery_with_and_without_checkpoint_agree_after_a_power_cut(
     assert served(with_checkpoint.store) == served(without.store)
     take(with_checkpoint)
     take(without)
-    kept = {path: raw for path, raw in indexes(without.disk).items() if "keyindex" in path}
-    assert {p: r for p, r in indexes(with_checkpoint.disk).items() if "keyindex" in p} == kept
+    key_files = {path: raw for path, raw in indexes(without.disk).items() if "keyindex" in path}
+    assert {p: r for p, r in indexes(with_checkpoint.disk).items() if "keyindex" in p} == key_files
 
 
 @pytest.mark.parametrize("lost", [(), ("checkpoint",), ("checkpoint", "consumequeue", "keyindex")])
@@ -400,9 +400,9 @@ def test_checkpoint_is_decoded_as_it_was_encoded(
 ) -> None:
     position, now, begin, first_ms, last_ms = numbers
     run = OpenRun(RunExtent(begin, position, first_ms, last_ms), 5, 77)
-    taken = Checkpoint(position, now, run, queues, producers, waiting)
-    raw = checkpoint.encode(taken)
-    assert checkpoint.decode(raw) == taken
+    original = Checkpoint(position, now, run, queues, producers, waiting)
+    raw = checkpoint.encode(original)
+    assert checkpoint.decode(raw) == original
     for at in range(0, len(raw), 7):
         damaged = bytearray(raw)
         damaged[at] ^= 1

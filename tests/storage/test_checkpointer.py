@@ -62,7 +62,7 @@ async def at_once(function: Callable[[Any], None], argument: Any) -> None:
 
 
 @asynccontextmanager
-async def scene() -> AsyncIterator[Scene]:
+async def new_scene() -> AsyncIterator[Scene]:
     disk = WatchedDisk()
     with recover_directory(disk, segment_bytes=1 << 20, monotonic_ms=lambda: 0) as node:
         flusher = Flusher(node, lambda _: None, lambda _: None, in_thread=at_once)
@@ -73,31 +73,31 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 async def test_log_is_safe_before_the_checkpoint_is_written() -> None:
-    async with scene() as here:
-        here.append(batch(b"a"), batch(b"b"))
-        assert here.disk.files[FIRST].unsynced
-        assert await here.checkpointer.take()
-        assert here.disk.unsynced == [0]
-        assert here.checkpointer.position() == here.node.store.log.next_position
+    async with new_scene() as scene:
+        scene.append(batch(b"a"), batch(b"b"))
+        assert scene.disk.files[FIRST].unsynced
+        assert await scene.checkpointer.take()
+        assert scene.disk.unsynced == [0]
+        assert scene.checkpointer.position() == scene.node.store.log.next_position
 
 
 async def test_checkpoint_after_one_without_space_is_complete() -> None:
-    async with scene() as here:
+    async with new_scene() as scene:
         for number in range(5):
-            here.append(batch(b"%d" % number, queue_id=number))
-            here.disk.failure = None if number % 2 else OSError(errno.ENOSPC, "no space")
-            assert await here.checkpointer.take() == bool(number % 2)
-            again = open_store(here.disk.killed(), segment_bytes=1 << 20)
+            scene.append(batch(b"%d" % number, queue_id=number))
+            scene.disk.failure = None if number % 2 else OSError(errno.ENOSPC, "no space")
+            assert await scene.checkpointer.take() == bool(number % 2)
+            again = open_store(scene.disk.killed(), segment_bytes=1 << 20)
             assert again.report.batches == 1 - number % 2
             assert bodies(again.store, number) == [b"%d" % number]
 
 
 async def test_disk_failure_ends_the_process() -> None:
-    async with scene() as here:
-        here.append(batch(b"a"))
-        here.disk.failure = OSError(errno.EIO, "broken")
+    async with new_scene() as scene:
+        scene.append(batch(b"a"))
+        scene.disk.failure = OSError(errno.EIO, "broken")
         with pytest.raises(OSError, match="broken"):
-            await here.checkpointer.take()
+            await scene.checkpointer.take()
 
 
 @pytest.mark.parametrize("due", ["time", "size"])
@@ -107,12 +107,12 @@ async def test_checkpoint_is_taken_when_it_is_due(
     monkeypatch.setattr(checkpointer, "_LOOK_S", 0.001)
     monkeypatch.setattr(checkpointer, "INTERVAL_S", 0 if due == "time" else 3_600)
     monkeypatch.setattr(checkpointer, "BYTES_MAX", 1 << 40 if due == "time" else 500)
-    async with scene() as here, asyncio.TaskGroup() as tasks:
-        taking = tasks.create_task(here.checkpointer.run())
+    async with new_scene() as scene, asyncio.TaskGroup() as tasks:
+        taking = tasks.create_task(scene.checkpointer.run())
         for number in range(1, 4):
-            here.append(batch(b"x" * 600))
-            await until(lambda number=number: len(here.disk.unsynced) == number)  # type: ignore[misc]
-        assert here.checkpointer.position() == here.node.store.log.next_position
+            scene.append(batch(b"x" * 600))
+            await until(lambda number=number: len(scene.disk.unsynced) == number)  # type: ignore[misc]
+        assert scene.checkpointer.position() == scene.node.store.log.next_position
         taking.cancel()
 
 

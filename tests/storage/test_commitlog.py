@@ -38,14 +38,14 @@ def write(log: CommitLog, *batches: bytes) -> list[int]:
 @given(st.lists(st.lists(st.integers(3, SEGMENT), min_size=1, max_size=5), max_size=12))
 def test_each_batch_is_read_back_from_its_position(appends: list[list[int]]) -> None:
     log = open_log(MemoryDisk())
-    kept: dict[int, bytes] = {}
+    expected: dict[int, bytes] = {}
     for number, lengths in enumerate(appends):
         batches = [bytes([number * 5 + i + 1]) * n for i, n in enumerate(lengths)]
         positions = write(log, *batches)
         assert positions == sorted(positions)
-        kept |= dict(zip(positions, batches, strict=True))
+        expected |= dict(zip(positions, batches, strict=True))
         assert log.next_position == positions[-1] + len(batches[-1])
-    for position, one in kept.items():
+    for position, one in expected.items():
         assert position // SEGMENT == (position + len(one) - 1) // SEGMENT, "straddles segments"
         assert log.read(position, len(one)) == one
 
@@ -177,9 +177,9 @@ def test_missing_segment_is_data_loss() -> None:
     disk = MemoryDisk()
     write(open_log(disk), b"x" * 90, b"y" * 90, b"z" * 90)
     disk.remove(f"log/{100:020d}")
-    with pytest.raises(DataLoss) as found:
+    with pytest.raises(DataLoss) as raised:
         open_log(disk)
-    assert found.value.facts == {"position": "100"}
+    assert raised.value.facts == {"position": "100"}
 
 
 def test_segment_file_without_bytes_is_dropped() -> None:

@@ -24,8 +24,8 @@ from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.core.test_compressed_batches import repacked
 from tests.storage.batches import NOW, TOPIC, bodies, open_store, stored
 from tests.storage.running_node import running_node
-from tests.storage.schedule_scene import scene
-from tests.storage.test_query_server import asking, body
+from tests.storage.schedule_scene import new_scene
+from tests.storage.test_query_server import body, query_node
 
 PACKED = pytest.mark.parametrize("compression", [Compression.LZ4, Compression.ZSTD])
 FILL = "x" * 500
@@ -49,10 +49,10 @@ async def test_filter_key_index_and_recovery_read_inside_compressed_batches(
 ) -> None:
     raw = packed(compression, (5, 1))
     assert len(raw) < sum(map(len, BODIES)) / 5
-    async with asking(etcd_endpoint, tmp_path) as ask:
-        (receipt,) = await ask.node.append(raw)
-        (found,) = (await ask.find(key="key-17")).messages
-        assert body(found) == BODIES[17]
+    async with query_node(etcd_endpoint, tmp_path) as queries:
+        (receipt,) = await queries.node.append(raw)
+        (match,) = (await queries.find(key="key-17")).messages
+        assert body(match) == BODIES[17]
     async with running_node(etcd_endpoint, tmp_path) as node:
         (again,) = await node.append(raw)
         assert (again.duplicate, again.position) == (True, receipt.position)
@@ -85,18 +85,18 @@ async def test_content_of_a_compressed_batch_is_checked_before_it_is_stored(
 async def test_compressed_scheduled_message_is_delivered_unchanged(
     compression: Compression,
 ) -> None:
-    async with scene() as here:
-        await here.schedule(packed(compression), NOW + 5_000)
-        here.clock.pass_ms(5_000)
-        await here.deliver()
-        assert here.bodies() == BODIES
+    async with new_scene() as scene:
+        await scene.schedule(packed(compression), NOW + 5_000)
+        scene.clock.pass_ms(5_000)
+        await scene.deliver()
+        assert scene.bodies() == BODIES
 
 
 @PACKED
 def test_fsck_calls_compressed_batches_clean(compression: Compression) -> None:
-    made = open_store(MemoryDisk(), segment_bytes=100_000, run_entries=1 << 19)
-    stored(made.store, *[packed(compression)] * 3)
-    CheckpointWriter(made.disk, made.store, 0).run()
-    assert bodies(made.store) == 3 * BODIES
-    report = Fsck(made.disk.killed(), made.store.log.synced_position).run()
+    opened = open_store(MemoryDisk(), segment_bytes=100_000, run_entries=1 << 19)
+    stored(opened.store, *[packed(compression)] * 3)
+    CheckpointWriter(opened.disk, opened.store, 0).run()
+    assert bodies(opened.store) == 3 * BODIES
+    report = Fsck(opened.disk.killed(), opened.store.log.synced_position).run()
     assert (report.problems, report.batches, report.messages) == ([], 3, 150)

@@ -47,8 +47,8 @@ def test_entries_are_read_back_by_offset(
     queue.make_visible(queue.next_offset)
     assert queue.next_offset == first_offset + len(model)
     for begin, end in ((0, len(model)), (len(model) // 3, len(model) // 2), (0, 0)):
-        found = queue.read(first_offset + begin, first_offset + end)
-        columns = zip(found.positions, found.sizes, found.tags, strict=True)
+        entries = queue.read(first_offset + begin, first_offset + end)
+        columns = zip(entries.positions, entries.sizes, entries.tags, strict=True)
         assert [tuple(map(int, row)) for row in columns] == model[begin:end]
 
 

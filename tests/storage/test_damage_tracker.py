@@ -24,6 +24,7 @@ from batonmq_server.storage.core.commitlog import FILLER
 from batonmq_server.storage.core.fsck import Fsck
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.query import MessageQueries, TimeWindow
+from batonmq_server.storage.core.queue_repair import QueueRepair
 from batonmq_server.storage.core.scrub import LogScrub
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.node import recover_directory
@@ -48,41 +49,41 @@ EVER = TimeWindow(0, 1 << 62)
 
 def checkpointed() -> tuple[Opened, list[StoreReceipt]]:
     """Return a disk with nine batches in three segments, all below a checkpoint."""
-    made = open_store(MemoryDisk(), segment_bytes=SEGMENT_BYTES)
+    opened = open_store(MemoryDisk(), segment_bytes=SEGMENT_BYTES)
     receipts = []
     for number in range(9):
         messages = [Message(b"%d" % number * 20, "t", (f"k{number}",)), Message(b"more")]
-        receipts += stored(made.store, batch(*messages, queue_id=number % 3))
-    CheckpointWriter(made.disk, made.store, 0).run()
-    return made, receipts
+        receipts += stored(opened.store, batch(*messages, queue_id=number % 3))
+    CheckpointWriter(opened.disk, opened.store, 0).run()
+    return opened, receipts
 
 
-def flipped(made: Opened, position: int, bit: int) -> MemoryDisk:
-    disk = made.disk.killed()
-    path, begin, _ = made.store.log.segment_of(position)
+def flipped(opened: Opened, position: int, bit: int) -> MemoryDisk:
+    disk = opened.disk.killed()
+    path, begin, _ = opened.store.log.segment_of(position)
     disk.files[path].content[position - begin] ^= 1 << bit
     return disk
 
 
-def scrubbed(made: Opened, disk: MemoryDisk) -> list[int]:
+def scrubbed(opened: Opened, disk: MemoryDisk) -> list[int]:
     """Return the positions of damaged batches that one round of the scrub finds."""
-    found: list[int] = []
-    scrub = LogScrub(disk, made.store.log)
+    positions: list[int] = []
+    scrub = LogScrub(disk, opened.store.log)
     while (piece := scrub.next_range()) is not None:
         scrub.check(piece)
         scrub.checked(piece)
-        found += piece.damaged
-    return found
+        positions += piece.damaged
+    return positions
 
 
 def test_flipped_bit_is_never_served_and_every_check_finds_it() -> None:
-    made, receipts = checkpointed()
+    opened, receipts = checkpointed()
     victim = receipts[4]
-    unnoticed = 0
+    missing_count = 0
     for at in range(victim.position, victim.next_position):
-        disk = flipped(made, at, at % 8)
+        disk = flipped(opened, at, at % 8)
         again = open_store(disk, segment_bytes=SEGMENT_BYTES)
-        assert again.report.rebuilt == "", "a start trusts what lies below the checkpoint"
+        assert again.report.rebuilt == "", "a start does not read the log below the checkpoint"
         with pytest.raises(DataLoss) as lost:
             again.store.read((TOPIC_ID, 1), read_spec(victim.first_offset))
         assert lost.value.facts == {"position": str(victim.position)}
@@ -91,34 +92,34 @@ def test_flipped_bit_is_never_served_and_every_check_finds_it() -> None:
         try:
             message_at(queries, victim.position, 0)
         except MessageNotFound:  # without the magic of a batch no batch is reported as lost
-            unnoticed += 1
+            missing_count += 1
         except DataLoss:
             pass
         else:
             pytest.fail(f"served with byte {at - victim.position} changed")
         with pytest.raises(DataLoss):
             queries.find(TOPIC_ID, "k4", EVER, messages_max=9, bytes_max=1 << 20)
-        assert scrubbed(made, disk) == [victim.position]
-        report = Fsck(disk, made.store.log.synced_position).run()
+        assert scrubbed(opened, disk) == [victim.position]
+        report = Fsck(disk, opened.store.log.synced_position).run()
         assert (report.damaged_batches, report.problems[0].position) == (1, victim.position)
-    assert unnoticed < 64, "only the fields that say which batch it is"
+    assert missing_count < 64, "only the fields that identify the batch"
 
 
 @pytest.mark.parametrize("at", range(FILLER.size))
 def test_flipped_bit_of_a_filler_is_found(at: int) -> None:
-    made, receipts = checkpointed()
+    opened, receipts = checkpointed()
     ends = [one.next_position for one in receipts]
     (filler, *_) = [end for end in ends if end not in {one.position for one in receipts}]
-    disk = flipped(made, filler + at, 1)
-    assert scrubbed(made, disk) == [filler]
+    disk = flipped(opened, filler + at, 1)
+    assert scrubbed(opened, disk) == [filler]
     assert [one.position for one in Fsck(disk, ends[-1]).run().problems] == [filler]
 
 
 def test_damage_is_logged_and_counted_once_by_every_kind_of_read(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    made, receipts = checkpointed()
-    disk = flipped(made, receipts[4].next_position - 1, 0)
+    opened, receipts = checkpointed()
+    disk = flipped(opened, receipts[4].next_position - 1, 0)
     store = open_store(disk, segment_bytes=SEGMENT_BYTES).store
     counter = Counter("found", "DamageTracker.", registry=CollectorRegistry())
     damage = DamageTracker(counter.inc)
@@ -137,6 +138,10 @@ async def at_once(call: Callable[[Any], None], argument: Any) -> None:
     call(argument)
 
 
+async def no_repair(repair: QueueRepair) -> None:
+    pytest.fail(f"an undamaged consume queue is rebuilt: {repair}")
+
+
 def test_scrub_keeps_its_maximum_read_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log of 60,000 bytes takes 6 s at 10,000 bytes/s, and each range its share."""
     monkeypatch.setattr(scrub_core, "RANGE_BYTES", 5_000)
@@ -149,25 +154,26 @@ def test_scrub_keeps_its_maximum_read_rate(monkeypatch: pytest.MonkeyPatch) -> N
         scrubber = Scrubber(
             node,
             DamageTracker(lambda: None),
+            no_repair,
             bytes_per_s=10_000,
             in_thread=at_once,
         )
 
         async def run() -> list[tuple[float, int]]:
-            loop, seen = asyncio.get_running_loop(), []
+            loop, progress = asyncio.get_running_loop(), []
             async with asyncio.TaskGroup() as tasks:
                 running = tasks.create_task(scrubber.run())
                 for _ in range(100):
                     await asyncio.sleep(0.1)
-                    seen.append((loop.time(), scrubber.position))
+                    progress.append((loop.time(), scrubber.position))
                 running.cancel()
-            return seen
+            return progress
 
         loop = VirtualTimeLoop()
         try:
-            seen = loop.run_until_complete(run())
+            progress = loop.run_until_complete(run())
         finally:
             loop.close()
-    during = [(time, position) for time, position in seen if position]
+    during = [(time, position) for time, position in progress if position]
     assert all(position <= 10_000 * time + 6_000 for time, position in during)
     assert during[-1][0] == pytest.approx(end / 10_000, abs=0.2)

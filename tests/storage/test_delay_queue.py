@@ -1,4 +1,4 @@
-"""Goal: no entry is due early, and no due entry is forgotten, whatever is added, removed or moved.
+"""Goal: no entry is due early, and no due entry is left out, whatever is added, removed or moved.
 
 Method: Hypothesis drives the queue and a plain dictionary side by side, with a clock that jumps;
 many times are near the borders of seconds and minutes.
@@ -105,8 +105,8 @@ class DelayQueueMachine(RuleBasedStateMachine):
     def look_before(self, part: float, count: int) -> None:
         limit = int(self.next_position * part)
         everything = self.waiting | self.taken
-        found = sorted((at, key) for key, at in everything.items() if at < limit)[:count]
-        assert self.levels.before(limit, count) == [DelayedBatch(*key, at) for at, key in found]
+        entries = sorted((at, key) for key, at in everything.items() if at < limit)[:count]
+        assert self.levels.before(limit, count) == [DelayedBatch(*key, at) for at, key in entries]
 
     @invariant()
     def agrees(self) -> None:
@@ -134,12 +134,12 @@ def test_entries_are_due_once_in_order_of_time(times: list[int], count: int) -> 
     entries = [DelayedBatch(NOW + ahead, at, at) for at, ahead in enumerate(times)]
     for entry in entries:
         levels.add(entry)
-    found: list[DelayedBatch] = []
+    due_entries: list[DelayedBatch] = []
     while due := levels.due(NOW + 41 * DAY_MS, count):
-        found += due
+        due_entries += due
         for entry in due:
             levels.remove(entry.key)
-    assert found == sorted(entries)
+    assert due_entries == sorted(entries)
     assert len(levels) == 0
     assert levels.next_unix_ms() is None
 
@@ -207,5 +207,5 @@ def test_snapshot_of_many_entries_is_quick_and_immutable() -> None:
     for number in range(0, 1_000, 2):
         levels.remove((NOW + number * 40 * DAY_MS // len(rows), number * 100))
         levels.add(DelayedBatch(NOW + number, 1_000_000_000 + number, 5))
-    found = np.frombuffer(snapshot.encode(), ROW)
-    assert found[np.argsort(found["schedule_id"])].tobytes() == rows.tobytes()
+    decoded = np.frombuffer(snapshot.encode(), ROW)
+    assert decoded[np.argsort(decoded["schedule_id"])].tobytes() == rows.tobytes()

@@ -18,18 +18,18 @@ from batonmq_server.storage.core import delivered_range as delivered
 from batonmq_server.storage.core.delivered_range import DeliveredRange, PullDelivery, ReportedRange
 
 
-def offsets_of(told: ReportedRange) -> list[int]:
+def offsets_of(report: ReportedRange) -> list[int]:
     """Return the offsets that the runs describe."""
-    if not told.runs:
-        return list(range(told.first_offset, told.next_offset))
-    found: list[int] = []
-    at = told.first_offset
-    for index, length in enumerate(told.runs):
+    if not report.runs:
+        return list(range(report.first_offset, report.next_offset))
+    offsets: list[int] = []
+    at = report.first_offset
+    for index, length in enumerate(report.runs):
         if index % 2:
-            found += range(at, at + length)
+            offsets += range(at, at + length)
         at += length
-    assert at == told.next_offset
-    return found
+    assert at == report.next_offset
+    return offsets
 
 
 PULLS = st.lists(
@@ -61,29 +61,34 @@ def test_runs_name_the_delivered_offsets(
             at = step.next_offset
             if not ranges or not ranges[-1].extend(step):
                 ranges.append(DeliveredRange(step))
-        told = [one for range_ in ranges for one in range_.reports()]
-    assert [offset for one in told for offset in offsets_of(one)] == expected
-    assert told[0].first_offset == begin and told[-1].next_offset == at
-    assert all(a.next_offset == b.first_offset for a, b in pairwise(told))
-    assert sum(one.message_count for one in told) == len(expected)
-    assert sum(one.lost_count for one in told) == lost_count
-    assert sum(one.filtered_count for one in told) == at - begin - lost_count - len(expected)
-    assert sum(one.redelivered_count for one in told) == len(pulls)
-    assert sum(one.byte_count for one in told) == 10 * len(pulls)
-    assert all(len(one.runs) <= 2 * islands_max + 1 for one in told)
+        reports = [one for range_ in ranges for one in range_.reports()]
+    assert [offset for one in reports for offset in offsets_of(one)] == expected
+    assert reports[0].first_offset == begin and reports[-1].next_offset == at
+    assert all(a.next_offset == b.first_offset for a, b in pairwise(reports))
+    assert sum(one.message_count for one in reports) == len(expected)
+    assert sum(one.lost_count for one in reports) == lost_count
+    assert sum(one.filtered_count for one in reports) == at - begin - lost_count - len(expected)
+    assert sum(one.redelivered_count for one in reports) == len(pulls)
+    assert sum(one.byte_count for one in reports) == 10 * len(pulls)
+    assert all(len(one.runs) <= 2 * islands_max + 1 for one in reports)
 
 
 def test_pulls_that_deliver_all_messages_are_one_range_without_runs() -> None:
     range_ = DeliveredRange(PullDelivery(first_offset=5, next_offset=7))
     assert range_.extend(PullDelivery(first_offset=7, next_offset=9))
-    (told,) = range_.reports()
-    assert (told.first_offset, told.next_offset, told.message_count, told.runs) == (5, 9, 4, [])
+    (report,) = range_.reports()
+    assert (report.first_offset, report.next_offset, report.message_count, report.runs) == (
+        5,
+        9,
+        4,
+        [],
+    )
 
 
 def test_range_without_a_passing_message_has_a_run() -> None:
     step = PullDelivery(first_offset=5, next_offset=7, kept=np.empty(0, np.int64))
-    (told,) = DeliveredRange(step).reports()
-    assert (told.message_count, told.filtered_count, told.runs) == (0, 2, [2])
+    (report,) = DeliveredRange(step).reports()
+    assert (report.message_count, report.filtered_count, report.runs) == (0, 2, [2])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ HOLDER = QueueOwner("billing", "orders", "broker-a", 0, 1)
 
 
 @asynccontextmanager
-async def asking(
+async def recording(
     clock: Clock, age_ms_max: int = 2_000
 ) -> AsyncIterator[tuple[DeliveryRecorder, OffsetsTwin]]:
     twin = OffsetsTwin()  # type: ignore[abstract]
@@ -55,7 +55,7 @@ async def rejection_of(
 
 async def test_record_that_took_too_long_is_not_used() -> None:
     clock = MovableClock()
-    async with asking(clock) as (deliveries, twin), asyncio.TaskGroup() as tasks:
+    async with recording(clock) as (deliveries, twin), asyncio.TaskGroup() as tasks:
         twin.answering.clear()
         late = tasks.create_task(rejection_of(deliveries, PendingDelivery(HOLDER, 0, 1, 0)))
         await until(lambda: twin.calls == [1])
@@ -67,7 +67,7 @@ async def test_record_that_took_too_long_is_not_used() -> None:
 
 
 async def test_waiting_deliveries_share_a_call_in_order() -> None:
-    async with asking(Clock()) as (deliveries, twin), asyncio.TaskGroup() as tasks:
+    async with recording(Clock()) as (deliveries, twin), asyncio.TaskGroup() as tasks:
         twin.answering.clear()
         first = tasks.create_task(deliveries.record(PendingDelivery(HOLDER, 0, 1, 0)))
         await until(lambda: twin.calls == [1])
@@ -84,7 +84,7 @@ async def test_waiting_deliveries_share_a_call_in_order() -> None:
 
 
 async def test_each_delivery_has_its_own_result() -> None:
-    async with asking(Clock()) as (deliveries, twin), asyncio.TaskGroup() as tasks:
+    async with recording(Clock()) as (deliveries, twin), asyncio.TaskGroup() as tasks:
         twin.answering.clear()
         blocker = tasks.create_task(deliveries.record(PendingDelivery(HOLDER, 0, 1, 0)))
         await until(lambda: twin.calls == [1])
@@ -101,7 +101,7 @@ async def test_each_delivery_has_its_own_result() -> None:
 
 async def test_touch_returns_a_result_for_each_owner() -> None:
     owners = [replace(HOLDER, queue_id=n % 100, token=1 + n % 2) for n in range(TOUCHES_MAX + 5)]
-    async with asking(Clock()) as (deliveries, twin):
+    async with recording(Clock()) as (deliveries, twin):
         verdicts = await deliveries.touch(owners)
         assert [type(one) for one in verdicts] == [
             Fenced if owner.token == 2 else type(None) for owner in owners
@@ -110,7 +110,7 @@ async def test_touch_returns_a_result_for_each_owner() -> None:
 
 
 async def test_touch_answered_under_an_old_epoch_is_an_error() -> None:
-    async with asking(Clock()) as (deliveries, twin):
+    async with recording(Clock()) as (deliveries, twin):
         twin.epoch = 4
         await deliveries.touch([HOLDER])
         twin.claimed_epoch = 3

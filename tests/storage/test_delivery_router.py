@@ -142,8 +142,8 @@ async def test_error_of_a_set_that_does_not_keep_the_group_does_not_fence(
 ) -> None:
     async with two_sets() as (scene, deliveries):
         scene.twins["a"].rejection = rejection
-        found = await rejection_of(deliveries, range_of(NEAR))
-        assert isinstance(found, DeliveryUnrecorded)
+        error = await rejection_of(deliveries, range_of(NEAR))
+        assert isinstance(error, DeliveryUnrecorded)
         scene.twins["a"].rejection = None
         assert await rejection_of(deliveries, range_of(NEAR)) is None
 

@@ -84,8 +84,8 @@ def test_sparse_file_takes_no_space_beyond_its_head(tmp_path: Path) -> None:
     disk = RealDisk(tmp_path)
     disk.create("log/0", 1 << 20).close()
     disk.replace_sparse("log/0", b"head", 1 << 20)
-    found = (tmp_path / "log" / "0").stat()
-    assert (found.st_size, found.st_blocks * 512 < 65_536) == (1 << 20, True)
+    status = (tmp_path / "log" / "0").stat()
+    assert (status.st_size, status.st_blocks * 512 < 65_536) == (1 << 20, True)
     assert disk.load("log/0") == b"head".ljust(1 << 20, b"\0")
     assert disk.names("log") == ["0"]
 

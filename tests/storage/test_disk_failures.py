@@ -36,7 +36,7 @@ def numbers(count: int) -> list[bytes]:
     return [b"%d" % number for number in range(count)]
 
 
-async def back(scene: Scene, node: Replica) -> None:
+async def wait_recovered(scene: Scene, node: Replica) -> None:
     """Wait until all nodes are in sync with the same bytes; `node` has not stopped."""
     await scene.wait_in_sync("a", "b", "c")
     await scene.wait_equal()
@@ -63,7 +63,7 @@ async def test_leader_whose_sync_fails_resigns_and_cuts_what_it_wrote(
     assert await second.bodies() == numbers(3)
     (receipt,) = await second.append(*numbered(3, 1))
     assert (receipt.first_offset, receipt.duplicate) == (3, False)
-    await back(scene, first)
+    await wait_recovered(scene, first)
 
 
 async def test_follower_whose_sync_fails_is_out_of_sync_until_it_has_everything(
@@ -76,14 +76,14 @@ async def test_follower_whose_sync_fails_is_out_of_sync_until_it_has_everything(
     assert follower.name not in (await scene.set_record()).in_sync
     await until(lambda: failing.met > 3)
     disks.failing.clear()
-    await back(scene, follower)
+    await wait_recovered(scene, follower)
     assert await follower.bodies() == numbers(3)
 
 
 async def test_bytes_of_a_failed_sync_are_cut_off_even_if_the_first_cut_fails(
     scene: Scene, disks: FailingDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files look undamaged: only the node knows the position of the last good sync."""
+    """The files look undamaged: only the running node has the position of the last good sync."""
     cuts: list[int] = []
     real = StorageNode.cut
 
@@ -100,7 +100,7 @@ async def test_bytes_of_a_failed_sync_are_cut_off_even_if_the_first_cut_fails(
     follower = scene.nodes[others(scene, leader)[0]]
     disks.failing[follower.folder] = DiskFailure(errno.EIO, SYNC, left=1)
     await leader.append(*numbered(3, 1))
-    await back(scene, follower)
+    await wait_recovered(scene, follower)
     assert len(cuts) == 2
     assert cuts[0] == cuts[1]
 
@@ -114,22 +114,22 @@ async def test_node_that_cannot_record_its_epoch_leads_once_it_can(
     first = await scene.leader()
     await scene.wait_in_sync("a", "b")
     await first.append(*numbered(0, 3))
-    heir = scene.nodes[others(scene, first)[0]]
+    successor = scene.nodes[others(scene, first)[0]]
 
     async def seen() -> bool:
-        return await heir.bodies() == numbers(3)
+        return await successor.bodies() == numbers(3)
 
     await until(seen)
-    failing = disks.failing[heir.folder] = DiskFailure(number, REPLACE)
+    failing = disks.failing[successor.folder] = DiskFailure(number, REPLACE)
     await first.crash()
     await until(lambda: failing.met > 0)
-    assert not await heir.serves()
-    assert await seen(), "what is there is read"
+    assert not await successor.serves()
+    assert await seen(), "reads are still served"
     disks.failing.clear()
     await scene.wait_vacant()
-    heir.session.node_clock.ahead_ms += 3 * LEASE_MS  # for so long it does not stand again
-    assert await scene.leader() is heir
-    (receipt,) = await heir.append(*numbered(3, 1))
+    successor.session.node_clock.ahead_ms += 3 * LEASE_MS  # it is no candidate during this time
+    assert await scene.leader() is successor
+    (receipt,) = await successor.append(*numbered(3, 1))
     assert receipt.first_offset == 3
 
 
@@ -178,4 +178,4 @@ async def test_follower_that_cannot_discard_its_copy_does_so_later(
     await until(lambda: failing.met > 3)
     assert follower.name not in (await scene.set_record()).in_sync
     disks.failing.clear()
-    await back(scene, follower)
+    await wait_recovered(scene, follower)

@@ -164,45 +164,45 @@ def test_retry_of_a_stored_batch_gets_its_receipt_on_a_full_disk() -> None:
 
 async def test_rejection_has_the_current_disk_numbers() -> None:
     """The last disk check may be a second old, when the disk was still empty."""
-    async with schedule_scene.scene() as here:
-        here.retention.observe(DiskUsage(10, 1 << 40), 0, 0)
-        assert here.retention.state is DiskState.OK
-        here.disk.room = 1_000
+    async with schedule_scene.new_scene() as scene:
+        scene.retention.observe(DiskUsage(10, 1 << 40), 0, 0)
+        assert scene.retention.state is DiskState.OK
+        scene.disk.room = 1_000
         outcomes = [
-            *here.appender.append([check(batch(bytes(3_000)))], TOPICS),
-            *here.appender.append([check(batch(bytes(3_000)))], TOPICS),
+            *scene.appender.append([check(batch(bytes(3_000)))], TOPICS),
+            *scene.appender.append([check(batch(bytes(3_000)))], TOPICS),
         ]
         first, second = (one for one in outcomes if isinstance(one, DiskFull))
         assert first.facts["free_bytes"] == second.facts["free_bytes"] == "1000"
-        here.disk.room = 900
-        (again,) = here.appender.append([check(batch(b"a"))], TOPICS)
+        scene.disk.room = 900
+        (again,) = scene.appender.append([check(batch(b"a"))], TOPICS)
         assert isinstance(again, DiskFull)
         assert again.facts["free_bytes"] == "900"
 
 
 async def test_write_is_accepted_as_soon_as_space_is_freed() -> None:
     """No check of the disk has to run in between."""
-    async with schedule_scene.scene() as here:
-        here.disk.room = 1_000
+    async with schedule_scene.new_scene() as scene:
+        scene.disk.room = 1_000
         outcomes = [
-            *here.appender.append([check(batch(bytes(3_000)))], TOPICS),
-            *here.appender.append([check(batch(bytes(3_000)))], TOPICS),
+            *scene.appender.append([check(batch(bytes(3_000)))], TOPICS),
+            *scene.appender.append([check(batch(bytes(3_000)))], TOPICS),
         ]
         assert any(isinstance(one, DiskFull) for one in outcomes)
-        here.disk.room = 1 << 40
-        (stored_now,) = here.appender.append([check(batch(b"a"))], TOPICS)
+        scene.disk.room = 1 << 40
+        (stored_now,) = scene.appender.append([check(batch(b"a"))], TOPICS)
         assert isinstance(stored_now, StoreReceipt)
-        assert here.retention.state is DiskState.OK
+        assert scene.retention.state is DiskState.OK
 
 
 async def rejections(node: RunningNode, *batches: bytes) -> list[DiskFull | None]:
     """Append batches; return the error of each, None if it was stored."""
-    found: list[DiskFull | None] = []
+    errors: list[DiskFull | None] = []
     for outcome in await node.outcomes(*batches):
         error = error_from_pb(outcome.error) if outcome.HasField("error") else None
         assert error is None or isinstance(error, DiskFull), error
-        found.append(error)
-    return found
+        errors.append(error)
+    return errors
 
 
 async def next_offset(node: RunningNode) -> int:
@@ -215,7 +215,7 @@ async def next_offset(node: RunningNode) -> int:
     return answer.outcomes[0].offsets.next_offset
 
 
-async def looked_up(node: RunningNode, body: bytes) -> int:
+async def match_count(node: RunningNode, body: bytes) -> int:
     """Return in how many ways the first message of queue 0 is found."""
     queue = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
     read = await node.queries.Read(query_pb.ReadRequest(queue=queue), timeout=TIMEOUT_S)
@@ -223,13 +223,13 @@ async def looked_up(node: RunningNode, body: bytes) -> int:
     at = await node.queries.SearchOffset(search, timeout=TIMEOUT_S)
     header = read_header(read.batches[0])
     by_id = query_pb.GetMessageRequest(message_id=f"{BROKER}-{header.position:x}-0")
-    got = await node.queries.GetMessage(by_id, timeout=TIMEOUT_S)
-    found = [
+    answer = await node.queries.GetMessage(by_id, timeout=TIMEOUT_S)
+    message_bodies = [
         record.body
-        for raw in (read.batches[0], got.message.batch)
+        for raw in (read.batches[0], answer.message.batch)
         for record in decode_records(raw, header, [0])
     ]
-    return found.count(body) + (at.offset == header.first_offset)
+    return message_bodies.count(body) + (at.offset == header.first_offset)
 
 
 async def state(node: RunningNode) -> pb.DiskState.ValueType:
@@ -245,7 +245,7 @@ async def test_disk_filled_by_other_files_rejects_writes_and_serves_reads_until_
         ) as node:
             await node.append(batch(b"a"))
             ballast = fill_up(disk, leave_bytes=512 * 1024)
-            await until(lambda: _is(node, pb.DISK_STATE_FULL))
+            await until(lambda: has_state(node, pb.DISK_STATE_FULL))
             (refused,) = await rejections(node, batch(b"b"))
             assert refused is not None
             assert float(refused.facts["used_percent"]) >= 90
@@ -256,17 +256,17 @@ async def test_disk_filled_by_other_files_rejects_writes_and_serves_reads_until_
             (raw,) = answer.batches
             assert [r.body for r in decode_records(raw, read_header(raw), [0])] == [b"a"]
             assert await next_offset(node) == 1
-            assert await looked_up(node, b"a") == 3
+            assert await match_count(node, b"a") == 3
             described = await node.describe()
             assert described.disk_used_percent >= 90
             ballast.unlink()
-            await until(lambda: _is(node, pb.DISK_STATE_OK))
+            await until(lambda: has_state(node, pb.DISK_STATE_OK))
             assert await rejections(node, batch(b"b")) == [None]
             assert await next_offset(node) == 2
 
 
-async def _is(node: RunningNode, wanted: pb.DiskState.ValueType) -> bool:
-    return await state(node) == wanted
+async def has_state(node: RunningNode, expected: pb.DiskState.ValueType) -> bool:
+    return await state(node) == expected
 
 
 async def test_log_that_outgrows_its_disk_loses_its_oldest_segments_and_continues(
@@ -310,7 +310,7 @@ async def test_append_is_rejected_until_a_new_segment_fits(
             outcomes: list[DiskFull | None] = []
             while not outcomes or outcomes[-1] is None:
                 outcomes += await rejections(node, batch(bytes(200_000)))
-            assert 5 <= len(outcomes) <= 12, "what was allocated before is used up first"
+            assert 5 <= len(outcomes) <= 12, "space that is already allocated is used first"
             last = outcomes[-1]
             assert last is not None
             assert 0 < int(last.facts["free_bytes"]) < segment_bytes
@@ -318,5 +318,5 @@ async def test_append_is_rejected_until_a_new_segment_fits(
             assert await state(node) == pb.DISK_STATE_FULL
             assert await rejections(node, batch(b"b")) != [None]
             ballast.unlink()
-            await until(lambda: _is(node, pb.DISK_STATE_OK))
+            await until(lambda: has_state(node, pb.DISK_STATE_OK))
             assert await rejections(node, batch(b"b")) == [None]

@@ -84,8 +84,8 @@ def test_common_point_is_where_two_logs_differ(nodes: list[Log]) -> None:
 @given(logs())
 def test_history_has_the_epoch_of_each_byte(nodes: list[Log]) -> None:
     for log in nodes:
-        found = [log.history.epoch_at(position) for position in range(log.end)]
-        assert found == log.written
+        epochs = [log.history.epoch_at(position) for position in range(log.end)]
+        assert epochs == log.written
 
 
 @given(logs())

@@ -2,7 +2,7 @@
 
 Method: a real node on files of every kind. A bit is flipped while the node is down, or while it
 runs; then everything that a client can read is compared with what it was before. An error with a
-remedy is the other allowed answer. Files that this test does not know fail it.
+remedy is the other allowed answer. A file of an unknown kind fails the test.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DAY_MS = 86_400_000
 WITHOUT_CONTENT = {"lock", "reserve", "recovery.json"}
 """Files that a start does not read."""
 
-Seen = dict[str, object]
+Readings = dict[str, object]
 
 
 def message(number: int) -> Message:
@@ -65,17 +65,17 @@ async def folder(etcd_endpoint: str, tmp_path: Path) -> Path:
     return tmp_path / "first"
 
 
-async def seen(node: RunningNode) -> Seen:
+async def readings(node: RunningNode) -> Readings:
     """Return all that clients can read, or the reason of the error instead."""
-    found: Seen = {}
+    answers: Readings = {}
 
     async def note(name: str, call: Callable[[], Awaitable[object]]) -> None:
         try:
-            found[name] = await call()
+            answers[name] = await call()
         except grpc.aio.AioRpcError as error:
-            found[name] = from_rpc_error(error)
+            answers[name] = from_rpc_error(error)
         except BatonError as error:
-            found[name] = error
+            answers[name] = error
 
     for queue_id in range(QUEUES):
         await note(f"queue {queue_id}", partial(read_queue, node, queue_id))
@@ -83,7 +83,7 @@ async def seen(node: RunningNode) -> Seen:
     await note("scheduled", partial(scheduled, node))
     for number in range(KEYS):
         await note(f"key {number}", partial(find, node, f"key-{number}"))
-    return found
+    return answers
 
 
 async def read_queue(node: RunningNode, queue_id: int) -> list[bytes]:
@@ -125,20 +125,20 @@ async def find(node: RunningNode, key: str) -> list[bytes]:
     ]
 
 
-def silent(expected: Seen, found: Seen) -> dict[str, object]:
+def silent_changes(expected: Readings, answers: Readings) -> dict[str, object]:
     """Return the answers that differ without an error of lost data."""
     return {
         name: answer
-        for name, answer in found.items()
+        for name, answer in answers.items()
         if answer != expected[name] and not (isinstance(answer, DataLoss) and answer.remedy)
     }
 
 
 def test_every_kind_of_file_is_damaged_by_these_tests(folder: Path) -> None:
     kinds = KINDS["storage"].values()
-    known = {path for kind in kinds for path in folder.glob(kind.pattern)}
+    covered = {path for kind in kinds for path in folder.glob(kind.pattern)}
     files = {path for path in folder.rglob("*") if path.is_file()}
-    assert {path.name for path in files - known} <= WITHOUT_CONTENT
+    assert {path.name for path in files - covered} <= WITHOUT_CONTENT
 
 
 CASES = [kind for kind in KINDS["storage"] if kind != "floors"]
@@ -149,7 +149,7 @@ async def test_bit_flipped_while_the_node_is_down_is_repaired_or_reported(
     etcd_endpoint: str, folder: Path, tmp_path: Path, kind: str
 ) -> None:
     async with running_node(etcd_endpoint, folder, segment_bytes=SEGMENT_BYTES) as node:
-        expected = await seen(node)
+        expected = await readings(node)
     random, wrong = Random(kind), []
     for number in range(10):
         damaged = tmp_path / f"{number}"
@@ -157,11 +157,11 @@ async def test_bit_flipped_while_the_node_is_down_is_repaired_or_reported(
         done = flip(damaged, random, kind)
         try:
             async with running_node(etcd_endpoint, damaged, segment_bytes=SEGMENT_BYTES) as node:
-                found = await seen(node)
+                answers = await readings(node)
         except DataLoss as error:
             assert error.remedy
             continue
-        if difference := silent(expected, found):
+        if difference := silent_changes(expected, answers):
             wrong.append((done, difference))
     assert not wrong
 
@@ -172,10 +172,10 @@ async def test_bit_flipped_while_the_node_runs_is_repaired_or_reported(
 ) -> None:
     random, wrong = Random(kind), []
     async with running_node(etcd_endpoint, folder, segment_bytes=SEGMENT_BYTES) as node:
-        expected = await seen(node)
+        expected = await readings(node)
         for _ in range(10):
             done = flip(folder, random, kind)
-            if difference := silent(expected, await seen(node)):
+            if difference := silent_changes(expected, await readings(node)):
                 wrong.append((done, difference))
     assert not wrong
 
@@ -191,12 +191,17 @@ async def test_search_by_key_rebuilds_a_damaged_file_of_the_key_index(
         expected, content = await find(node, "key-1"), first_run(folder).read_bytes()
     flip_bit(first_run(folder), 60, 3)
     async with running_node(etcd_endpoint, folder, segment_bytes=SEGMENT_BYTES) as node:
-        for _ in range(2):
-            assert await find(node, "key-1") == expected
-            assert first_run(folder).read_bytes() == content
+        with node.runtime.hub.listen() as buffer:
+            for _ in range(2):
+                assert await find(node, "key-1") == expected
+                assert first_run(folder).read_bytes() == content
+            events = [one for one in buffer.take(1 << 20) if one.HasField("key_index_rebuilt")]
         count = node.runtime.registry.get_sample_value("baton_storage_rebuilt_key_runs_total")
     assert count == 1
     assert "key index rebuilt from the log" in caplog.text
+    (event,) = events
+    assert event.key_index_rebuilt.first_position == 0
+    assert event.key_index_rebuilt.next_position == SEGMENT_BYTES
 
 
 async def test_key_index_that_cannot_be_rebuilt_from_a_damaged_log_is_data_loss(

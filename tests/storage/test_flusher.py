@@ -1,6 +1,6 @@
 """Goal: one sync serves all waiting calls, and nothing is acknowledged after a failed sync.
 
-Method: a real folder; a node with a sync that blocks or fails when the test says so.
+Method: a real folder; a node with a sync that the test blocks or lets fail.
 """
 
 from __future__ import annotations

@@ -113,14 +113,16 @@ async def not_leading(node: Replica) -> bool:
 
 
 def bodies(answer: pb.PullResponse) -> list[bytes]:
-    found = []
+    message_bodies = []
     for raw in answer.batches:
         header = read_header(raw)
-        found += [record.body for record in decode_records(raw, header, range(header.count))]
-    return found
+        message_bodies += [
+            record.body for record in decode_records(raw, header, range(header.count))
+        ]
+    return message_bodies
 
 
-async def shows(node: Replica, count: int) -> None:
+async def wait_visible(node: Replica, count: int) -> None:
     """Wait until a node has `count` visible messages in queue 0.
 
     A follower rejects reads while it lags, which a pause of a loaded machine can cause too.
@@ -135,12 +137,20 @@ async def shows(node: Replica, count: int) -> None:
     await until(look)
 
 
+async def three_with_a_message(scene: Scene) -> tuple[Replica, Replica]:
+    """Return the leader and one follower of three nodes; both serve the message `a`."""
+    leader, follower = await three(scene)
+    await leader.append(batch(b"a"))
+    await wait_visible(follower, 1)
+    return leader, follower
+
+
 async def test_follower_records_a_delivery_before_it_answers(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     leader, follower = await three(scene)
     await leader.append(batch(b"a"), batch(b"b"))
-    await shows(follower, 2)
+    await wait_visible(follower, 2)
     answer = await pull(follower)
     assert bodies(answer) == [b"a", b"b"]
     assert offsets.recorded == [(GROUP, 0, 0, 2)]
@@ -153,7 +163,7 @@ async def test_follower_records_a_delivery_before_it_answers(
 async def test_follower_commits_no_acknowledgements(scene: Scene, offsets: OffsetsTwin) -> None:
     leader, follower = await three(scene)
     await leader.append(batch(b"a"), batch(b"b"))
-    await shows(follower, 2)
+    await wait_visible(follower, 2)
     acks = offsets_pb.Acks(committed_offset=1)
     assert not (await pull(follower, offset=1, progress=acks)).progress_taken
     assert (await pull(leader, offset=1, progress=acks)).progress_taken
@@ -163,9 +173,7 @@ async def test_follower_commits_no_acknowledgements(scene: Scene, offsets: Offse
 async def test_follower_with_a_leader_redirects_readers_to_it_at_once(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
-    leader, follower = await three(scene)
-    await leader.append(batch(b"a"))
-    await shows(follower, 1)
+    _, follower = await three_with_a_message(scene)
     assert (await pull(follower)).next_node_id == ""
     refused = await rejection(follower, offset=1, hold_ms=30_000)
     assert refused is not None
@@ -175,9 +183,7 @@ async def test_follower_with_a_leader_redirects_readers_to_it_at_once(
 async def test_follower_serves_long_polls_while_etcd_has_no_leader(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
-    leader, follower = await three(scene)
-    await leader.append(batch(b"a"))
-    await shows(follower, 1)
+    leader, follower = await three_with_a_message(scene)
     leader.gate.shut.add(follower.name)
     (other,) = scene.nodes.keys() - {leader.name, follower.name}
     await scene.wait_in_sync(leader.name, other)  # so that the follower is not elected
@@ -194,12 +200,10 @@ async def test_follower_serves_long_polls_while_etcd_has_no_leader(
     assert Clock().monotonic_ms() - begin_ms >= 1_450
 
 
-async def test_follower_without_etcd_and_leader_is_no_place_to_wait(
+async def test_follower_without_etcd_and_leader_rejects_long_polls(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
-    leader, follower = await three(scene)
-    await leader.append(batch(b"a"))
-    await shows(follower, 1)
+    leader, follower = await three_with_a_message(scene)
     for node in scene.nodes.values():
         node.session.lose()
     await leader.crash()
@@ -218,12 +222,10 @@ async def test_follower_without_etcd_and_leader_is_no_place_to_wait(
         await follower.read(offset=1)
 
 
-async def test_follower_that_does_not_reach_the_leader_is_no_place_to_wait(
+async def test_follower_that_does_not_reach_the_leader_rejects_long_polls(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
-    leader, follower = await three(scene)
-    await leader.append(batch(b"a"))
-    await shows(follower, 1)
+    leader, follower = await three_with_a_message(scene)
     leader.gate.shut.add(follower.name)
 
     async def refuses() -> bool:
@@ -283,14 +285,14 @@ async def test_lagging_consumer_is_redirected_to_a_follower_and_back(
     leader, follower = await three(scene)
     for _ in range(20):
         await leader.append(batch(bytes(5_000)))
-    await shows(follower, 20)
+    await wait_visible(follower, 20)
     assert (await pull(leader, messages_max=1)).next_node_id == follower.name
     assert (await pull(follower, messages_max=1)).next_node_id == follower.name
     assert (await pull(follower, offset=15, messages_max=1)).next_node_id == ""
     assert (await pull(leader, offset=15, messages_max=1)).next_node_id == ""
 
 
-async def test_readers_ask_each_node_in_turn_until_one_answers(
+async def test_reader_tries_the_leader_and_then_each_node_in_turn(
     scene: Scene, etcd_endpoint: str
 ) -> None:
     leader, _ = await three(scene)
@@ -316,7 +318,7 @@ async def test_messages_are_queried_at_a_follower_while_there_is_no_leader(
     await scene.wait_in_sync("a", "b")
     (receipt,) = await leader.append(batch(b"stored"))
     (follower,) = [node for node in scene.nodes.values() if node is not leader]
-    await shows(follower, 1)
+    await wait_visible(follower, 1)
     leader.gate.shut.add(follower.name)
     await scene.wait_in_sync(leader.name)  # so the other one can't be elected
     await leader.crash()
@@ -338,7 +340,7 @@ async def test_reader_continues_while_there_is_no_leader(scene: Scene, etcd_endp
     scene.settings["replica_lag_ms_max"] = 500
     leader, follower = await three(scene)
     await leader.append(*(batch(b"%d" % number) for number in range(100)))
-    await shows(follower, 100)
+    await wait_visible(follower, 100)
     bodies: list[bytes] = []
     async with reader_at_start(scene, etcd_endpoint) as reader:
         await read_until(reader, bodies, 10)

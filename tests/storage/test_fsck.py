@@ -37,19 +37,19 @@ QUEUE_FILE = f"{folder_of(TOPIC, TOPIC_ID, 1)}/{0:020d}"
 
 
 def filled(count: int = 40, *, with_checkpoint: bool = True) -> Opened:
-    made = open_store(MemoryDisk(), segment_bytes=1_200)
+    opened = open_store(MemoryDisk(), segment_bytes=1_200)
     for number in range(count):
         message = Message(b"%d" % number * 20, keys=(f"k{number}",))
-        stored(made.store, batch(message, queue_id=number % 3))
+        stored(opened.store, batch(message, queue_id=number % 3))
     if with_checkpoint:
-        CheckpointWriter(made.disk, made.store, 0).run()
-    return made
+        CheckpointWriter(opened.disk, opened.store, 0).run()
+    return opened
 
 
-def examined(made: Opened) -> tuple[FsckReport, MemoryDisk]:
-    disk = made.disk.killed()
+def examined(opened: Opened) -> tuple[FsckReport, MemoryDisk]:
+    disk = opened.disk.killed()
     before = {path: bytes(file.content) for path, file in disk.files.items()}
-    report = Fsck(disk, made.store.log.synced_position).run()
+    report = Fsck(disk, opened.store.log.synced_position).run()
     assert {path: bytes(file.content) for path, file in disk.files.items()} == before
     return report, disk
 
@@ -59,23 +59,23 @@ def parts(report: FsckReport) -> set[str]:
 
 
 def test_directory_of_a_stopped_node_is_clean() -> None:
-    made = filled()
-    report, _ = examined(made)
+    opened = filled()
+    report, _ = examined(opened)
     assert (report.problems, report.notes) == ([], [])
     assert (report.batches, report.messages, report.queues) == (40, 40, 3)
-    assert report.next_position == made.store.log.next_position
-    assert report.segments == len(made.disk.names("log"))
+    assert report.next_position == opened.store.log.next_position
+    assert report.segments == len(opened.disk.names("log"))
     assert report.indexes_compared
 
 
 def test_directory_of_a_crashed_node_is_clean() -> None:
-    made = filled()
+    opened = filled()
     for number in range(40, 55):
-        stored(made.store, batch(b"%d" % number, queue_id=number % 3))
-    made.store.flush()
-    append(made.store, batch(b"torn" * 10))
-    made.disk.files[f"log/{made.disk.names('log')[-1]}"].content[-1] = 0
-    cut = Opened(made.disk.power_cut(lambda length: length // 2), made.store, made.report)
+        stored(opened.store, batch(b"%d" % number, queue_id=number % 3))
+    opened.store.flush()
+    append(opened.store, batch(b"torn" * 10))
+    opened.disk.files[f"log/{opened.disk.names('log')[-1]}"].content[-1] = 0
+    cut = Opened(opened.disk.power_cut(lambda length: length // 2), opened.store, opened.report)
     report, _ = examined(cut)
     assert report.problems == []
     assert (report.batches, len(report.notes)) == (55, 1)
@@ -136,26 +136,26 @@ INDEX_DAMAGE = [
 def test_damaged_index_is_found_and_repaired(
     spoil: Callable[[MemoryDisk], None], part: str
 ) -> None:
-    made = filled()
-    good = {path: bytes(file.content) for path, file in made.disk.files.items()}
-    spoil(made.disk)
-    disk = made.disk.killed()
-    fsck = Fsck(disk, made.store.log.synced_position)
+    opened = filled()
+    good = {path: bytes(file.content) for path, file in opened.disk.files.items()}
+    spoil(opened.disk)
+    disk = opened.disk.killed()
+    fsck = Fsck(disk, opened.store.log.synced_position)
     assert parts(fsck.run()) == {part}
     assert fsck.repair()
     assert fsck.report.repaired
     assert {path: bytes(file.content) for path, file in disk.files.items()} == good
-    assert Fsck(disk, made.store.log.synced_position).run().problems == []
+    assert Fsck(disk, opened.store.log.synced_position).run().problems == []
 
 
 @pytest.mark.parametrize("at", [0, 5, 20, 30, 60, 100, 130])
 def test_damaged_batch_is_found_and_the_rest_is_examined(at: int) -> None:
-    made = filled()
-    third = made.store.queues[TOPIC_ID, 2].first_position
-    made.disk.files[FIRST].content[third + at] ^= 1
-    disk = made.disk.killed()
+    opened = filled()
+    third = opened.store.queues[TOPIC_ID, 2].first_position
+    opened.disk.files[FIRST].content[third + at] ^= 1
+    disk = opened.disk.killed()
     before = {path: bytes(file.content) for path, file in disk.files.items()}
-    fsck = Fsck(disk, made.store.log.synced_position)
+    fsck = Fsck(disk, opened.store.log.synced_position)
     report = fsck.run()
     assert (report.damaged_batches, report.batches) == (1, 39)
     assert report.problems[0].position == third
@@ -165,41 +165,41 @@ def test_damaged_batch_is_found_and_the_rest_is_examined(at: int) -> None:
 
 
 def test_damage_below_the_checkpoint_is_not_a_torn_tail_even_without_a_synced_position() -> None:
-    made = filled()
-    third = made.store.queues[TOPIC_ID, 2].first_position
-    made.disk.files[FIRST].content[third + 20] ^= 1
-    report = Fsck(made.disk.killed(), 0).run()
+    opened = filled()
+    third = opened.store.queues[TOPIC_ID, 2].first_position
+    opened.disk.files[FIRST].content[third + 20] ^= 1
+    report = Fsck(opened.disk.killed(), 0).run()
     assert (report.damaged_batches, report.batches) == (1, 39)
-    assert report.synced_position == report.checkpoint_position == made.store.log.next_position
+    assert report.synced_position == report.checkpoint_position == opened.store.log.next_position
 
 
 def test_missing_segment_is_found() -> None:
-    made = filled()
-    middle = made.disk.names("log")[2]
-    made.disk.remove(f"log/{middle}")
-    report, _ = examined(made)
+    opened = filled()
+    middle = opened.disk.names("log")[2]
+    opened.disk.remove(f"log/{middle}")
+    report, _ = examined(opened)
     assert parts(report) == {"log"}
     assert f"no segment at {int(middle)}" in report.problems[0].detail
 
 
 def test_log_that_ends_below_what_was_synced_is_found() -> None:
-    made = filled()
-    last = made.disk.names("log")[-1]
-    made.disk.files[f"log/{last}"].content[:] = bytes(1_200)
-    report, _ = examined(made)
+    opened = filled()
+    last = opened.disk.names("log")[-1]
+    opened.disk.files[f"log/{last}"].content[:] = bytes(1_200)
+    report, _ = examined(opened)
     assert [problem.position for problem in report.problems] == [int(last)]
 
 
 def test_gap_in_the_offsets_is_found() -> None:
-    made = filled(with_checkpoint=False)
+    opened = filled(with_checkpoint=False)
     # A batch in place of another one of the same size: only its offset is wrong.
     other = open_store(MemoryDisk(), segment_bytes=1_200)
     for number in range(40):
         queue_id = 1 if number == 2 else number % 3
         message = Message(b"%d" % number * 20, keys=(f"k{number}",))
         stored(other.store, batch(message, queue_id=queue_id))
-    made.disk.files[FIRST].content[:] = other.disk.files[FIRST].content
-    report, _ = examined(made)
+    opened.disk.files[FIRST].content[:] = other.disk.files[FIRST].content
+    report, _ = examined(opened)
     assert parts(report) == {"log"}
     assert any("continues at" in problem.detail for problem in report.problems)
 
@@ -233,9 +233,9 @@ def test_command_prints_a_table_or_json(tmp_path: Path) -> None:
     with (tmp_path / QUEUE_FILE).open("r+b") as file:
         file.write(b"rubbish")
     spoiled = command(tmp_path, "--format", "json")
-    found = json.loads(spoiled.stdout)
-    assert (spoiled.returncode, found["clean"], found["problem_count"]) == (1, False, 1)
-    assert found["problems"][0]["part"] == "consumequeue"
+    report = json.loads(spoiled.stdout)
+    assert (spoiled.returncode, report["clean"], report["problem_count"]) == (1, False, 1)
+    assert report["problems"][0]["part"] == "consumequeue"
     assert "--repair" in command(tmp_path).stdout
     repaired = command(tmp_path, "--repair", "--format", "json")
     assert (repaired.returncode, json.loads(repaired.stdout)["repaired"]) == (0, True)

@@ -52,10 +52,10 @@ def test_golden_files_can_be_read() -> None:
     store = opened().store
     assert opened().report.rebuilt == ""
     assert bodies(store, 1) == [body for n in (1, 3, 5) for body in (b"body %d" % n, b"plain", b"")]
-    found = MessageQueries(store).find(
+    matches = MessageQueries(store).find(
         TOPIC_ID, "customer-9", TimeWindow(0, 1 << 62), messages_max=9, bytes_max=1 << 20
     )
-    assert len(found.messages) == 6
+    assert len(matches.messages) == 6
     assert len(store.producers) == 2
     assert store.schedule.waiting.next_unix_ms() is not None
 
@@ -103,13 +103,13 @@ def test_run_of_the_key_index_of_version_1_is_read() -> None:
     new = disk.load(path)
     disk.replace(path, old)
     opened = open_store(disk, segment_bytes=golden.SEGMENT_BYTES, run_entries=golden.RUN_ENTRIES)
-    hits = [found.positions.tolist() for found in opened.store.keys.find(7, key_hash("customer-9"))]
+    hits = [match.positions.tolist() for match in opened.store.keys.find(7, key_hash("customer-9"))]
     assert disk.load(path) == old
     assert hits[-1] == sorted(hits[-1])
     disk.replace(path, new)
     again = open_store(disk, segment_bytes=golden.SEGMENT_BYTES, run_entries=golden.RUN_ENTRIES)
     assert hits == [
-        found.positions.tolist() for found in again.store.keys.find(7, key_hash("customer-9"))
+        match.positions.tolist() for match in again.store.keys.find(7, key_hash("customer-9"))
     ]
 
 
@@ -123,9 +123,9 @@ def test_floors_and_the_synced_position_byte_by_byte() -> None:
 def test_checkpoint_is_of_version_2() -> None:
     content = golden.written()["checkpoint"]
     assert content[:6] == b"BTNC\x00\x02"
-    found = checkpoint.decode(content)
-    assert found is not None
-    assert found.position == opened().store.log.next_position
+    decoded = checkpoint.decode(content)
+    assert decoded is not None
+    assert decoded.position == opened().store.log.next_position
 
 
 def test_checkpoint_of_version_1_is_read() -> None:

@@ -130,16 +130,16 @@ class BlockedDisk:
                 return real(disk, path, content)
             with lock:
                 self.folder = self.folder or disk._folder
-                here = disk._folder == self.folder
-                self.inside += here
+                blocked = disk._folder == self.folder
+                self.inside += blocked
                 self.most = max(self.most, self.inside)
             try:
-                if here:
+                if blocked:
                     assert self.gate.wait(60)
                 return real(disk, path, content)
             finally:
                 with lock:
-                    self.inside -= here
+                    self.inside -= blocked
 
         patch.setattr(RealDisk, "replace", replace)
 
@@ -150,25 +150,25 @@ async def test_epoch_recorded_late_does_not_overlap_the_next_leader(
     first = await three(scene)
     await first.append(*numbered(0, 3))
     await scene.wait_equal()
-    held = BlockedDisk()
-    held.patch(monkeypatch)
+    disk = BlockedDisk()
+    disk.patch(monkeypatch)
     try:
         await first.crash()
-        await until(lambda: held.folder)
-        heir, third = sorted(
+        await until(lambda: disk.folder)
+        successor, third = sorted(
             (scene.nodes[name] for name in others(scene, first)),
-            key=lambda node: node.folder != held.folder,
+            key=lambda node: node.folder != disk.folder,
         )
-        heir.session.cut = True
+        successor.session.cut = True
         assert await scene.leader() is third
         await scene.wait_in_sync(third.name)
-        assert held.most == 1
+        assert disk.most == 1
     finally:
-        held.gate.set()
-    heir.session.cut = False
-    await scene.wait_in_sync(heir.name, third.name)
-    await scene.wait_equal(heir.name, third.name)
-    assert held.most == 1
-    assert epochs.decode((heir.folder / epochs.PATH).read_bytes()) == epochs.decode(
+        disk.gate.set()
+    successor.session.cut = False
+    await scene.wait_in_sync(successor.name, third.name)
+    await scene.wait_equal(successor.name, third.name)
+    assert disk.most == 1
+    assert epochs.decode((successor.folder / epochs.PATH).read_bytes()) == epochs.decode(
         (third.folder / epochs.PATH).read_bytes()
     )

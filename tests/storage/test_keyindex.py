@@ -47,7 +47,7 @@ def add(index: KeyIndex, position: int, topic_id: int, keys: list[tuple[int, int
     return [(topic_id, key_hash, position, at) for at, key_hash in keys]
 
 
-def found(index: KeyIndex, topic_id: int, key_hash: int) -> list[tuple[int, int]]:
+def matches(index: KeyIndex, topic_id: int, key_hash: int) -> list[tuple[int, int]]:
     """Return positions and indexes: newest run first, oldest first within a run."""
     return [
         (int(position), int(at))
@@ -92,10 +92,10 @@ def test_each_entry_is_found_and_no_other(
                 index.resume(unsaved.open_run, 0)
     for topic_id in range(1, 4):
         for key_hash in range(1, 6):
-            wanted = [
+            expected = [
                 (at, i) for topic, key, at, i in model if (topic, key) == (topic_id, key_hash)
             ]
-            assert sorted(found(index, topic_id, key_hash)) == sorted(wanted)
+            assert sorted(matches(index, topic_id, key_hash)) == sorted(expected)
 
 
 def test_runs_are_found_newest_first_with_their_times() -> None:
@@ -119,8 +119,8 @@ def test_no_run_covers_two_segments() -> None:
     names = [int(name) for name in disk.names("keyindex") if "." not in name]
     assert names == [0, 400, 800, 1_000, 1_400, 1_800, 2_000]
     assert index.drop_before(1_000) == [f"keyindex/{at:020d}" for at in (0, 400, 800)]
-    assert found(index, 1, 4) == []
-    assert found(index, 1, 11) == [(1_000, 0)]
+    assert matches(index, 1, 4) == []
+    assert matches(index, 1, 11) == [(1_000, 0)]
 
 
 def test_search_covers_a_run_with_many_fences() -> None:
@@ -130,10 +130,10 @@ def test_search_covers_a_run_with_many_fences() -> None:
     add(index, 0, 1, list(enumerate(hashes)))
     save(disk, index, 100)
     assert disk.names("keyindex")[0] == f"{0:020d}"
-    assert found(index, 1, 7) == [(0, at) for at in range(1, 1 + 2 * FENCE_STEP)]
-    assert found(index, 1, 1) == [(0, 0)]
-    assert found(index, 1, 9 + FENCE_STEP) == [(0, 3 * FENCE_STEP)]
-    assert found(index, 1, 8) == found(index, 1, 10 + FENCE_STEP) == found(index, 2, 7) == []
+    assert matches(index, 1, 7) == [(0, at) for at in range(1, 1 + 2 * FENCE_STEP)]
+    assert matches(index, 1, 1) == [(0, 0)]
+    assert matches(index, 1, 9 + FENCE_STEP) == [(0, 3 * FENCE_STEP)]
+    assert matches(index, 1, 8) == matches(index, 1, 10 + FENCE_STEP) == matches(index, 2, 7) == []
 
 
 def test_search_finds_a_flipped_bit_in_everything_that_it_reads() -> None:
@@ -144,18 +144,18 @@ def test_search_finds_a_flipped_bit_in_everything_that_it_reads() -> None:
         add(index, 100 * number, 1, [(at, 7 + at % 2) for at in range(FENCE_STEP)])
     save(disk, index, 300)
     path = disk.names("keyindex")[0]
-    expected = {key: found(index, 1, key) for key in (1, 7, 8)}
+    expected = {key: matches(index, 1, key) for key in (1, 7, 8)}
     content, undetected = disk.load(f"keyindex/{path}"), []
     for at in range(52, len(content), 7):
         damaged = bytearray(content)
         damaged[at] ^= 1 << at % 8
         disk.replace(f"keyindex/{path}", bytes(damaged))
         noticed = 0
-        for key, wanted in expected.items():
+        for key, entries in expected.items():
             again = open_index(disk, run_entries=2 * FENCE_STEP + 3)
             again.resume(index.unsaved(300).open_run, 0)
             try:
-                assert found(again, 1, key) == wanted
+                assert matches(again, 1, key) == entries
             except DamagedRun as error:
                 assert error.extent.first_position == 0
                 noticed += 1
@@ -198,7 +198,7 @@ def test_files_that_no_checkpoint_refers_to_are_removed() -> None:
     again = open_index(disk)
     again.resume(unsaved.open_run, 0)
     assert disk.names("keyindex") == [f"{0:020d}.open"]
-    assert found(again, 1, 9) == [(0, 0), (100, 0), (200, 0)]
+    assert matches(again, 1, 9) == [(0, 0), (100, 0), (200, 0)]
 
 
 def test_ended_runs_without_a_checkpoint_are_written() -> None:
@@ -207,4 +207,4 @@ def test_ended_runs_without_a_checkpoint_are_written() -> None:
     for number in range(30):
         add(index, number * 100, 1, [(0, 9)])
     assert len(disk.names("keyindex")) >= 20
-    assert sorted(found(index, 1, 9)) == [(number * 100, 0) for number in range(30)]
+    assert sorted(matches(index, 1, 9)) == [(number * 100, 0) for number in range(30)]

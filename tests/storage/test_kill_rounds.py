@@ -26,7 +26,7 @@ from batonmq._producer.producer_settings import Durability
 from batonmq._producer.receipts import Receipt
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
-from tests.storage.test_process import output, read, send, site
+from tests.storage.test_process import output, process_site, read, send
 from tests.support.cluster import local_cluster
 from tests.support.conditions import until
 
@@ -74,18 +74,18 @@ class Senders:
 
 async def read_all(nameserver: str, count: int) -> dict[tuple[QueueRef, int], bytes]:
     """Return the first `count` messages, by queue and offset."""
-    found: dict[tuple[QueueRef, int], bytes] = {}
+    messages: dict[tuple[QueueRef, int], bytes] = {}
     settings = ConsumerSettings(consume_from="first")
     async with (
         asyncio.timeout(60),
         Consumer(nameserver, "readers", {TOPIC: "*"}, settings) as consumer,
     ):
         async for message in consumer:
-            assert (message.queue, message.offset) not in found
-            found[message.queue, message.offset] = message.body
-            if len(found) == count:
+            assert (message.queue, message.offset) not in messages
+            messages[message.queue, message.offset] = message.body
+            if len(messages) == count:
                 break
-    return found
+    return messages
 
 
 async def test_acknowledged_message_is_at_the_offset_of_its_receipt(
@@ -113,11 +113,11 @@ async def test_acknowledged_message_is_at_the_offset_of_its_receipt(
             await senders.acknowledged(1)
             senders.stop()
         receipts = senders.receipts
-        found = await read_all(cluster.nameserver, len(receipts))
+        messages = await read_all(cluster.nameserver, len(receipts))
         async with Admin(cluster.nameserver) as admin:
             extents = (await admin.describe_topic(TOPIC)).queues
     assert {receipt.durability for receipt in receipts.values()} == {Durability.FSYNCED}
-    assert found == {(one.queue, one.offset): body for body, one in receipts.items()}
+    assert messages == {(one.queue, one.offset): body for body, one in receipts.items()}
     assert sum(extent.next_offset or 0 for extent in extents) == len(receipts)
     report = json.loads((tmp_path / "storage" / "recovery.json").read_text())
     assert report["epoch"] == ROUNDS + 1
@@ -127,27 +127,27 @@ async def test_failed_sync_ends_the_process_and_acknowledges_nothing(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     trigger = tmp_path / "trigger"
-    async with site(etcd_endpoint, tmp_path) as here:
-        process = here.start_python(
+    async with process_site(etcd_endpoint, tmp_path) as site:
+        process = site.start_python(
             "-c", RUN_WITH_FAILING_SYNC, SYNC_FAILS_ONCE_THERE_IS=str(trigger)
         )
-        node = await here.serving()
-        sent: list[bytes] = []
+        node = await site.serving()
+        bodies: list[bytes] = []
         async with connect(node.address) as channel:
             stub = pb_grpc.StorageServiceStub(channel)
-            await send(stub, 0, sent)
+            await send(stub, 0, bodies)
             trigger.touch()
             with pytest.raises(BatonError) as refused:
-                await send(stub, 0, sent)
+                await send(stub, 0, bodies)
         assert refused.value.kind == "UNAVAILABLE"
-        said = await output(process)
+        log = await output(process)
         assert process.returncode == 1
-        assert "can't be written or synced" in said
-        assert "injected" in said
+        assert "can't be written or synced" in log
+        assert "injected" in log
         trigger.unlink()
-        here.start()
-        node = await here.serving(node.start_unix_ms)
+        site.start()
+        node = await site.serving(node.start_unix_ms)
         async with connect(node.address) as channel:
             stub = pb_grpc.StorageServiceStub(channel)
-            await send(stub, 0, sent)  # retry: it is unknown whether the rejected batch is stored
-            assert await read(stub, 0) == sent
+            await send(stub, 0, bodies)  # retry: it is unknown whether the rejected batch is stored
+            assert await read(stub, 0) == bodies

@@ -116,7 +116,7 @@ class Scene:
 
 
 @contextmanager
-def scene(disk: MemoryDisk | None = None, **policy: Any) -> Iterator[Scene]:
+def new_scene(disk: MemoryDisk | None = None, **policy: Any) -> Iterator[Scene]:
     disk = disk or MemoryDisk()
     with recover_directory(disk, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: 0) as node:
         yield Scene(node, disk, **policy)
@@ -144,7 +144,7 @@ def sync(store: MessageStore) -> None:
     store.synced(unsynced.position)
 
 
-def held(store: MessageStore, queue_id: int = 0) -> VisibleRange:
+def visible_range(store: MessageStore, queue_id: int = 0) -> VisibleRange:
     return store.offsets((TOPIC_ID, queue_id))
 
 
@@ -154,28 +154,28 @@ def readable(store: MessageStore, queue_id: int = 0) -> list[int]:
 
 
 async def test_old_segments_are_removed_whole_and_the_current_one_stays() -> None:
-    with scene() as here:
-        fill(here.store, 10)
-        assert here.segments() == [f"{n:020d}" for n in (0, 1_000, 2_000, 3_000)]
-        assert await here.clean() == 0
-        here.later(48)
-        assert await here.clean() == 1
-        assert here.segments() == [f"{3_000:020d}"]
-        assert held(here.store) == VisibleRange(9, 10)
-        assert readable(here.store) == [9]
-        assert here.store.log.first_position == 3_000
+    with new_scene() as scene:
+        fill(scene.store, 10)
+        assert scene.segments() == [f"{n:020d}" for n in (0, 1_000, 2_000, 3_000)]
+        assert await scene.clean() == 0
+        scene.later(48)
+        assert await scene.clean() == 1
+        assert scene.segments() == [f"{3_000:020d}"]
+        assert visible_range(scene.store) == VisibleRange(9, 10)
+        assert readable(scene.store) == [9]
+        assert scene.store.log.first_position == 3_000
 
 
 async def test_age_counts_from_the_store_times_of_the_messages() -> None:
-    with scene() as here:
-        fill(here.store, 3)
-        fill(here.store, 3, now=NOW + HOUR_MS)
-        fill(here.store, 3, now=NOW + 2 * HOUR_MS)
-        here.later(48.9)
-        assert await here.clean() == 0, "its successor began an hour later, so it may be younger"
-        here.later(49)
-        assert await here.clean() == 1
-        assert held(here.store) == VisibleRange(3, 9)
+    with new_scene() as scene:
+        fill(scene.store, 3)
+        fill(scene.store, 3, now=NOW + HOUR_MS)
+        fill(scene.store, 3, now=NOW + 2 * HOUR_MS)
+        scene.later(48.9)
+        assert await scene.clean() == 0, "its successor began an hour later, so it may be younger"
+        scene.later(49)
+        assert await scene.clean() == 1
+        assert visible_range(scene.store) == VisibleRange(3, 9)
 
 
 @pytest.mark.parametrize(("zone", "hours_until_four"), [("UTC0", 5.8), ("XXX-9", 20.8)])
@@ -186,45 +186,45 @@ async def test_expired_segments_are_removed_at_the_local_hour(
     monkeypatch.setenv("TZ", zone)
     time.tzset()
     try:
-        with scene(hours=frozenset({4})) as here:
-            fill(here.store, 12)
+        with new_scene(hours=frozenset({4})) as scene:
+            fill(scene.store, 12)
             for hours in (48 + hours_until_four - 0.1, 48 + hours_until_four + 1.1):
-                here.later(hours)
-                assert await here.clean() == 0, hours
-            here.later(48 + hours_until_four)
-            assert await here.clean() == 1
+                scene.later(hours)
+                assert await scene.clean() == 0, hours
+            scene.later(48 + hours_until_four)
+            assert await scene.clean() == 1
     finally:
         monkeypatch.undo()
         time.tzset()
 
 
 async def test_log_is_kept_below_its_maximum_size() -> None:
-    with scene(log_bytes_max=3_000) as here:
-        fill(here.store, 20)
-        await here.clean()
-        assert len(here.segments()) == 3
-        assert readable(here.store) == list(range(12, 20))
+    with new_scene(log_bytes_max=3_000) as scene:
+        fill(scene.store, 20)
+        await scene.clean()
+        assert len(scene.segments()) == 3
+        assert readable(scene.store) == list(range(12, 20))
 
 
 async def test_needed_segment_stays_with_all_later_ones() -> None:
-    with scene() as here:
-        receipts = fill(here.store, 12)
-        here.needed_from = receipts[4].position
-        here.later(100)
-        await here.clean()
-        assert here.segments()[0] == f"{1_000:020d}"
-        here.needed_from = None
-        await here.clean()
-        assert len(here.segments()) == 1
+    with new_scene() as scene:
+        receipts = fill(scene.store, 12)
+        scene.needed_from = receipts[4].position
+        scene.later(100)
+        await scene.clean()
+        assert scene.segments()[0] == f"{1_000:020d}"
+        scene.needed_from = None
+        await scene.clean()
+        assert len(scene.segments()) == 1
 
 
 async def test_segment_that_is_not_safe_stays() -> None:
-    with scene() as here:
+    with new_scene() as scene:
         for _ in range(10):
-            append(here.store, batch(bytes(180)))
-        here.later(100)
-        assert here.store.log.sealed() == []
-        assert await here.clean() == 0
+            append(scene.store, batch(bytes(180)))
+        scene.later(100)
+        assert scene.store.log.sealed() == []
+        assert await scene.clean() == 0
 
 
 async def test_offsets_continue_after_a_crash_at_any_step() -> None:
@@ -243,15 +243,18 @@ async def test_offsets_continue_after_a_crash_at_any_step() -> None:
             super().remove(path)
             self._note(f"remove {path}")
 
-    with scene(Watched()) as here:
-        fill(here.store, 2, queue_id=1)
-        fill(here.store, 8)
-        fill(here.store, 2, now=NOW + 40 * HOUR_MS)
-        here.later(60)
+    with new_scene(Watched()) as scene:
+        fill(scene.store, 2, queue_id=1)
+        fill(scene.store, 8)
+        fill(scene.store, 2, now=NOW + 40 * HOUR_MS)
+        scene.later(60)
         snapshots.clear()
-        assert await here.clean() == 1
-        assert await here.checkpointer.take()
-        assert (held(here.store), held(here.store, 1)) == (VisibleRange(7, 10), VisibleRange(2, 2))
+        assert await scene.clean() == 1
+        assert await scene.checkpointer.take()
+        assert (visible_range(scene.store), visible_range(scene.store, 1)) == (
+            VisibleRange(7, 10),
+            VisibleRange(2, 2),
+        )
     steps = [step for step, _ in snapshots]
     assert any(step.startswith("remove log/") for step in steps)
     assert f"replace {floors.PATH}" in steps
@@ -260,8 +263,8 @@ async def test_offsets_continue_after_a_crash_at_any_step() -> None:
             after = disk.killed()
             if without_checkpoint:
                 after.remove("checkpoint")
-            with scene(after) as again:
-                first = held(again.store).first_offset
+            with new_scene(after) as again:
+                first = visible_range(again.store).first_offset
                 assert readable(again.store) == list(range(first, 10)), step
                 assert first <= 7
                 fill(again.store, 1)
@@ -270,63 +273,63 @@ async def test_offsets_continue_after_a_crash_at_any_step() -> None:
 
 
 async def test_emptied_queue_continues_its_offsets() -> None:
-    with scene() as here:
-        fill(here.store, 2, queue_id=1)
-        fill(here.store, 10)
-        here.later(100)
-        await here.clean()
-        assert held(here.store, 1) == VisibleRange(2, 2)
-        fill(here.store, 6, queue_id=1, now=here.clock.now_unix_ms)
-        fill(here.store, 6, now=here.clock.now_unix_ms)
-        here.later(200)
-        await here.clean()
-        (floor,) = floors.decode(here.disk.load(floors.PATH))
+    with new_scene() as scene:
+        fill(scene.store, 2, queue_id=1)
+        fill(scene.store, 10)
+        scene.later(100)
+        await scene.clean()
+        assert visible_range(scene.store, 1) == VisibleRange(2, 2)
+        fill(scene.store, 6, queue_id=1, now=scene.clock.now_unix_ms)
+        fill(scene.store, 6, now=scene.clock.now_unix_ms)
+        scene.later(200)
+        await scene.clean()
+        (floor,) = floors.decode(scene.disk.load(floors.PATH))
         assert floor == (TOPIC, TOPIC_ID, 1, 8)
         for path in ("", "checkpoint"):
-            after = here.disk.killed()
+            after = scene.disk.killed()
             after.remove(path)
-            with scene(after) as again:
-                assert held(again.store, 1) == VisibleRange(8, 8)
+            with new_scene(after) as again:
+                assert visible_range(again.store, 1) == VisibleRange(8, 8)
 
 
 async def test_empty_queue_of_a_deleted_topic_is_removed() -> None:
-    with scene() as here:
-        fill(here.store, 3, queue_id=1)
-        fill(here.store, 8)
-        here.gone = {TOPIC_ID}
-        here.later(100)
-        await here.clean()
-        assert list(here.store.queues) == [(TOPIC_ID, 0)], "the other one still has messages"
-        assert await here.checkpointer.take()
-        assert floors.decode(here.disk.load(floors.PATH)) == []
-        assert here.disk.names(f"consumequeue/{TOPIC}-{TOPIC_ID}") == ["0"]
+    with new_scene() as scene:
+        fill(scene.store, 3, queue_id=1)
+        fill(scene.store, 8)
+        scene.gone = {TOPIC_ID}
+        scene.later(100)
+        await scene.clean()
+        assert list(scene.store.queues) == [(TOPIC_ID, 0)], "queue 0 still has messages"
+        assert await scene.checkpointer.take()
+        assert floors.decode(scene.disk.load(floors.PATH)) == []
+        assert scene.disk.names(f"consumequeue/{TOPIC}-{TOPIC_ID}") == ["0"]
 
 
 async def test_index_files_are_removed_once_no_checkpoint_needs_them() -> None:
-    with scene() as here:
-        fill(here.store, 30)
-        await here.checkpointer.take()
-        before = here.disk.names("keyindex")
-        here.later(100)
-        await here.clean()
-        assert await here.checkpointer.take()
-        assert len(here.disk.names("keyindex")) < len(before)
+    with new_scene() as scene:
+        fill(scene.store, 30)
+        await scene.checkpointer.take()
+        before = scene.disk.names("keyindex")
+        scene.later(100)
+        await scene.clean()
+        assert await scene.checkpointer.take()
+        assert len(scene.disk.names("keyindex")) < len(before)
 
 
 async def test_forced_cleaning_removes_the_oldest_until_the_disk_is_below_the_watermark() -> None:
-    with scene(MemoryDisk(room=2_000_000)) as here:
-        fill(here.store, 31)
-        sizes = sum(here.disk.space())
-        here.disk.room = round(here.disk.space()[0] * 0.1)
-        assert here.retention.state is DiskState.OK
-        before = len(here.segments())
-        assert await here.clean() >= 1
-        used, free = here.disk.space()
-        assert here.retention.state < DiskState.CLEAN_FORCIBLY
+    with new_scene(MemoryDisk(room=2_000_000)) as scene:
+        fill(scene.store, 31)
+        sizes = sum(scene.disk.space())
+        scene.disk.room = round(scene.disk.space()[0] * 0.1)
+        assert scene.retention.state is DiskState.OK
+        before = len(scene.segments())
+        assert await scene.clean() >= 1
+        used, free = scene.disk.space()
+        assert scene.retention.state < DiskState.CLEAN_FORCIBLY
         assert 0.85 > used / (used + free) > 0.80
-        assert 1 < len(here.segments()) < before
+        assert 1 < len(scene.segments()) < before
         assert sizes > 0
-        assert readable(here.store)[-1] == 30
+        assert readable(scene.store)[-1] == 30
 
 
 class Full(MemoryDisk):
@@ -347,74 +350,74 @@ class Full(MemoryDisk):
 
 
 async def test_damaged_batch_at_the_head_of_a_segment_does_not_stop_retention() -> None:
-    with scene() as here:
-        fill(here.store, 12)
-        second = here.segments()[1]
-        here.disk.files[f"log/{second}"].content[20] ^= 1
-        fill(here.store, 3, now=NOW + 2 * HOUR_MS)
-        here.later(49)
-        assert await here.clean() == 0, "the newest message bounds the age of what lies before"
-        here.later(51)
-        assert await here.clean() == 1
-        assert len(here.segments()) <= 2
+    with new_scene() as scene:
+        fill(scene.store, 12)
+        second = scene.segments()[1]
+        scene.disk.files[f"log/{second}"].content[20] ^= 1
+        fill(scene.store, 3, now=NOW + 2 * HOUR_MS)
+        scene.later(49)
+        assert await scene.clean() == 0, "the newest message bounds the age of what lies before"
+        scene.later(51)
+        assert await scene.clean() == 1
+        assert len(scene.segments()) <= 2
 
 
 async def test_reserve_that_a_crash_left_empty_is_created_again() -> None:
-    with scene() as here:
-        here.disk.files[RESERVE] = MemoryFile()
-        await here.cleaner.observe()
-        assert here.disk.load(RESERVE) == bytes(RESERVE_BYTES)
+    with new_scene() as scene:
+        scene.disk.files[RESERVE] = MemoryFile()
+        await scene.cleaner.observe()
+        assert scene.disk.load(RESERVE) == bytes(RESERVE_BYTES)
 
 
 @pytest.mark.parametrize("refused", ["checkpoint", floors.PATH])
 async def test_disk_without_a_free_byte_is_still_cleaned(refused: str) -> None:
     disk = Full()
-    with scene(disk) as here:
-        await here.cleaner.observe()
+    with new_scene(disk) as scene:
+        await scene.cleaner.observe()
         assert disk.load(RESERVE)
-        fill(here.store, 2, queue_id=1)
-        fill(here.store, 10)
+        fill(scene.store, 2, queue_id=1)
+        fill(scene.store, 10)
         disk.refused, disk.room = (refused,), 0
-        assert await here.clean() >= 1
-        assert held(here.store).first_offset > 0
+        assert await scene.clean() >= 1
+        assert visible_range(scene.store).first_offset > 0
         assert [floor.queue_id for floor in floors.decode(disk.load(floors.PATH))] == [1]
         assert not disk.load(RESERVE)
         disk.room = 100 << 20
         for _ in range(2):
-            await here.cleaner.observe()
-        assert disk.load(RESERVE), "for the next time"
+            await scene.cleaner.observe()
+        assert disk.load(RESERVE), "the reserve is allocated again"
 
 
 async def test_scheduled_batch_survives_a_power_cut_between_its_delivery_and_the_sync() -> None:
     """The delivery makes the segment of the batch unneeded: it must be safe first."""
     inner = batch(b"for later", queue_id=1)
     later = encode_scheduled(ScheduledBatch(NOW + 1, TOPIC_ID, FIRST, inner))
-    with scene() as here:
-        here.cleaner._bounds = replace(
-            here.cleaner._bounds, needed_from=(here.store.schedule.waiting.oldest_position,)
+    with new_scene() as scene:
+        scene.cleaner._bounds = replace(
+            scene.cleaner._bounds, needed_from=(scene.store.schedule.waiting.oldest_position,)
         )
-        here.store.append([checked(later)], SYSTEM_TOPICS, NOW)
-        fill(here.store, 12)
-        assert await here.checkpointer.take()
-        here.later(49)
-        assert await here.clean() == 0, "it waits"
-        (entry,) = here.store.schedule.waiting.due(NOW + 1, 9)
-        here.store.append([checked(delivery(entry.key, inner, 1))], TOPICS, NOW)
-        assert not here.store.schedule.waiting
+        scene.store.append([checked(later)], SYSTEM_TOPICS, NOW)
+        fill(scene.store, 12)
+        assert await scene.checkpointer.take()
+        scene.later(49)
+        assert await scene.clean() == 0, "the batch waits"
+        (entry,) = scene.store.schedule.waiting.due(NOW + 1, 9)
+        scene.store.append([checked(delivery(entry.key, inner, 1))], TOPICS, NOW)
+        assert not scene.store.schedule.waiting
         async with asyncio.TaskGroup() as tasks:
-            cleaning = tasks.create_task(here.clean())
-            await until(lambda: here.flusher._waiting or cleaning.done())
+            cleaning = tasks.create_task(scene.clean())
+            await until(lambda: scene.flusher._waiting or cleaning.done())
             with recover_directory(
-                here.disk.power_cut(lambda _: 0), segment_bytes=SEGMENT_BYTES, monotonic_ms=int
+                scene.disk.power_cut(lambda _: 0), segment_bytes=SEGMENT_BYTES, monotonic_ms=int
             ) as again:
                 (waits,) = again.store.schedule.waiting.due(NOW + 1, 9)
-                (found,) = read_scheduled(again.store.log, [waits.position])
-                assert isinstance(found, ScheduledBatch)
-                assert found.batch == inner
-            await here.flusher.sync()
+                (scheduled,) = read_scheduled(again.store.log, [waits.position])
+                assert isinstance(scheduled, ScheduledBatch)
+                assert scheduled.batch == inner
+            await scene.flusher.sync()
             assert await cleaning == 1
         with recover_directory(
-            here.disk.power_cut(lambda _: 0), segment_bytes=SEGMENT_BYTES, monotonic_ms=int
+            scene.disk.power_cut(lambda _: 0), segment_bytes=SEGMENT_BYTES, monotonic_ms=int
         ) as again:
             assert bodies(again.store, 1) == [b"for later"]
             assert not again.store.schedule.waiting
@@ -422,61 +425,63 @@ async def test_scheduled_batch_survives_a_power_cut_between_its_delivery_and_the
 
 async def test_segment_after_the_checkpoint_stays() -> None:
     disk = Full()
-    with scene(disk) as here:
-        fill(here.store, 4)
-        assert await here.checkpointer.take()
-        fill(here.store, 8)
+    with new_scene(disk) as scene:
+        fill(scene.store, 4)
+        assert await scene.checkpointer.take()
+        fill(scene.store, 8)
         disk.never = ("checkpoint",)
-        here.later(100)
-        assert await here.clean() == 1
-        assert here.store.log.first_position == 1_000
-    with scene(disk.killed()) as again:
+        scene.later(100)
+        assert await scene.clean() == 1
+        assert scene.store.log.first_position == 1_000
+    with new_scene(disk.killed()) as again:
         assert again.node.report.rebuilt == ""
         assert readable(again.store) == list(range(3, 12))
 
 
 async def test_readers_are_served_between_the_steps() -> None:
     """While a segment is being removed, reads return the messages that are kept."""
-    with scene() as here:
-        fill(here.store, 10)
-        seen = []
-        remove = here.disk.remove
+    with new_scene() as scene:
+        fill(scene.store, 10)
+        reads = []
+        remove = scene.disk.remove
 
         def watched(path: str) -> None:
             if path.startswith("log/"):
-                seen.append((readable(here.store), held(here.store)))
+                reads.append((readable(scene.store), visible_range(scene.store)))
             remove(path)
 
-        here.disk.remove = watched  # type: ignore[method-assign]
-        here.later(100)
+        scene.disk.remove = watched  # type: ignore[method-assign]
+        scene.later(100)
         async with asyncio.timeout(10):
-            await here.clean()
-        assert len(seen) == 3
-        assert set(map(str, seen)) == {str(([9], VisibleRange(9, 10)))}
+            await scene.clean()
+        assert len(reads) == 3
+        assert set(map(str, reads)) == {str(([9], VisibleRange(9, 10)))}
 
 
 async def test_gauges_show_the_disk() -> None:
-    with scene(MemoryDisk(room=100_000)) as here:
-        stored(here.store, batch(b"a"))
-        await here.cleaner.observe()
-        used, free = here.disk.space()
-        value = here.registry.get_sample_value
+    with new_scene(MemoryDisk(room=100_000)) as scene:
+        stored(scene.store, batch(b"a"))
+        await scene.cleaner.observe()
+        used, free = scene.disk.space()
+        value = scene.registry.get_sample_value
         ratio = pytest.approx(used / (used + free))
         assert value("baton_storage_disk_used_ratio") == ratio
         assert value("baton_storage_disk_free_bytes") == free
         assert value("baton_storage_disk_seconds_until_full") == float("inf")
-        assert value("baton_storage_disk_state") == here.retention.state
+        assert value("baton_storage_disk_state") == scene.retention.state
 
 
 async def test_follower_removes_what_its_leader_has_removed_and_nothing_else() -> None:
-    with scene() as here:
-        fill(here.store, 12)
-        here.later(hours=100)
-        here.leader_first_position = 0
-        assert await here.clean() == 0, "however old it is"
-        here.leader_first_position = 2 * SEGMENT_BYTES + 1
-        await here.clean()
-        assert here.store.log.first_position == 2 * SEGMENT_BYTES
-        here.leader_first_position = None
-        await here.clean()
-        assert here.store.log.first_position == 3 * SEGMENT_BYTES, "now it decides by itself"
+    with new_scene() as scene:
+        fill(scene.store, 12)
+        scene.later(hours=100)
+        scene.leader_first_position = 0
+        assert await scene.clean() == 0, "a follower removes nothing by age"
+        scene.leader_first_position = 2 * SEGMENT_BYTES + 1
+        await scene.clean()
+        assert scene.store.log.first_position == 2 * SEGMENT_BYTES
+        scene.leader_first_position = None
+        await scene.clean()
+        assert scene.store.log.first_position == 3 * SEGMENT_BYTES, (
+            "without a leader the node's own retention applies"
+        )

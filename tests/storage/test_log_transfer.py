@@ -148,9 +148,9 @@ def test_nothing_is_sent_from_a_damaged_position() -> None:
 def test_rest_of_a_segment_is_whole_whatever_its_length(room: int) -> None:
     filler = FILLER.pack(FILLER_MAGIC, room) if room >= FILLER.size else b""
     raw = filler.ljust(room, b"\0")
-    sent = FILLER.size if filler else room
-    assert count_whole_bytes(raw, 100, 100 + room) == (sent, 0)
-    for length in range(1, sent):
-        whole, wanted = count_whole_bytes(raw[:length], 100, 100 + room)
+    size = FILLER.size if filler else room
+    assert count_whole_bytes(raw, 100, 100 + room) == (size, 0)
+    for length in range(1, size):
+        whole, needed = count_whole_bytes(raw[:length], 100, 100 + room)
         assert whole == 0
-        assert wanted > length
+        assert needed > length

@@ -1,7 +1,7 @@
 """A leader that loses its lease during a call.
 
-Goal: the caller learns that the result is unknown, and never gets an error that promises that
-nothing was changed. A call that was rejected before any change gets such an error.
+Goal: the caller gets an error that says that the result is unknown, never one that promises that
+nothing was changed. A call that was rejected before any change gets the latter.
 Method: three real nodes in one process (tests/storage/replicas.py); the answer to a batch that is
 already safe waits until the lease has expired. tests/offsets/test_replication.py tests the same for
 offsets.
@@ -48,9 +48,9 @@ async def test_batch_stored_when_the_lease_expired_is_not_reported_as_rejected(
             first.session.node_clock.ahead_ms += LEASE_MS
             await until(lease_over)
             over.set()
-    assert waiting.result().reason == "UNREACHABLE", "it is on the disk, and will count"
+    assert waiting.result().reason == "UNREACHABLE", "the batch is on the disk and may be confirmed"
     refused = await first.rejection(batch(b"later"))
-    assert refused.reason in ("NOT_LEADER", "NO_QUORUM"), "nothing was done for this one"
+    assert refused.reason in ("NOT_LEADER", "NO_QUORUM"), "this batch was not written"
     await first.crash()
     await scene.start(first.name)
     leader = await scene.leader()

@@ -169,7 +169,7 @@ def test_checkpoint_replaces_a_lost_synced_position(tmp_path: Path, lost: tuple[
     assert segment(tmp_path).read_bytes() == content
 
 
-def test_lost_synced_position_only_protects_less(tmp_path: Path) -> None:
+def test_node_starts_without_a_synced_position(tmp_path: Path) -> None:
     with open_node(tmp_path) as node:
         synced(node, batch(b"a"))
     (tmp_path / "synced").unlink()

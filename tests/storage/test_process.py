@@ -89,19 +89,19 @@ class ProcessSite:
 
     async def serving(self, after_unix_ms: int = 0) -> StoredNode:
         """Wait for a serving process that started after `after_unix_ms`; return its entry."""
-        found = StoredNode()
+        node = StoredNode()
 
         async def registered() -> bool:
             stored = await self.etcd.get(self.etcd.key("nodes", "storage", "broker-a"))
-            found.ParseFromString(stored.value if stored else b"")
-            return found.start_unix_ms > after_unix_ms
+            node.ParseFromString(stored.value if stored else b"")
+            return node.start_unix_ms > after_unix_ms
 
         await until(registered, timeout_s=40)
-        return found
+        return node
 
 
 @asynccontextmanager
-async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[ProcessSite]:
+async def process_site(etcd_endpoint: str, folder: Path) -> AsyncIterator[ProcessSite]:
     cluster = secrets.token_hex(8)
     twin = OffsetsTwin()  # type: ignore[abstract]
     data = folder / "data"
@@ -123,11 +123,11 @@ async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[ProcessSite]:
         spread = [nameserver_pb.QueueSpread(broker="broker-a", queue_count=QUEUES)]
         topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
         await etcd.put(etcd.key("topics", TOPIC), topic.SerializeToString())
-        here = ProcessSite(folder, data, etcd, env)
+        site = ProcessSite(folder, data, etcd, env)
         try:
-            yield here
+            yield site
         finally:
-            for process in here.processes:
+            for process in site.processes:
                 process.kill_now()
 
 
@@ -138,11 +138,11 @@ async def output(process: ChildProcess) -> str:
 
 
 async def send(
-    stub: pb_grpc.StorageServiceAsyncStub, queue_id: int, sent: list[bytes]
+    stub: pb_grpc.StorageServiceAsyncStub, queue_id: int, bodies: list[bytes]
 ) -> pb.AppendReceipt:
     """Append the next batch of a queue; return its receipt or raise the error of the call."""
-    body = b"%d-%d" % (queue_id, len(sent))
-    raw = batch(body, b"x" * 500, queue_id=queue_id, producer=(9, 1), sequence=2 * len(sent))
+    body = b"%d-%d" % (queue_id, len(bodies))
+    raw = batch(body, b"x" * 500, queue_id=queue_id, producer=(9, 1), sequence=2 * len(bodies))
     try:
         answer = await stub.Append(pb.AppendRequest(batches=[raw]), timeout=TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
@@ -150,17 +150,17 @@ async def send(
     (outcome,) = answer.outcomes
     if outcome.HasField("error"):
         raise error_from_pb(outcome.error)
-    sent.append(body)
+    bodies.append(body)
     return outcome.receipt
 
 
 async def send_until_dead(
-    stub: pb_grpc.StorageServiceAsyncStub, queue_id: int, sent: list[bytes]
+    stub: pb_grpc.StorageServiceAsyncStub, queue_id: int, bodies: list[bytes]
 ) -> None:
     try:
         while True:
-            receipt = await send(stub, queue_id, sent)
-            assert receipt.first_offset == 2 * (len(sent) - 1)
+            receipt = await send(stub, queue_id, bodies)
+            assert receipt.first_offset == 2 * (len(bodies) - 1)
             assert receipt.durability == pb.DURABILITY_FSYNCED
     except BatonError as error:
         assert error.kind == "UNAVAILABLE", error
@@ -168,46 +168,46 @@ async def send_until_dead(
 
 async def read(stub: pb_grpc.StorageServiceAsyncStub, queue_id: int) -> list[bytes]:
     """Return the first body of each batch of a queue."""
-    found: list[bytes] = []
+    bodies: list[bytes] = []
     offset = 0
     while True:
         request = pull_request(queue_id=queue_id, offset=offset)
         answer = await stub.Pull(request, timeout=TIMEOUT_S)
         if answer.next_offset == offset:
-            return found
+            return bodies
         for raw in answer.batches:
             header = check_batch(raw, stamped=True)
-            assert header.first_offset == 2 * len(found)
-            found += [one.body for one in decode_records(raw, header, [0])]
+            assert header.first_offset == 2 * len(bodies)
+            bodies += [one.body for one in decode_records(raw, header, [0])]
         offset = answer.next_offset
 
 
 async def test_kill_9_under_load_loses_and_duplicates_nothing(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    sent: dict[int, list[bytes]] = {queue_id: [] for queue_id in range(QUEUES)}
-    async with site(etcd_endpoint, tmp_path) as here:
+    sent_bodies: dict[int, list[bytes]] = {queue_id: [] for queue_id in range(QUEUES)}
+    async with process_site(etcd_endpoint, tmp_path) as site:
         started_ms = 0
         for number in range(ROUNDS):
-            process = here.start()
-            node = await here.serving(started_ms)
+            process = site.start()
+            node = await site.serving(started_ms)
             started_ms = node.start_unix_ms
             assert node.epoch == number + 1
             async with connect(node.address) as channel, asyncio.TaskGroup() as tasks:
                 stub = pb_grpc.StorageServiceStub(channel)
-                for queue_id, bodies in sent.items():
+                for queue_id, bodies in sent_bodies.items():
                     tasks.create_task(send_until_dead(stub, queue_id, bodies))
                 goal = (number + 1) * 40
-                await until(lambda goal=goal: len(sent[0]) >= goal, 60)  # type: ignore[misc]
+                await until(lambda goal=goal: len(sent_bodies[0]) >= goal, 60)  # type: ignore[misc]
                 process.kill_now()
-        here.start()
-        node = await here.serving(started_ms)
+        site.start()
+        node = await site.serving(started_ms)
         async with connect(node.address) as channel:
             stub = pb_grpc.StorageServiceStub(channel)
-            for queue_id, bodies in sent.items():
+            for queue_id, bodies in sent_bodies.items():
                 await send(stub, queue_id, bodies)  # again, if the last result was unknown
                 assert await read(stub, queue_id) == bodies
-        report = json.loads((here.data / "recovery.json").read_text())
+        report = json.loads((site.data / "recovery.json").read_text())
         assert report["epoch"] == ROUNDS + 1
         assert report["batches"] >= ROUNDS * 40
 
@@ -215,14 +215,14 @@ async def test_kill_9_under_load_loses_and_duplicates_nothing(
 async def test_sigterm_ends_long_polls_and_keeps_everything(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with site(etcd_endpoint, tmp_path) as here:
-        process = here.start()
-        node = await here.serving()
-        sent: list[bytes] = []
+    async with process_site(etcd_endpoint, tmp_path) as site:
+        process = site.start()
+        node = await site.serving()
+        bodies: list[bytes] = []
         async with connect(node.address) as channel, asyncio.TaskGroup() as tasks:
             stub = pb_grpc.StorageServiceStub(channel)
-            await send(stub, 0, sent)
-            held = tasks.create_task(held_pull(stub))
+            await send(stub, 0, bodies)
+            long_poll = tasks.create_task(held_pull(stub))
 
             async def waits() -> bool:
                 described = await stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
@@ -230,13 +230,13 @@ async def test_sigterm_ends_long_polls_and_keeps_everything(
 
             await until(waits)
             process.send(signal.SIGTERM)
-            assert isinstance(await held, NotServing)
+            assert isinstance(await long_poll, NotServing)
         assert await process.ended() == 0
-        here.start()
-        again = await here.serving(node.start_unix_ms)
+        site.start()
+        again = await site.serving(node.start_unix_ms)
         async with connect(again.address) as channel:
-            assert await read(pb_grpc.StorageServiceStub(channel), 0) == sent
-        report = json.loads((here.data / "recovery.json").read_text())
+            assert await read(pb_grpc.StorageServiceStub(channel), 0) == bodies
+        report = json.loads((site.data / "recovery.json").read_text())
         assert report["truncated_bytes"] == 0
 
 
@@ -251,10 +251,10 @@ async def held_pull(stub: pb_grpc.StorageServiceAsyncStub) -> BatonError | None:
 async def test_second_process_does_not_get_the_directory(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with site(etcd_endpoint, tmp_path) as here:
-        first = here.start()
-        await here.serving()
-        second = here.start()
+    async with process_site(etcd_endpoint, tmp_path) as site:
+        first = site.start()
+        await site.serving()
+        second = site.start()
         assert f"is used by process {first.pid}" in await output(second)
         assert second.returncode == 1
         assert first.returncode is None
@@ -263,29 +263,29 @@ async def test_second_process_does_not_get_the_directory(
 async def test_damage_of_acknowledged_batches_fails_the_start_with_a_remedy(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with site(etcd_endpoint, tmp_path) as here:
-        process = here.start()
-        node = await here.serving()
+    async with process_site(etcd_endpoint, tmp_path) as site:
+        process = site.start()
+        node = await site.serving()
         async with connect(node.address) as channel:
             await send(pb_grpc.StorageServiceStub(channel), 0, [])
         process.kill_now()
-        with (here.data / "log" / f"{0:020d}").open("r+b") as file:
+        with (site.data / "log" / f"{0:020d}").open("r+b") as file:
             file.seek(100)
             file.write(b"????")
-        process = here.start()
+        process = site.start()
         assert "acknowledged messages are damaged" in await output(process)
         assert process.returncode == 1
-        here.start(BATON_STORAGE_ACCEPT_LOSS="true")
-        await here.serving(node.start_unix_ms)
+        site.start(BATON_STORAGE_ACCEPT_LOSS="true")
+        await site.serving(node.start_unix_ms)
 
 
 async def test_settings_are_printed_and_misspelt_ones_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with site(etcd_endpoint, tmp_path) as here:
-        process = here.start("--print-config", BATON_STORAGE_FLUSH="async")
+    async with process_site(etcd_endpoint, tmp_path) as site:
+        process = site.start("--print-config", BATON_STORAGE_FLUSH="async")
         printed = json.loads(await output(process))
         assert (printed["flush"], printed["node_id"]) == ("async", "broker-a")
-        process = here.start(BATON_STORAGE_FLUSHH="async")
+        process = site.start(BATON_STORAGE_FLUSHH="async")
         assert "BATON_STORAGE_FLUSHH" in await output(process)
         assert process.returncode == 2

@@ -165,8 +165,10 @@ def test_producers_of_one_batch_do_not_push_out_the_others() -> None:
         )
     for producer_id in (1, 2):
         assert table.check(header(0, producer_id=producer_id), QUEUE) is not None
-    kept = [table.check(header(0, producer_id=i, epoch=ONE_BATCH_EPOCH), QUEUE) for i in (1, 2, 3)]
-    assert kept == [None, *(replace(receipt(i), duplicate=True) for i in (2, 3))]
+    results = [
+        table.check(header(0, producer_id=i, epoch=ONE_BATCH_EPOCH), QUEUE) for i in (1, 2, 3)
+    ]
+    assert results == [None, *(replace(receipt(i), duplicate=True) for i in (2, 3))]
 
 
 def test_loaded_table_keeps_both_kinds_of_producers_apart() -> None:
@@ -207,10 +209,10 @@ def test_state_below_a_position_comes_only_from_batches_before_it() -> None:
     record(table, header(10, producer_id=5), receipt(3))
     record(table, header(0, producer_id=7), receipt(4))
     position = receipt(3).position
-    known = table.below(position, queues_max=10)
-    assert [one.producer_id for one in known] == [6, 5], "longest silent first"
+    states = table.below(position, queues_max=10)
+    assert [one.producer_id for one in states] == [6, 5], "longest silent first"
     assert [one.producer_id for one in table.below(position, queues_max=1)] == [5]
-    fresh.load(known)
+    fresh.load(states)
     record(fresh, header(10, producer_id=5), receipt(3))
     record(fresh, header(0, producer_id=7), receipt(4))
     assert fresh.snapshot() == table.snapshot()
@@ -265,8 +267,8 @@ def test_many_producers_of_one_identity_in_many_topics_evict_none_of_another() -
         flood = header(0, producer_id=number, owner=STRANGER)
         table.record(flood, (number % 100, 0), receipt())
     for producer_id in range(1, 6):
-        known = table.check(header(0, producer_id=producer_id, owner=VICTIM), QUEUE)
-        assert known is not None
+        result = table.check(header(0, producer_id=producer_id, owner=VICTIM), QUEUE)
+        assert result is not None
 
 
 def test_members_of_a_group_share_the_ids_of_messages_that_are_sent_back() -> None:

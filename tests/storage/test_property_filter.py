@@ -35,9 +35,9 @@ KEY = (TOPIC_ID, 0)
 
 
 def condition(text: str) -> SqlFilter:
-    found = parse_filter(f"sql: {text}")
-    assert isinstance(found, SqlFilter)
-    return found
+    parsed = parse_filter(f"sql: {text}")
+    assert isinstance(parsed, SqlFilter)
+    return parsed
 
 
 def message(value: str = "", tag: str = "", keys: Sequence[str] = ()) -> Message:
@@ -79,15 +79,15 @@ def found_in(
     )
 
 
-def counts(found: PropertyMatches) -> tuple[int, int, int]:
-    return len(found.batches), found.scanned_count, found.kept_count
+def counts(matches: PropertyMatches) -> tuple[int, int, int]:
+    return len(matches.batches), matches.scanned_count, matches.kept_count
 
 
 def test_only_batches_with_a_passing_message_are_sent() -> None:
     batches = [batch(message("1"), message("9")), batch(message("2")), batch(message("8"))]
-    found = found_in(batches, "a > 5")
-    assert [read_header(raw).first_offset for raw in found.batches] == [0, 3]
-    assert counts(found) == (2, 4, 2)
+    matches = found_in(batches, "a > 5")
+    assert [read_header(raw).first_offset for raw in matches.batches] == [0, 3]
+    assert counts(matches) == (2, 4, 2)
 
 
 def test_messages_before_the_offset_do_not_count() -> None:
@@ -194,19 +194,23 @@ def test_result_equals_a_loop_over_messages(
 ) -> None:
     batches = [batch(*group) for group in groups]
     offset = min(offset, sum(map(len, groups)) - 1)
-    found = found_in(batches, text, offset=offset, bytes_max=bytes_max, messages_max=messages_max)
-    taken: list[bytes] = []
-    scanned = kept = 0
+    matches = found_in(batches, text, offset=offset, bytes_max=bytes_max, messages_max=messages_max)
+    expected: list[bytes] = []
+    scanned = kept_count = 0
     for raw, one in _messages(batches, offset):
         if condition(text).accepts(one.tag, one.keys, one.properties):
-            fresh = raw not in taken
-            too_big = fresh and taken and sum(map(len, taken)) + len(raw) > bytes_max
-            if kept == messages_max or too_big:
+            fresh = raw not in expected
+            too_big = fresh and expected and sum(map(len, expected)) + len(raw) > bytes_max
+            if kept_count == messages_max or too_big:
                 break
-            taken += [raw] if fresh else []
-            kept += 1
+            expected += [raw] if fresh else []
+            kept_count += 1
         scanned += 1
-    assert (found.batches, found.scanned_count, found.kept_count) == (taken, scanned, kept)
+    assert (matches.batches, matches.scanned_count, matches.kept_count) == (
+        expected,
+        scanned,
+        kept_count,
+    )
 
 
 def _messages(batches: Sequence[bytes], offset: int) -> Iterator[tuple[bytes, Message]]:
@@ -220,35 +224,37 @@ def _messages(batches: Sequence[bytes], offset: int) -> Iterator[tuple[bytes, Me
 
 def test_scan_without_a_match_ends_at_its_bound_and_the_next_one_continues() -> None:
     batches = [batch(*[message("1")] * 1_000) for _ in range(20)]
-    taken: list[int] = []
+    read_offsets: list[int] = []
 
     def noting(offset: int) -> Iterator[tuple[int, bytes]]:
         for end, raw in placed(batches, offset):
-            taken.append(read_header(raw).first_offset)
+            read_offsets.append(read_header(raw).first_offset)
             yield end, raw
 
     offset, requests = 0, 0
     while offset < 20_000:
-        found = find_passing(
+        matches = find_passing(
             noting(offset), offset, condition("a > 5"), bytes_max=1 << 20, messages_max=1_000
         )
-        assert counts(found) == (0, found.scanned_count, 0)
-        assert 4_000 < found.scanned_count <= STEPS_MAX or offset + found.scanned_count == 20_000
-        offset, requests = offset + found.scanned_count, requests + 1
+        assert counts(matches) == (0, matches.scanned_count, 0)
+        assert (
+            4_000 < matches.scanned_count <= STEPS_MAX or offset + matches.scanned_count == 20_000
+        )
+        offset, requests = offset + matches.scanned_count, requests + 1
     assert requests <= 5
-    assert len(taken) <= 20 + requests, "no batch is read that is not looked at"
+    assert len(read_offsets) <= 20 + requests, "a batch was read and not scanned"
 
 
 def test_request_that_ends_at_a_bound_counts_each_message_once() -> None:
     batches = [batch(*[message("1"), message(), message("9")] * 4_000)]
     for text, expected in (("a IS NULL", 4_000), ("a > 5", 4_000), ("NOT a > 5", 4_000)):
-        offset, kept, requests = 0, 0, 0
+        offset, kept_count, requests = 0, 0, 0
         while offset < 12_000:
-            found = found_in(batches, text, offset=offset, messages_max=60_000)
-            offset += found.scanned_count
-            kept += found.kept_count
+            matches = found_in(batches, text, offset=offset, messages_max=60_000)
+            offset += matches.scanned_count
+            kept_count += matches.kept_count
             requests += 1
-        assert (kept, requests > 1) == (expected, True)
+        assert (kept_count, requests > 1) == (expected, True)
 
 
 def test_condition_with_more_comparisons_covers_fewer_messages() -> None:
@@ -286,9 +292,9 @@ def test_compressed_batches_are_filtered_like_plain_ones_and_sent_compressed(
         builder.add(one, encode_record(one))
     packed = builder.encode(topic=TOPIC, queue_id=0)
     assert read_header(packed).compression == compression
-    found = found_in([packed], "a > 5")
-    assert counts(found) == (1, 3 * count, count)
-    assert found.batches == [stamped(packed, 0)]
+    matches = found_in([packed], "a > 5")
+    assert counts(matches) == (1, 3 * count, count)
+    assert matches.batches == [stamped(packed, 0)]
 
 
 def test_large_bodies_cost_steps() -> None:
@@ -298,8 +304,8 @@ def test_large_bodies_cost_steps() -> None:
 
 def test_store_reads_by_properties_and_returns_the_scanned_count() -> None:
     opened = open_store(MemoryDisk(), segment_bytes=1 << 20)
-    sent = [batch(*map(message, "19")), batch(message("1")), batch(message("8"), message())]
-    stored(opened.store, *sent)
+    batches = [batch(*map(message, "19")), batch(message("1")), batch(message("8"), message())]
+    stored(opened.store, *batches)
     reading = opened.store.read(KEY, read_spec(1, filter=condition("a > 5")))
     assert reading is not None
     assert [read_header(raw).first_offset for raw in reading.batches] == [0, 3]

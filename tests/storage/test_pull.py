@@ -50,11 +50,11 @@ async def test_pull_is_recorded_and_answered_with_the_stored_bytes(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running_node(etcd_endpoint, tmp_path) as node:
-        sent = batch(b"a", b"b")
-        await node.append(sent, batch(b"c"))
+        original = batch(b"a", b"b")
+        await node.append(original, batch(b"c"))
         answer = await node.pull()
         assert [check_batch(raw, stamped=True).count for raw in answer.batches] == [2, 1]
-        assert answer.batches[0][56:] == sent[56:]
+        assert answer.batches[0][56:] == original[56:]
         assert (answer.pull_id, answer.next_offset, answer.offsets_epoch) == (9, 3, 1)
         assert (answer.queue_first_offset, answer.queue_next_offset) == (0, 3)
         assert node.offsets.recorded == [(GROUP, 0, 0, 3)]
@@ -81,8 +81,8 @@ async def test_maybe_seen_offsets_are_returned_as_redelivered(
     async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a", b"b", b"c"))
         node.offsets.maybe_seen = [(1, 2)]
-        (seen,) = (await node.pull()).redelivered
-        assert (seen.first_offset, seen.next_offset) == (1, 2)
+        (flagged,) = (await node.pull()).redelivered
+        assert (flagged.first_offset, flagged.next_offset) == (1, 2)
 
 
 async def test_filtered_messages_are_recorded_and_counted(
@@ -198,15 +198,15 @@ async def test_long_polls_are_touched_and_fenced_ones_answered(
         running_node(etcd_endpoint, tmp_path, touch_interval_ms=100) as node,
         asyncio.TaskGroup() as tasks,
     ):
-        kept = tasks.create_task(pulled(node, queue_id=1))
+        long_poll = tasks.create_task(pulled(node, queue_id=1))
         fenced = tasks.create_task(rejection_of(pulled(node, queue_id=2)))
         await node.wait_long_polls(2)
         await until(lambda: {(GROUP, 1, 1), (GROUP, 2, 1)} <= set(node.offsets.touched))
         node.offsets.tokens[GROUP, 2] = 5
         assert isinstance(await fenced, Fenced)
-        assert not kept.done()
+        assert not long_poll.done()
         await node.append(batch(b"a", queue_id=1))
-        assert (await kept).next_offset == 1
+        assert (await long_poll).next_offset == 1
         assert node.offsets.recorded == [(GROUP, 1, 0, 1)]
 
 
@@ -436,22 +436,22 @@ async def test_appends_and_deliveries_are_in_the_metric_stream(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
-        heard: list[metrics_pb.MetricEvent] = []
+        events: list[metrics_pb.MetricEvent] = []
 
         async def listen() -> None:
             async for one in node.runtime.hub.watch():
-                heard.extend(one.events)
+                events.extend(one.events)
 
         listening = tasks.create_task(listen())
         await until(lambda: node.runtime.hub.watched)
         await node.append(tagged("x", "y"))
         await node.pull(expression="x")
-        await until(lambda: heard)
+        await until(lambda: events)
         listening.cancel()
-        found = {one.WhichOneof("kind"): one for one in heard}
-        appended, delivered = found["appended"].appended, found["delivered"].delivered
+        by_kind = {one.WhichOneof("kind"): one for one in events}
+        appended, delivered = by_kind["appended"].appended, by_kind["delivered"].delivered
         assert (appended.message_count, appended.next_offset) == (2, 2)
         assert (delivered.message_count, delivered.filtered_count) == (1, 1)
         assert (list(delivered.runs), delivered.lost_count) == ([0, 1, 1], 0)
         assert delivered.byte_count == appended.byte_count
-        assert found["delivered"].queue.group == GROUP
+        assert by_kind["delivered"].queue.group == GROUP

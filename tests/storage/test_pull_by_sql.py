@@ -49,11 +49,11 @@ async def test_pull_with_a_condition_delivers_counts_and_records(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running_node(etcd_endpoint, tmp_path) as node:
-        sent = priced(3, 30, None)
-        await node.append(sent, priced(4), priced(None, 40))
+        original = priced(3, 30, None)
+        await node.append(original, priced(4), priced(None, 40))
         answer = await node.pull(expression="sql: price > 10")
         assert [check_batch(raw, stamped=True).first_offset for raw in answer.batches] == [0, 4]
-        assert answer.batches[0][56:] == sent[56:]
+        assert answer.batches[0][56:] == original[56:]
         assert (answer.next_offset, answer.filtered_count) == (6, 4)
         nothing = await node.pull(expression="sql: price > 100")
         assert (list(nothing.batches), nothing.next_offset, nothing.filtered_count) == ([], 6, 6)
@@ -88,17 +88,17 @@ async def test_long_scan_without_a_match_continues_until_it_finds_one(
     async with running_node(etcd_endpoint, tmp_path) as node:
         for _ in range(4):
             await node.append(*[priced(*range(1_000)) for _ in range(10)], priced(5_000))
-        offset, requests, found = 0, 0, list[bytes]()
+        offset, requests, bodies = 0, 0, list[bytes]()
         while offset < 40_004:
             answer = await node.pull(expression="sql: price > 1000", offset=offset)
             assert offset < answer.next_offset <= offset + STEPS_MAX
             for raw in answer.batches:
                 header = check_batch(raw, stamped=True)
-                found += [r.body for r in decode_records(raw, header, range(header.count))]
+                bodies += [r.body for r in decode_records(raw, header, range(header.count))]
             delivered = answer.next_offset - offset - answer.filtered_count
             assert delivered == len(answer.batches)
             offset, requests = answer.next_offset, requests + 1
-        assert found == [b"5000"] * 4
+        assert bodies == [b"5000"] * 4
         assert requests >= 40_004 // STEPS_MAX
         assert node.offsets.recorded[-1][3] == 40_004
 
@@ -107,10 +107,10 @@ async def test_long_poll_with_a_condition_is_answered_by_a_match(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
-        held = tasks.create_task(node.pull(expression="sql: price > 10", hold_ms=10_000))
+        long_poll = tasks.create_task(node.pull(expression="sql: price > 10", hold_ms=10_000))
         await node.wait_long_polls(1)
         await node.append(priced(1, 11))
-        answer = await held
+        answer = await long_poll
         assert (len(answer.batches), answer.next_offset, answer.filtered_count) == (1, 2, 1)
 
 

@@ -104,7 +104,7 @@ async def test_token_is_rejected_in_a_group_without_owners(
 
 
 @pytest.mark.parametrize("token", [0, 1])
-async def test_paused_group_gets_no_messages_and_the_error_says_why(
+async def test_paused_group_gets_no_messages_and_an_error_with_the_reason(
     etcd_endpoint: str, tmp_path: Path, token: int
 ) -> None:
     mode = OWNED if token else OFF

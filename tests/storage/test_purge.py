@@ -76,7 +76,7 @@ async def test_purge_frees_segments_on_every_node(scene: Scene) -> None:
     await delete(scene)
     answer = await purge(leader)
     assert (answer.purged_segments, answer.purged_bytes) == (2, 2 * SEGMENT_BYTES)
-    assert answer.remaining_segments == 2, "the first and the last one have other messages too"
+    assert answer.remaining_segments == 2, "the first and last segment have other messages"
     assert 3 * 30_000 <= answer.remaining_bytes < 4 * 30_000
     assert answer.expiry_unix_ms > 0
     assert purged_count(leader) == 2
@@ -87,7 +87,7 @@ async def test_purge_frees_segments_on_every_node(scene: Scene) -> None:
     )
     await scene.wait_equal()
     assert await leader.bodies() == [b"first", b"last"]
-    assert await purge(leader) == pb.PurgeTopicResponse(), "nothing is left to do"
+    assert await purge(leader) == pb.PurgeTopicResponse(), "nothing is left to purge"
     await leader.stop()
     after = await scene.leader()
     await after.append(batch(b"next"))

@@ -92,7 +92,7 @@ class CrashingDisk(MemoryDisk):
 
 
 class DeletedTopics:
-    """The part of TopicCache that says which topics are deleted."""
+    """The part of TopicCache with the deleted topics."""
 
     def __init__(self, living: dict[str, int]) -> None:
         self._living = living
@@ -152,15 +152,15 @@ class PurgeMachine(RuleBasedStateMachine):
         self.store = self.node.store
 
     @rule(
-        wanted=st.lists(
+        batches=st.lists(
             st.tuples(st.sampled_from(NAMES), st.integers(0, QUEUES - 1), st.integers(1, 3)),
             min_size=1,
             max_size=6,
         )
     )
-    def send(self, wanted: list[tuple[str, int, int]]) -> None:
+    def send(self, batches: list[tuple[str, int, int]]) -> None:
         """Append batches; a topic that does not exist is created."""
-        for name, queue_id, count in wanted:
+        for name, queue_id, count in batches:
             if name not in self.living:
                 self.last_id += 1
                 self.living[name] = self.last_id
@@ -385,15 +385,15 @@ class PurgeMachine(RuleBasedStateMachine):
 
 
 def _bodies(store: MessageStore, key: tuple[int, int]) -> list[bytes]:
-    offset, found = store.offsets(key).first_offset, []
+    offset, bodies = store.offsets(key).first_offset, []
     while (
         reading := store.read(key, ReadSpec(offset, 1 << 30, 1 << 20, HashFilter(None)))
     ) is not None:
         for raw in reading.batches:
             header = read_header(raw)
-            found += [one.body for one in decode_records(raw, header, range(header.count))]
+            bodies += [one.body for one in decode_records(raw, header, range(header.count))]
         offset = reading.next_offset
-    return found
+    return bodies
 
 
 PurgeMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

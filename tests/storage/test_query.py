@@ -108,12 +108,16 @@ def test_first_message_at_or_after_a_time_is_found(
     kept_from = trim(opened, dropped)
     queries = MessageQueries(opened.store)
     for queue_id in (0, 1):
-        here = [m for m in model if m.queue_id == queue_id and m.position >= kept_from]
+        of_queue = [m for m in model if m.queue_id == queue_id and m.position >= kept_from]
         end = opened.store.offsets((TOPIC_ID, queue_id)).next_offset
-        for unix_ms in {0, NOW + 1_000, *(m.store_unix_ms + d for m in here for d in (-1, 0, 1))}:
-            later = [m.offset for m in here if m.store_unix_ms >= unix_ms]
-            wanted = min(later, default=end)
-            assert queries.search_offset((TOPIC_ID, queue_id), unix_ms) == wanted
+        for unix_ms in {
+            0,
+            NOW + 1_000,
+            *(m.store_unix_ms + d for m in of_queue for d in (-1, 0, 1)),
+        }:
+            later = [m.offset for m in of_queue if m.store_unix_ms >= unix_ms]
+            expected = min(later, default=end)
+            assert queries.search_offset((TOPIC_ID, queue_id), unix_ms) == expected
 
 
 def test_queue_without_messages_begins_at_0_for_any_time() -> None:
@@ -152,25 +156,25 @@ def test_messages_with_a_key_are_found_newest_first(
     begin = NOW + data.draw(st.integers(-20, 20))
     window = data.draw(st.sampled_from([EVER, TimeWindow(begin, begin + 10)]))
     for key in ("a", "b", "c", "d"):
-        wanted = [
+        expected = [
             (m.position, m.at)
             for m in model
             if key in m.keys
             and m.position >= kept_from
             and window.from_unix_ms <= m.store_unix_ms < window.to_unix_ms
         ]
-        assert [place(m) for m in find(queries, key, window)] == sorted(wanted, reverse=True)
+        assert [place(m) for m in find(queries, key, window)] == sorted(expected, reverse=True)
 
 
-def test_bounded_search_says_that_there_may_be_more() -> None:
+def test_bounded_search_reports_that_there_may_be_more() -> None:
     opened, _ = play([(1, 0, [("a",), ("a",)])] * 5)
     queries = MessageQueries(opened.store)
     every = [place(match) for match in find(queries, "a")]
     assert len(every) == 10
     for count in range(1, 12):
-        found = queries.find(TOPIC_ID, "a", EVER, messages_max=count, bytes_max=1 << 30)
-        assert [place(match) for match in found.messages] == every[:count]
-        assert found.more == (count < 10)
+        matches = queries.find(TOPIC_ID, "a", EVER, messages_max=count, bytes_max=1 << 30)
+        assert [place(match) for match in matches.messages] == every[:count]
+        assert matches.more == (count < 10)
     one = queries.find(TOPIC_ID, "a", EVER, messages_max=10, bytes_max=1)
     assert (len(one.messages), one.more) == (1, True)
 
@@ -200,8 +204,8 @@ def test_search_among_many_keys_with_one_hash_is_bounded() -> None:
         return read(position, bytes_max)
 
     opened.store.log.read = counted  # type: ignore[method-assign]
-    found = queries.find(TOPIC_ID, "buckeroo", EVER, messages_max=9, bytes_max=1 << 30)
-    assert (found.messages, found.more) == ([], True)
+    matches = queries.find(TOPIC_ID, "buckeroo", EVER, messages_max=9, bytes_max=1 << 30)
+    assert (matches.messages, matches.more) == ([], True)
     assert len(positions) == 4 + 1
     small = queries.find(TOPIC_ID, "buckeroo", EVER, messages_max=9, bytes_max=len(others))
     assert (small.messages, small.more) == ([], True)
@@ -219,11 +223,11 @@ def test_search_in_a_very_large_batch_returns_its_newest_messages() -> None:
     opened = open_store(MemoryDisk(), segment_bytes=1 << 24, run_entries=1 << 19)
     count = CANDIDATES_MAX + 10
     stored(opened.store, batch(*(Message(b"", keys=("a",)) for _ in range(count))))
-    found = MessageQueries(opened.store).find(
+    matches = MessageQueries(opened.store).find(
         TOPIC_ID, "a", EVER, messages_max=9_999, bytes_max=1 << 40
     )
-    assert [one.index for one in found.messages] == list(range(count - 1, 9, -1))
-    assert found.more
+    assert [one.index for one in matches.messages] == list(range(count - 1, 9, -1))
+    assert matches.more
 
 
 def test_index_entry_beyond_the_batch_is_data_loss() -> None:
@@ -235,17 +239,17 @@ def test_index_entry_beyond_the_batch_is_data_loss() -> None:
     assert "fsck" in lost.value.remedy
 
 
-@pytest.mark.parametrize("kept", [None, 60])
-def test_missing_or_short_run_file_is_damaged(kept: int | None) -> None:
+@pytest.mark.parametrize("kept_bytes", [None, 60])
+def test_missing_or_short_run_file_is_damaged(kept_bytes: int | None) -> None:
     opened = fresh()
     for number in range(3):
         store_at(opened.store, NOW + number, 0, ("a",), ("b",))
     opened.store.keys.write_ended_runs()
     path = f"keyindex/{0:020d}"
-    if kept is None:
+    if kept_bytes is None:
         opened.disk.remove(path)
     else:
-        del opened.disk.files[path].content[kept:]
+        del opened.disk.files[path].content[kept_bytes:]
     with pytest.raises(DamagedRun, match=path) as damaged:
         find(MessageQueries(opened.store), "a")
     assert damaged.value.extent.first_position == 0
@@ -266,8 +270,8 @@ def test_key_of_another_topic_is_not_found() -> None:
     store = fresh().store
     store_at(store, NOW, 0, ("a",))
     other = TOPIC_ID + (1 << 32)
-    found = MessageQueries(store).find(other, "a", EVER, messages_max=9, bytes_max=1 << 20)
-    assert found.messages == []
+    matches = MessageQueries(store).find(other, "a", EVER, messages_max=9, bytes_max=1 << 20)
+    assert matches.messages == []
 
 
 def test_message_that_repeats_a_key_is_found_once() -> None:
@@ -288,8 +292,8 @@ def test_message_is_found_by_its_position_only(
             with pytest.raises(MessageNotFound):
                 message_at(queries, message.position, message.at)
             continue
-        found = message_at(queries, message.position, message.at)
-        (record,) = decode_records(found.batch, read_header(found.batch), [found.index])
+        match = message_at(queries, message.position, message.at)
+        (record,) = decode_records(match.batch, read_header(match.batch), [match.index])
         assert (record.offset, record.keys) == (message.offset, message.keys)
     places = {message.position for message in model}
     end = opened.store.log.next_position

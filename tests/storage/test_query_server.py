@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class QueryNode:
     """A node and a stub for its queries."""
 
     node: RunningNode
@@ -38,27 +38,34 @@ class Asking:
 
     async def search(self, unix_ms: int, queue_id: int = 0) -> int:
         request = pb.SearchOffsetRequest(queue=queue(queue_id=queue_id), unix_ms=unix_ms)
-        return (await said(self.stub.SearchOffset(request, timeout=TIMEOUT_S))).offset
+        return (await response(self.stub.SearchOffset(request, timeout=TIMEOUT_S))).offset
 
     async def read(self, **fields: object) -> pb.ReadResponse:
         request = pb.ReadRequest(**({"queue": queue()} | fields))  # type: ignore[arg-type]
-        return await said(self.stub.Read(request, timeout=TIMEOUT_S))
+        return await response(self.stub.Read(request, timeout=TIMEOUT_S))
 
     async def find(self, **fields: object) -> pb.FindByKeyResponse:
         request = pb.FindByKeyRequest(**({"topic": TOPIC} | fields))  # type: ignore[arg-type]
-        return await said(self.stub.FindByKey(request, timeout=TIMEOUT_S))
+        return await response(self.stub.FindByKey(request, timeout=TIMEOUT_S))
 
     async def get(self, message_id: str) -> bytes:
         """Return the body of a message."""
         request = pb.GetMessageRequest(message_id=message_id)
-        return body((await said(self.stub.GetMessage(request, timeout=TIMEOUT_S))).message)
+        return body((await response(self.stub.GetMessage(request, timeout=TIMEOUT_S))).message)
 
 
-async def said(call: Awaitable[Answer]) -> Answer:
+async def response(call: Awaitable[Answer]) -> Answer:
     try:
         return await call
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
+
+
+async def rejection_of(call: Awaitable[object]) -> str:
+    """Return the reason of the error of a call that must fail."""
+    with pytest.raises(BatonError) as refused:
+        await call
+    return refused.value.reason
 
 
 def queue(topic: str = TOPIC, broker: str = BROKER, queue_id: int = 0) -> queue_pb2.QueueRef:
@@ -71,48 +78,52 @@ def body(message: pb.StoredMessage) -> bytes:
 
 
 @asynccontextmanager
-async def asking(etcd_endpoint: str, folder: Path, **settings: object) -> AsyncIterator[Asking]:
+async def query_node(
+    etcd_endpoint: str, folder: Path, **settings: object
+) -> AsyncIterator[QueryNode]:
     async with running_node(etcd_endpoint, folder, cluster="", **settings) as node:
-        yield Asking(node, node.queries)
+        yield QueryNode(node, node.queries)
 
 
-async def test_messages_are_found_by_time_key_and_id(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with asking(etcd_endpoint, tmp_path) as ask:
-        messages = [Message(b"one", keys=("k", "x")), Message(b"two"), Message(b"3", keys=("k",))]
-        (first,) = await ask.node.append(batch(*messages))
-        (second,) = await ask.node.append(batch(Message(b"four", keys=("k",)), queue_id=1))
-        assert await ask.search(first.store_unix_ms) == 0
-        assert await ask.search(first.store_unix_ms + 60_000) == 3
-        assert await ask.search(0, queue_id=5) == 0
-        found = await ask.find(key="k")
-        assert [body(one) for one in found.messages] == [b"four", b"3", b"one"]
-        assert not found.more
-        limited = await ask.find(key="k", messages_max=1)
-        assert ([body(one) for one in limited.messages], limited.more) == ([b"four"], True)
-        assert not (await ask.find(key="k", to_unix_ms=first.store_unix_ms)).messages
-        assert len((await ask.find(key="k", from_unix_ms=first.store_unix_ms)).messages) == 3
-        assert not (await ask.find(key="missing")).messages
-        await ask.node.append(batch(Message(b"odd", keys=("a\u00a0b",))))
-        assert [body(one) for one in (await ask.find(key="a\u00a0b")).messages] == [b"odd"]
-        assert await ask.get(f"{BROKER}-{first.position:x}-2") == b"3"
-        assert await ask.get(f"{BROKER}-{second.position:x}-0") == b"four"
+@pytest.fixture
+async def queries(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[QueryNode]:
+    async with query_node(etcd_endpoint, tmp_path) as node:
+        yield node
 
 
-async def test_read_returns_stored_batches_without_recording_a_delivery(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with asking(etcd_endpoint, tmp_path) as ask:
-        await ask.node.append(tagged("a", "b", "a"), tagged("c"))
-        everything = await ask.read()
-        assert len(everything.batches) == 2
-        assert (everything.next_offset, everything.queue_next_offset) == (4, 4)
-        filtered = await ask.read(expression="c")
-        assert (len(filtered.batches), filtered.next_offset) == (1, 4)
-        one = await ask.read(offset=1, messages_max=1)
-        assert (one.next_offset, one.queue_first_offset) == (2, 0)
-        end = await ask.read(offset=4)
-        assert (len(end.batches), end.next_offset) == (0, 4)
-        assert ask.node.offsets.recorded == []
+async def test_messages_are_found_by_time_key_and_id(queries: QueryNode) -> None:
+    messages = [Message(b"one", keys=("k", "x")), Message(b"two"), Message(b"3", keys=("k",))]
+    (first,) = await queries.node.append(batch(*messages))
+    (second,) = await queries.node.append(batch(Message(b"four", keys=("k",)), queue_id=1))
+    assert await queries.search(first.store_unix_ms) == 0
+    assert await queries.search(first.store_unix_ms + 60_000) == 3
+    assert await queries.search(0, queue_id=5) == 0
+    matches = await queries.find(key="k")
+    assert [body(one) for one in matches.messages] == [b"four", b"3", b"one"]
+    assert not matches.more
+    limited = await queries.find(key="k", messages_max=1)
+    assert ([body(one) for one in limited.messages], limited.more) == ([b"four"], True)
+    assert not (await queries.find(key="k", to_unix_ms=first.store_unix_ms)).messages
+    assert len((await queries.find(key="k", from_unix_ms=first.store_unix_ms)).messages) == 3
+    assert not (await queries.find(key="missing")).messages
+    await queries.node.append(batch(Message(b"odd", keys=("a\u00a0b",))))
+    assert [body(one) for one in (await queries.find(key="a\u00a0b")).messages] == [b"odd"]
+    assert await queries.get(f"{BROKER}-{first.position:x}-2") == b"3"
+    assert await queries.get(f"{BROKER}-{second.position:x}-0") == b"four"
+
+
+async def test_read_returns_stored_batches_without_recording_a_delivery(queries: QueryNode) -> None:
+    await queries.node.append(tagged("a", "b", "a"), tagged("c"))
+    everything = await queries.read()
+    assert len(everything.batches) == 2
+    assert (everything.next_offset, everything.queue_next_offset) == (4, 4)
+    filtered = await queries.read(expression="c")
+    assert (len(filtered.batches), filtered.next_offset) == (1, 4)
+    one = await queries.read(offset=1, messages_max=1)
+    assert (one.next_offset, one.queue_first_offset) == (2, 0)
+    end = await queries.read(offset=4)
+    assert (len(end.batches), end.next_offset) == (0, 4)
+    assert queries.node.offsets.recorded == []
 
 
 @pytest.mark.parametrize(
@@ -130,12 +141,9 @@ async def test_read_returns_stored_batches_without_recording_a_delivery(
     ],
 )
 async def test_read_rejects_invalid_requests(
-    etcd_endpoint: str, tmp_path: Path, fields: dict[str, object], reason: str
+    queries: QueryNode, fields: dict[str, object], reason: str
 ) -> None:
-    async with asking(etcd_endpoint, tmp_path) as ask:
-        with pytest.raises(BatonError) as refused:
-            await ask.read(**fields)
-        assert refused.value.reason == reason
+    assert await rejection_of(queries.read(**fields)) == reason
 
 
 @pytest.mark.parametrize(
@@ -151,12 +159,9 @@ async def test_read_rejects_invalid_requests(
     ],
 )
 async def test_find_by_key_rejects_invalid_requests(
-    etcd_endpoint: str, tmp_path: Path, fields: dict[str, object], reason: str
+    queries: QueryNode, fields: dict[str, object], reason: str
 ) -> None:
-    async with asking(etcd_endpoint, tmp_path) as ask:
-        with pytest.raises(BatonError) as refused:
-            await ask.find(**fields)
-        assert refused.value.reason == reason
+    assert await rejection_of(queries.find(**fields)) == reason
 
 
 @pytest.mark.parametrize(
@@ -178,67 +183,60 @@ async def test_find_by_key_rejects_invalid_requests(
     ],
 )
 async def test_ids_without_a_message_are_rejected(
-    etcd_endpoint: str, tmp_path: Path, message_id: str, reason: str
+    queries: QueryNode, message_id: str, reason: str
 ) -> None:
-    async with asking(etcd_endpoint, tmp_path) as ask:
-        await ask.node.append(batch(b"here"))
-        with pytest.raises(BatonError) as refused:
-            await ask.get(message_id)
-        assert refused.value.reason == reason
+    await queries.node.append(batch(b"here"))
+    assert await rejection_of(queries.get(message_id)) == reason
 
 
-async def test_messages_of_a_deleted_topic_are_not_found(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with asking(etcd_endpoint, tmp_path) as ask:
-        (receipt,) = await ask.node.append(batch(Message(b"old", keys=("k",))))
-        await ask.node.put_topic(topic_id=TOPIC_ID + 1)
+async def test_messages_of_a_deleted_topic_are_not_found(queries: QueryNode) -> None:
+    (receipt,) = await queries.node.append(batch(Message(b"old", keys=("k",))))
+    await queries.node.put_topic(topic_id=TOPIC_ID + 1)
 
-        async def forgotten() -> bool:
-            return not (await ask.find(key="k")).messages
+    async def deleted() -> bool:
+        return not (await queries.find(key="k")).messages
 
-        await until(forgotten)
-        with pytest.raises(BatonError, match="deleted"):
-            await ask.get(f"{BROKER}-{receipt.position:x}-0")
+    await until(deleted)
+    with pytest.raises(BatonError, match="deleted"):
+        await queries.get(f"{BROKER}-{receipt.position:x}-0")
 
 
-async def test_write_only_topic_is_not_read(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with asking(etcd_endpoint, tmp_path) as ask:
-        await ask.node.append(batch(b"a"))
-        spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
-        topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
-        topic.permission = nameserver_pb.TOPIC_PERMISSION_WRITE
-        await ask.node.write_topic(topic)
+async def test_write_only_topic_is_not_read(queries: QueryNode) -> None:
+    await queries.node.append(batch(b"a"))
+    spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
+    topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
+    topic.permission = nameserver_pb.TOPIC_PERMISSION_WRITE
+    await queries.node.write_topic(topic)
 
-        async def refused() -> bool:
-            try:
-                await ask.read()
-            except NotReadable:
-                return True
-            return False
+    async def refused() -> bool:
+        try:
+            await queries.read()
+        except NotReadable:
+            return True
+        return False
 
-        await until(refused)
+    await until(refused)
 
 
 async def test_damage_is_reported_counted_once_and_not_served(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with asking(etcd_endpoint, tmp_path, scrub_bytes_per_s=0) as ask:
-        (receipt,) = await ask.node.append(batch(Message(b"precious", keys=("k",))))
+    async with query_node(etcd_endpoint, tmp_path, scrub_bytes_per_s=0) as queries:
+        (receipt,) = await queries.node.append(batch(Message(b"precious", keys=("k",))))
         with (tmp_path / "log" / f"{0:020d}").open("r+b") as file:
             file.seek(len(batch(Message(b"precious", keys=("k",)))) - 1)
             file.write(b"?")
         for _ in range(2):
             with pytest.raises(DataLoss):
-                await ask.read()
+                await queries.read()
             with pytest.raises(DataLoss):
-                await ask.find(key="k")
+                await queries.find(key="k")
             with pytest.raises(DataLoss):
-                await ask.get(f"{BROKER}-{receipt.position:x}-0")
-        assert (await ask.node.describe()).damaged_batch_count == 1
+                await queries.get(f"{BROKER}-{receipt.position:x}-0")
+        assert (await queries.node.describe()).damaged_batch_count == 1
 
 
 async def test_queue_of_another_broker_is_wrong_broker(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with asking(etcd_endpoint, tmp_path, node_id="broker-x") as ask:
+    async with query_node(etcd_endpoint, tmp_path, node_id="broker-x") as queries:
         with pytest.raises(WrongBroker):
-            await ask.search(0)
+            await queries.search(0)

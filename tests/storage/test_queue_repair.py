@@ -33,7 +33,9 @@ POSITION_BYTES, SIZE_BYTES = 8, 4
 @pytest.fixture
 async def folder(etcd_endpoint: str, tmp_path: Path) -> Path:
     """A stopped node; queue 0 has batches of one and two messages, among those of others."""
-    async with running_node(etcd_endpoint, tmp_path, segment_bytes=4_096) as node:
+    async with running_node(
+        etcd_endpoint, tmp_path, segment_bytes=4_096, scrub_bytes_per_s=0
+    ) as node:
         for number in range(COUNT // 3):
             await node.append(
                 batch(b"%d" % number),
@@ -64,12 +66,12 @@ async def pulled(node: RunningNode, offset: int, **fields: object) -> tuple[list
 
 async def batches(node: RunningNode) -> list[bytes]:
     """Return all batches of queue 0; a size that is too large ends an answer early."""
-    found: dict[bytes, None] = {}
+    raw_batches: dict[bytes, None] = {}
     offset = 0
     while offset < COUNT:
         some, offset = await pulled(node, offset)
-        found.update(dict.fromkeys(some))
-    return list(found)
+        raw_batches.update(dict.fromkeys(some))
+    return list(raw_batches)
 
 
 def rebuilt(node: RunningNode) -> float:
@@ -88,7 +90,9 @@ def flips(random: Random) -> Iterator[tuple[int, int]]:
 async def test_flipped_bit_of_a_running_node_is_rebuilt_by_the_read_that_finds_it(
     etcd_endpoint: str, folder: Path, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running_node(etcd_endpoint, folder, segment_bytes=4_096) as node:
+    async with running_node(
+        etcd_endpoint, folder, segment_bytes=4_096, scrub_bytes_per_s=0
+    ) as node:
         expected, content = await batches(node), index(folder).read_bytes()
         for number, (at, bit) in enumerate(flips(Random(seed)), start=1):
             flip(index(folder), at, bit)
@@ -99,6 +103,26 @@ async def test_flipped_bit_of_a_running_node_is_rebuilt_by_the_read_that_finds_i
         assert (await node.describe()).damaged_batch_count == 0
 
 
+async def test_rebuilt_queue_is_an_event_of_the_metrics_stream(
+    etcd_endpoint: str, folder: Path
+) -> None:
+    damaged = (5, 7)
+    async with running_node(
+        etcd_endpoint, folder, segment_bytes=4_096, scrub_bytes_per_s=0
+    ) as node:
+        for offset in damaged:
+            flip(index(folder), offset * ENTRY.itemsize + POSITION_BYTES - 1, 3)
+        with node.runtime.hub.listen() as buffer:
+            await pulled(node, damaged[0])
+            events = [one for one in buffer.take(1 << 20) if one.HasField("queue_rebuilt")]
+        assert rebuilt(node) == 1
+    (event,) = events
+    assert event.queue == queue_pb2.GroupQueue(
+        queue=queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
+    )
+    assert event.queue_rebuilt.range == queue_pb2.OffsetRange(first_offset=5, next_offset=8)
+
+
 async def test_flipped_bits_of_a_stopped_node_are_rebuilt_and_other_queues_are_served(
     etcd_endpoint: str, folder: Path
 ) -> None:
@@ -106,7 +130,9 @@ async def test_flipped_bits_of_a_stopped_node_are_rebuilt_and_other_queues_are_s
     for at, bit in flips(Random(7)):
         if at < (COUNT - 1) * ENTRY.itemsize:  # the last entry is tested at the start
             flip(index(folder), at, bit)
-    async with running_node(etcd_endpoint, folder, segment_bytes=4_096) as node:
+    async with running_node(
+        etcd_endpoint, folder, segment_bytes=4_096, scrub_bytes_per_s=0
+    ) as node:
         assert (await pulled(node, 0, queue_id=1))[1] == COUNT // 3
         assert len(await batches(node)) == COUNT * 2 // 3
         assert index(folder).read_bytes() == content
@@ -116,13 +142,15 @@ async def test_search_by_time_rebuilds_the_entries_that_it_reads(
     etcd_endpoint: str, folder: Path
 ) -> None:
     queue = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
-    async with running_node(etcd_endpoint, folder, segment_bytes=4_096) as node:
+    async with running_node(
+        etcd_endpoint, folder, segment_bytes=4_096, scrub_bytes_per_s=0
+    ) as node:
         for unix_ms, expected in ((1, 0), (1 << 50, COUNT)):
             for at, _ in flips(Random(8)):
                 flip(index(folder), at - at % ENTRY.itemsize + 6, 5)
             request = query_pb.SearchOffsetRequest(queue=queue, unix_ms=unix_ms)
-            found = await node.queries.SearchOffset(request, timeout=TIMEOUT_S)
-            assert found.offset == expected
+            answer = await node.queries.SearchOffset(request, timeout=TIMEOUT_S)
+            assert answer.offset == expected
             assert await batches(node)
         assert rebuilt(node) > 0
         assert (await node.describe()).damaged_batch_count == 0
@@ -132,7 +160,9 @@ async def test_search_by_time_rebuilds_the_entries_that_it_reads(
 async def test_lost_part_of_an_index_is_rebuilt(
     etcd_endpoint: str, folder: Path, damage: str
 ) -> None:
-    async with running_node(etcd_endpoint, folder, segment_bytes=4_096) as node:
+    async with running_node(
+        etcd_endpoint, folder, segment_bytes=4_096, scrub_bytes_per_s=0
+    ) as node:
         content = index(folder).read_bytes()
         path = index(folder)
         match damage:
@@ -154,10 +184,14 @@ async def test_lost_part_of_an_index_is_rebuilt(
 async def test_filter_skips_no_message_whose_entry_is_damaged(
     etcd_endpoint: str, tmp_path: Path, damage: str
 ) -> None:
-    async with running_node(etcd_endpoint, tmp_path, segment_bytes=4_096) as node:
+    async with running_node(
+        etcd_endpoint, tmp_path, segment_bytes=4_096, scrub_bytes_per_s=0
+    ) as node:
         for _ in range(COUNT // 2):
             await node.append(tagged("a", "b"))
-    async with running_node(etcd_endpoint, tmp_path, segment_bytes=4_096) as node:
+    async with running_node(
+        etcd_endpoint, tmp_path, segment_bytes=4_096, scrub_bytes_per_s=0
+    ) as node:
         expected = await pulled(node, 0, expression="a", messages_max=COUNT)
         content, path = index(tmp_path).read_bytes(), index(tmp_path)
         match damage:
@@ -181,7 +215,9 @@ async def test_repair_without_a_free_descriptor_is_tried_again_by_the_next_read(
     def no_descriptor(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    async with running_node(etcd_endpoint, folder, segment_bytes=4_096) as node:
+    async with running_node(
+        etcd_endpoint, folder, segment_bytes=4_096, scrub_bytes_per_s=0
+    ) as node:
         content = index(folder).read_bytes()
         flip(index(folder), POSITION_BYTES - 1, 3)
         with monkeypatch.context() as patch, pytest.raises(DataLoss):
@@ -228,7 +264,9 @@ async def test_read_by_offset_rebuilds_several_damaged_entries(
     monkeypatch.setattr(queue_repairer, "ENTRIES_AT_ONCE", 6)
     monkeypatch.setattr("batonmq_server.storage.core.queue_repair.ENTRIES_AT_ONCE", 6)
     queue = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
-    async with running_node(etcd_endpoint, folder, segment_bytes=4_096) as node:
+    async with running_node(
+        etcd_endpoint, folder, segment_bytes=4_096, scrub_bytes_per_s=0
+    ) as node:
         flip(index(folder), POSITION_BYTES - 1, 3)
         flip(index(folder), (COUNT - 6) * ENTRY.itemsize + POSITION_BYTES - 1, 3)
         request = query_pb.ReadRequest(queue=queue)

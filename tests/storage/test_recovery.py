@@ -50,11 +50,11 @@ def test_batch_torn_at_any_byte_is_cut_off_and_the_rest_is_served() -> None:
     stored(opened.store, batch(b"first"), batch(b"second"))
     end = opened.store.log.next_position
     append(opened.store, last := batch(b"last", producer=(5, 1)))
-    for kept in range(len(last)):
-        again = open_store(opened.disk.power_cut(lambda _, kept=kept: kept))  # type: ignore[misc]
-        assert bodies(again.store) == [b"first", b"second"], kept
+    for kept_bytes in range(len(last)):
+        again = open_store(opened.disk.power_cut(lambda _, kept_bytes=kept_bytes: kept_bytes))  # type: ignore[misc]
+        assert bodies(again.store) == [b"first", b"second"], kept_bytes
         assert again.report.next_position == end
-        assert (again.report.truncated_bytes > 0) == (kept > 0)
+        assert (again.report.truncated_bytes > 0) == (kept_bytes > 0)
         assert again.disk.files[FIRST].content[end:] == bytes(4_096 - end)
         (receipt,) = stored(again.store, last)
         assert (receipt.first_offset, receipt.position, receipt.duplicate) == (2, end, False)
@@ -68,12 +68,12 @@ def test_crash_around_a_segment_roll_keeps_what_was_synced(survives: int) -> Non
     assert len(opened.disk.names("log")) == 2
     cut = opened.disk.power_cut(lambda length: min(length, survives))
     again = open_store(cut, segment_bytes=300)
-    kept = [b"a" * 150] + [b"b" * 150] * (survives == 1_000)
-    assert bodies(again.store) == kept
+    expected = [b"a" * 150] + [b"b" * 150] * (survives == 1_000)
+    assert bodies(again.store) == expected
     (receipt,) = stored(again.store, batch(b"c" * 150))
-    assert receipt.first_offset == len(kept)
+    assert receipt.first_offset == len(expected)
     once_more = open_store(again.disk.killed(), segment_bytes=300)
-    assert bodies(once_more.store) == [*kept, b"c" * 150]
+    assert bodies(once_more.store) == [*expected, b"c" * 150]
 
 
 def test_later_segment_without_its_predecessor_is_dropped() -> None:
@@ -198,10 +198,10 @@ def test_consume_queues_are_rebuilt_byte_for_byte() -> None:
 
 def test_retry_after_recovery_gets_the_first_receipt() -> None:
     opened = open_store(MemoryDisk())
-    sent = [batch(b"a", b"b", producer=(5, 1), sequence=n * 2) for n in range(5)]
-    receipts = stored(opened.store, *sent)
+    batches = [batch(b"a", b"b", producer=(5, 1), sequence=n * 2) for n in range(5)]
+    receipts = stored(opened.store, *batches)
     again = open_store(opened.disk.killed())
-    assert append(again.store, *sent) == [replace(one, duplicate=True) for one in receipts]
+    assert append(again.store, *batches) == [replace(one, duplicate=True) for one in receipts]
     assert again.store.log.next_position == opened.store.log.next_position
 
 
@@ -233,17 +233,17 @@ def test_log_after_a_power_cut_is_a_prefix_with_everything_synced(
             written[queue_id].append(body)
         if data.draw(st.booleans()):
             stored(opened.store, *group)
-            synced = {queue_id: len(sent) for queue_id, sent in written.items()}
+            synced = {queue_id: len(expected) for queue_id, expected in written.items()}
         else:
             append(opened.store, *group)
     cut = opened.disk.power_cut(lambda length: data.draw(st.integers(0, length)))
     again = open_store(cut, segment_bytes=600)
-    for queue_id, sent in written.items():
-        found = bodies(again.store, queue_id)
-        assert found == sent[: len(found)]
-        assert len(found) >= synced[queue_id]
+    for queue_id, expected in written.items():
+        served = bodies(again.store, queue_id)
+        assert served == expected[: len(served)]
+        assert len(served) >= synced[queue_id]
         (receipt,) = stored(again.store, batch(b"next", queue_id=queue_id))
-        assert receipt.first_offset == len(found)
+        assert receipt.first_offset == len(served)
     once_more = open_store(again.disk.killed(), segment_bytes=600)
     for queue_id in written:
         assert bodies(once_more.store, queue_id) == bodies(again.store, queue_id)

@@ -62,7 +62,7 @@ class FaultRun:
     async def _stored(self, one: bytes, number: int) -> bool:
         while not self.over.is_set():
             for node in self.alive():
-                if node.stopping.is_set():  # since
+                if node.stopping.is_set():  # stopping since `alive` was read
                     continue
                 try:
                     (receipt,) = await node.append(one, timeout_s=1)
@@ -137,7 +137,7 @@ async def test_acknowledged_messages_are_there_once_and_in_order(
         await scene.wait_equal()
         leader = await scene.leader()
         for queue_id, count in enumerate(story.acked):
-            found = [body.split()[0] for body in await leader.bodies(queue_id)]
+            numbers = [body.split()[0] for body in await leader.bodies(queue_id)]
             assert count > 0
-            assert found[:count] == [b"%d" % number for number in range(count)]
-            assert len(found) <= count + 1, "the last one may be there without a receipt"
+            assert numbers[:count] == [b"%d" % number for number in range(count)]
+            assert len(numbers) <= count + 1, "the last message may be stored without a receipt"

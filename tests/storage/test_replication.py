@@ -91,7 +91,7 @@ async def test_receipt_says_replicated_only_if_two_replicas_have_the_batch(scene
     assert receipt.durability == pb.DURABILITY_FSYNCED
     error = await leader.rejection(batch(b"e"), durability=pb.DURABILITY_REPLICATED)
     assert (error.reason, error.facts) == ("NOT_ENOUGH_REPLICAS", {"in_sync": "1", "limit": "2"})
-    assert await leader.bodies() == [b"a", b"b", b"c", b"d"], "what is refused is not written"
+    assert await leader.bodies() == [b"a", b"b", b"c", b"d"], "a rejected batch is not written"
 
 
 async def test_writes_are_rejected_with_too_few_replicas_in_sync(scene: Scene) -> None:
@@ -325,7 +325,7 @@ async def test_leader_that_stops_cleanly_removes_no_follower_from_the_in_sync_se
 async def test_node_that_lost_safe_messages_is_not_elected(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Etcd says that the node is in sync; it dies with the others and restarts first."""
+    """In etcd the node is in sync; it dies with the others and restarts first."""
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
     await scene.wait_equal()
@@ -347,8 +347,8 @@ async def test_node_that_lost_safe_messages_is_not_elected(
     (damaged,) = await scene.start(damaged.name)
     await until(lambda: len(refused) >= 3)
     await scene.wait_vacant()
-    asked = len(refused)
-    await until(lambda: len(refused) >= asked + 3)
+    refused_count = len(refused)
+    await until(lambda: len(refused) >= refused_count + 3)
     assert await scene.set_record() == before
     await scene.start(good.name)
     assert (await scene.leader()).name == good.name
@@ -383,7 +383,7 @@ async def test_node_that_loses_safe_messages_during_its_election_resigns(
             async with copy.writing:
                 await copy.cut(receipts[20].position, damaged=True)
         elif hit[0] is not self and (await self.read()).epoch == before.epoch:
-            return None  # the other one wins
+            return None  # the other follower is elected
         return candidacy
 
     monkeypatch.setattr(StorageReplica, "begin", noted)
@@ -418,7 +418,7 @@ async def test_follower_adopts_no_epoch_whose_earlier_log_it_lacks(scene: Scene)
         history = decode((late.folder / "epochs").read_bytes())
         assert history.starts[-1][1] <= (await late.describe()).next_position
         behind += end > 0
-    assert behind, "it was seen on its way"
+    assert behind, "no partial copy was observed"
     await scene.wait_in_sync(second.name, late.name)
 
 
@@ -438,15 +438,15 @@ async def test_member_with_an_empty_disk_has_no_position_until_it_has_everything
     def history() -> EpochHistory:
         return decode((empty.folder / "epochs").read_bytes())
 
-    on_its_way = 0
+    partial_count = 0
     while True:
-        known = history()
+        epochs = history()
         at = (await empty.describe()).next_position
         if at == end:
             break
-        assert known.position(at) == NO_POSITION
-        on_its_way += at > 0
-    assert on_its_way, "it was seen on its way"
+        assert epochs.position(at) == NO_POSITION
+        partial_count += at > 0
+    assert partial_count, "no partial copy was observed"
     await until(lambda: not history().damaged)
     await scene.wait_in_sync(*scene.nodes)
     await scene.wait_equal()
@@ -562,10 +562,10 @@ async def test_leader_with_a_damaged_log_stays_if_no_other_member_has_it(
     await scene.wait_in_sync(leader.name)
     rot(leader, receipts[20].position)
 
-    async def found() -> bool:
+    async def damage_found() -> bool:
         return (await leader.describe()).damaged_batch_count > 0
 
-    await until(found)
+    await until(damage_found)
     assert await leader.serves()
     with pytest.raises(BatonError) as refused:
         await leader.bodies()
@@ -594,19 +594,19 @@ async def test_follower_that_receives_only_damaged_bytes_reports_it(
         return (await problem()).startswith("DATA_LOSS: ")
 
     await until(told)
-    (said,) = [
+    (line,) = [
         one
         for one in caplog.records
         if one.name == "batonmq_server.runtime.replication.follow_problem"
     ]
-    assert said.levelname == "ERROR"
-    assert "remedy='Check the disk; restore the node from a replica.'" in said.getMessage()
-    rot(leader, receipts[20].position)  # and repair it
+    assert line.levelname == "ERROR"
+    assert "remedy='Check the disk; restore the node from a replica.'" in line.getMessage()
+    rot(leader, receipts[20].position)  # a second flip repairs the batch of the leader
 
-    async def well() -> bool:
+    async def is_healthy() -> bool:
         return await problem() == ""
 
-    await until(well)
+    await until(is_healthy)
     await scene.wait_in_sync("a", "b")
     await scene.wait_equal()
 
@@ -760,7 +760,7 @@ async def test_invalid_fetch_requests_are_rejected(
         replication_pb.EpochStart(epoch=epoch, position=at)
         for epoch, at in fields.pop("history", ())
     ]
-    known = {"node_id": "b", "broker": BROKER, "history": history}
+    valid = {"node_id": "b", "broker": BROKER, "history": history}
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await leader.replication.Fetch(replication_pb.FetchRequest(**(known | fields)), timeout=20)
+        await leader.replication.Fetch(replication_pb.FetchRequest(**(valid | fields)), timeout=20)
     assert from_rpc_error(refused.value).reason == reason

@@ -121,12 +121,12 @@ def test_forced_cleaning_removes_just_enough() -> None:
 
 def test_writes_stop_at_the_last_watermark_and_resume_below_the_one_before() -> None:
     retention = at(89.9)
-    seen = [
+    rejected = [
         retention.rejection() is not None
         for percent in (90, 86, 85, 84.9, 89.9, 90.1)
         if observe(retention, percent)
     ]
-    assert seen == [True, True, True, False, False, True]
+    assert rejected == [True, True, True, False, False, True]
 
 
 def test_rejection_has_numbers_and_a_remedy() -> None:

@@ -77,13 +77,13 @@ async def test_numbers_at_the_limits_of_their_fields_are_stored_or_rejected_by_n
             edge(born=INT64_MIN),
             edge(born=INT64_MAX),
         )
-        told = [
+        results = [
             error_from_pb(one.error).reason
             if one.HasField("error")
             else (one.receipt.first_offset, one.receipt.duplicate)
             for one in outcomes
         ]
-        assert told == [
+        assert results == [
             (0, False), (1, False), (0, True), "SEQUENCE_GAP", "BAD_BATCH", "BAD_BATCH",
             "QUEUE_NOT_FOUND", (2, False), (3, False),
         ]  # fmt: skip
@@ -94,8 +94,8 @@ async def test_numbers_at_the_limits_of_their_fields_are_stored_or_rejected_by_n
         assert (await node.pull(pull_id=(1 << 64) - 1)).pull_id == (1 << 64) - 1
         for unix_ms, offset in ((INT64_MIN, 0), (INT64_MAX, 4)):
             search = query_pb.SearchOffsetRequest(queue=queue(), unix_ms=unix_ms)
-            found = await node.queries.SearchOffset(search, timeout=TIMEOUT_S)
-            assert found.offset == offset
+            answer = await node.queries.SearchOffset(search, timeout=TIMEOUT_S)
+            assert answer.offset == offset
         for window in ((INT64_MIN, INT64_MIN), (INT64_MAX, 1), (INT64_MAX, INT64_MAX)):
             begin, end = window
             by_key = query_pb.FindByKeyRequest(
@@ -123,21 +123,21 @@ def test_batch_that_passes_the_checks_never_harms_the_store_or_its_readers() -> 
     """An exception during an append would stop the node."""
     random = Random(7)
     messages = [Message(b"b" * n, f"t{n}", ("k", f"k{n}"), {"a": "b"}) for n in range(5)]
-    sent = [batch(*messages, producer=(3, 1)), batch(*messages * 12), batch(b"x", queue_id=1)]
+    batches = [batch(*messages, producer=(3, 1)), batch(*messages * 12), batch(b"x", queue_id=1)]
     opened = open_store(MemoryDisk(), segment_bytes=1 << 20, run_entries=500)
-    taken = 0
+    stored_count = 0
     for _ in range(3_000):
         try:
-            checked = store.check(spoiled(random.choice(sent), random))
+            checked = store.check(spoiled(random.choice(batches), random))
         except BatonError:
             continue
         if checked.header.topic == TOPIC:
             (outcome,) = opened.store.append([checked], TOPICS, NOW)
-            taken += isinstance(outcome, StoreReceipt) and not outcome.duplicate
+            stored_count += isinstance(outcome, StoreReceipt) and not outcome.duplicate
     sync(opened.store)
-    assert taken > 100
+    assert stored_count > 100
     again = open_store(opened.disk.killed(), segment_bytes=1 << 20, run_entries=500)
-    assert (again.report.batches, again.report.truncated_bytes) == (taken, 0)
+    assert (again.report.batches, again.report.truncated_bytes) == (stored_count, 0)
     for key in ("k", "k1"):
         window = TimeWindow(0, 1 << 62)
         MessageQueries(again.store).find(
@@ -194,7 +194,7 @@ async def test_long_polls_are_answered_when_their_topic_changes(
         assert all(isinstance(one, expected) for one in outcomes)
         if change == "recreated":
             reasons = {one.reason for one in outcomes if isinstance(one, BatonError)}
-            assert reasons == {"OFFSET_AHEAD_OF_LOG"}, "the new topic has nothing at offset 1"
+            assert reasons == {"OFFSET_AHEAD_OF_LOG"}, "the new topic has no message at offset 1"
         await node.wait_long_polls(0)
 
 
@@ -208,9 +208,9 @@ class EdgeReaders:
     def stop(self) -> None:
         self._stopping = True
 
-    async def run(self, what: Callable[[], Awaitable[None]]) -> None:
+    async def run(self, call: Callable[[], Awaitable[None]]) -> None:
         while not self._stopping:
-            self.seen[f"{what.__name__} {await reason(what())}"] += 1
+            self.seen[f"{call.__name__} {await reason(call())}"] += 1
 
     async def first(self) -> int:
         request = pb.QueryOffsetsRequest(queues=[queue()])
@@ -257,8 +257,8 @@ async def test_reads_during_retention_are_correct_or_rejected(
         readers = EdgeReaders(node)
         await node.append(batch(Message(b"0:", keys=("all",))))
         async with asyncio.TaskGroup() as tasks:
-            for what in (readers.pull, readers.read, readers.find, readers.search):
-                tasks.create_task(readers.run(what))
+            for call in (readers.pull, readers.read, readers.find, readers.search):
+                tasks.create_task(readers.run(call))
             for number in range(1, 150):
                 body = b"%d:" % number + bytes(1_200)
                 await node.append(batch(Message(body, keys=("all",))))

@@ -84,12 +84,12 @@ def put(store: MessageStore, *batches: bytes, deliver_unix_ms: int = NOW) -> lis
 def deliver(store: MessageStore, now: int = NOW) -> None:
     """Deliver due batches with one write, without a sync."""
     due = store.schedule.waiting.due(now, 1_000)
-    found = read_scheduled(store.log, [entry.position for entry in due])
+    scheduled = read_scheduled(store.log, [entry.position for entry in due])
     write(
         store,
         *(
             delivery(entry.key, one.batch, read_header(one.batch).queue_id)
-            for entry, one in zip(due, found, strict=True)
+            for entry, one in zip(due, scheduled, strict=True)
             if isinstance(one, ScheduledBatch)
         ),
     )
@@ -101,9 +101,11 @@ def waiting(store: MessageStore) -> list[DelayKey]:
 
 def waiting_bodies(store: MessageStore) -> list[bytes]:
     positions = [entry.position for entry in store.schedule.waiting.before(1 << 60, 1_000)]
-    found = [one for one in read_scheduled(store.log, positions) if isinstance(one, ScheduledBatch)]
-    assert len(found) == len(positions)
-    return [record.body for one in found for record in records(one.batch)]
+    scheduled = [
+        one for one in read_scheduled(store.log, positions) if isinstance(one, ScheduledBatch)
+    ]
+    assert len(scheduled) == len(positions)
+    return [record.body for one in scheduled for record in records(one.batch)]
 
 
 def records(raw: bytes) -> list[Record]:
@@ -186,30 +188,30 @@ def test_write_of_scheduled_batches_torn_at_any_byte_leaves_whole_batches() -> N
     put(opened.store, *(batch(b"%d" % n, queue_id=n) for n in range(3)))
     length = len(opened.disk.files[FIRST_SEGMENT].unsynced[0][1])
     counts = set()
-    for kept in range(length + 1):
-        again = open_store(opened.disk.power_cut(lambda _, kept=kept: kept))  # type: ignore[misc]
-        found = waiting_bodies(again.store)
-        assert found == [b"0", b"1", b"2"][: len(found)]
-        counts.add(len(found))
+    for kept_bytes in range(length + 1):
+        again = open_store(opened.disk.power_cut(lambda _, kept_bytes=kept_bytes: kept_bytes))  # type: ignore[misc]
+        survivors = waiting_bodies(again.store)
+        assert survivors == [b"0", b"1", b"2"][: len(survivors)]
+        counts.add(len(survivors))
     assert counts == {0, 1, 2, 3}
 
 
 def test_delivery_torn_at_any_byte_is_repeated_for_the_torn_batches_only() -> None:
-    sent = [b"%d" % n for n in range(4)]
+    expected = [b"%d" % n for n in range(4)]
     opened = open_store(MemoryDisk())
-    put(opened.store, *(batch(body, queue_id=n % 2) for n, body in enumerate(sent)))
+    put(opened.store, *(batch(body, queue_id=n % 2) for n, body in enumerate(expected)))
     sync(opened.store)
     deliver(opened.store)
     length = len(opened.disk.files[FIRST_SEGMENT].unsynced[0][1])
     delivered_before = set()
-    for kept in range(length + 1):
-        again = open_store(opened.disk.power_cut(lambda _, kept=kept: kept))  # type: ignore[misc]
-        there = bodies(again.store, 0) + bodies(again.store, 1)
-        assert sorted(there + waiting_bodies(again.store)) == sent, kept
-        delivered_before.add(len(there))
+    for kept_bytes in range(length + 1):
+        again = open_store(opened.disk.power_cut(lambda _, kept_bytes=kept_bytes: kept_bytes))  # type: ignore[misc]
+        delivered = bodies(again.store, 0) + bodies(again.store, 1)
+        assert sorted(delivered + waiting_bodies(again.store)) == expected, kept_bytes
+        delivered_before.add(len(delivered))
         deliver(again.store)
         sync(again.store)
-        assert sorted(bodies(again.store, 0) + bodies(again.store, 1)) == sent, kept
+        assert sorted(bodies(again.store, 0) + bodies(again.store, 1)) == expected, kept_bytes
         assert waiting(again.store) == []
         once_more = open_store(again.disk.killed())
         assert waiting(once_more.store) == []
@@ -223,13 +225,13 @@ def test_cancellation_torn_at_any_byte_cancels_or_does_not() -> None:
     write(opened.store, encode_withdrawn(keys[:1]))
     assert waiting(opened.store) == keys[1:]
     length = len(opened.disk.files[FIRST_SEGMENT].unsynced[0][1])
-    found = []
-    for kept in range(length + 1):
-        again = open_store(opened.disk.power_cut(lambda _, kept=kept: kept))  # type: ignore[misc]
-        found.append(waiting(again.store))
-    assert found[0] == keys
-    assert found[-1] == keys[1:]
-    assert all(one in (keys, keys[1:]) for one in found)
+    outcomes = []
+    for kept_bytes in range(length + 1):
+        again = open_store(opened.disk.power_cut(lambda _, kept_bytes=kept_bytes: kept_bytes))  # type: ignore[misc]
+        outcomes.append(waiting(again.store))
+    assert outcomes[0] == keys
+    assert outcomes[-1] == keys[1:]
+    assert all(one in (keys, keys[1:]) for one in outcomes)
 
 
 def test_rewritten_batch_keeps_its_id_and_frees_its_old_position() -> None:
@@ -292,8 +294,8 @@ def test_damaged_batch_is_reported_and_its_neighbours_are_read() -> None:
     opened = open_store(MemoryDisk())
     keys = put(opened.store, batch(b"a"), batch(b"b"), batch(b"c"))
     opened.disk.files[FIRST_SEGMENT].content[keys[2][1] - 1] ^= 1
-    found = list(read_scheduled(opened.store.log, [key[1] for key in keys]))
-    assert [isinstance(one, DataLoss) for one in found] == [False, True, False]
+    results = list(read_scheduled(opened.store.log, [key[1] for key in keys]))
+    assert [isinstance(one, DataLoss) for one in results] == [False, True, False]
 
 
 def test_bytes_are_those_of_the_documented_format() -> None:

@@ -21,7 +21,7 @@ from batonmq._connection.channels import connect
 from batonmq._core.records import check_batch, decode_records
 from tests.storage.batches import batch
 from tests.storage.running_node import WATERMARKS, pull_request
-from tests.storage.test_process import QUEUES, TIMEOUT_S, ProcessSite, site
+from tests.storage.test_process import QUEUES, TIMEOUT_S, ProcessSite, process_site
 from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -57,7 +57,7 @@ async def schedule(
 
 async def visible(stub: pb_grpc.StorageServiceAsyncStub) -> list[tuple[int, int, int]]:
     """Return number, delivery time and store time of every message in the queues."""
-    found = []
+    rows = []
     for queue_id in range(QUEUES):
         offset = 0
         while True:
@@ -69,9 +69,9 @@ async def visible(stub: pb_grpc.StorageServiceAsyncStub) -> list[tuple[int, int,
                 header = check_batch(raw, stamped=True)
                 for record in decode_records(raw, header, range(header.count)):
                     number, at = map(int, record.body.split())
-                    found.append((number, at, header.store_unix_ms))
+                    rows.append((number, at, header.store_unix_ms))
             offset = answer.next_offset
-    return found
+    return rows
 
 
 async def describe(stub: pb_grpc.StorageServiceAsyncStub) -> pb.DescribeResponse:
@@ -81,14 +81,14 @@ async def describe(stub: pb_grpc.StorageServiceAsyncStub) -> pb.DescribeResponse
 class KillRounds:
     """Start nodes, schedule batches, and kill the nodes while they deliver."""
 
-    def __init__(self, here: ProcessSite) -> None:
-        self._here, self._clock = here, Clock()
+    def __init__(self, site: ProcessSite) -> None:
+        self._site, self._clock = site, Clock()
         self.started_ms = self.in_the_middle_count = 0
         self.last_ids: list[str] = []
 
     async def run(self, number: int) -> None:
-        process = self._here.start(**ENV)
-        node = await self._here.serving(self.started_ms)
+        process = self._site.start(**ENV)
+        node = await self._site.serving(self.started_ms)
         self.started_ms = node.start_unix_ms
         async with connect(node.address) as channel:
             numbers = range(number * ROUND_COUNT, (number + 1) * ROUND_COUNT)
@@ -110,13 +110,13 @@ class KillRounds:
 async def test_kill_9_delivers_each_message_once_and_none_early(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with site(etcd_endpoint, tmp_path) as here:
-        rounds = KillRounds(here)
+    async with process_site(etcd_endpoint, tmp_path) as site:
+        rounds = KillRounds(site)
         for number in range(ROUNDS):
             await rounds.run(number)
-        assert rounds.in_the_middle_count, "no kill came in the middle"
-        here.start(**ENV)
-        node = await here.serving(rounds.started_ms)
+        assert rounds.in_the_middle_count, "no kill came during a delivery"
+        site.start(**ENV)
+        node = await site.serving(rounds.started_ms)
         async with connect(node.address) as channel:
             stub = pb_grpc.StorageServiceStub(channel)
 
@@ -124,7 +124,7 @@ async def test_kill_9_delivers_each_message_once_and_none_early(
                 return (await describe(stub)).scheduled_count == 0
 
             await until(idle, timeout_s=60)
-            found = await visible(stub)
+            rows = await visible(stub)
             for schedule_id in rounds.last_ids:
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await schedule_grpc.ScheduleServiceStub(channel).CancelScheduled(
@@ -132,7 +132,9 @@ async def test_kill_9_delivers_each_message_once_and_none_early(
                         timeout=TIMEOUT_S,
                     )
                 assert refused.value.code() is grpc.StatusCode.NOT_FOUND
-    times = Counter(number for number, _, _ in found)
-    assert set(times) == set(range(COUNT)), "something is lost"
-    assert [number for number, count in times.items() if count > 1] == [], "something came twice"
-    assert all(stored >= at for _, at, stored in found), "something came early"
+    times = Counter(number for number, _, _ in rows)
+    assert set(times) == set(range(COUNT)), "a message is lost"
+    assert [number for number, count in times.items() if count > 1] == [], (
+        "a message was delivered twice"
+    )
+    assert all(stored >= at for _, at, stored in rows), "a message was delivered early"

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from batonmq.errors import DataLoss, DataLossDetail
 from batonmq_server.storage.core import scrub as core
+from batonmq_server.storage.core.queue_repair import QueueRepair
 from batonmq_server.storage.core.scrub import LogScrub
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.node import open_directory
@@ -29,10 +30,14 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def filled(count: int = 60) -> Opened:
-    made = open_store(MemoryDisk(), segment_bytes=1_500)
+    opened = open_store(MemoryDisk(), segment_bytes=1_500)
     for number in range(count):
-        stored(made.store, batch(b"x" * (number * 37 % 400), queue_id=number % 3))
-    return made
+        stored(opened.store, batch(b"x" * (number * 37 % 400), queue_id=number % 3))
+    return opened
+
+
+async def no_repair(repair: QueueRepair) -> None:
+    pytest.fail(f"an undamaged consume queue is rebuilt: {repair}")
 
 
 def round_of(scrub: LogScrub) -> tuple[dict[int, str], int]:
@@ -50,44 +55,44 @@ def round_of(scrub: LogScrub) -> tuple[dict[int, str], int]:
 
 
 def test_undamaged_log_is_checked_to_its_end_in_each_round() -> None:
-    made = filled()
-    scrub = LogScrub(made.disk, made.store.log)
+    opened = filled()
+    scrub = LogScrub(opened.disk, opened.store.log)
     for _ in range(2):
         damaged, pieces = round_of(scrub)
         assert damaged == {}
-        assert pieces > made.store.log.next_position // 1_500
-        assert scrub.position == made.store.log.first_position
+        assert pieces > opened.store.log.next_position // 1_500
+        assert scrub.position == opened.store.log.first_position
 
 
 def test_each_damaged_batch_is_found_wherever_it_is_damaged() -> None:
-    made = filled()
-    positions = sorted({int(queue.first_position) for queue in made.store.queues.values()})
-    entries = made.store.queues[7, 0]
+    opened = filled()
+    positions = sorted({int(queue.first_position) for queue in opened.store.queues.values()})
+    entries = opened.store.queues[7, 0]
     positions += entries.read(0, entries.next_offset).positions.tolist()[1:]
     for number, position in enumerate(positions):
-        path, begin, _ = made.store.log.segment_of(position)
-        spoiled = made.disk.killed()
+        path, begin, _ = opened.store.log.segment_of(position)
+        spoiled = opened.disk.killed()
         spoiled.files[path].content[position - begin + number * 7 % 100] ^= 4
-        damaged, _ = round_of(LogScrub(spoiled, made.store.log))
+        damaged, _ = round_of(LogScrub(spoiled, opened.store.log))
         assert list(damaged) == [position]
 
 
 def test_zeroed_part_is_damage() -> None:
-    made = filled()
-    path, begin, end = made.store.log.segment_of(1_500)
-    made.disk.files[path].content[:] = bytes(end - begin)
-    damaged, _ = round_of(LogScrub(made.disk, made.store.log))
+    opened = filled()
+    path, begin, end = opened.store.log.segment_of(1_500)
+    opened.disk.files[path].content[:] = bytes(end - begin)
+    damaged, _ = round_of(LogScrub(opened.disk, opened.store.log))
     assert damaged == {1_500: "no batch is written here"}
 
 
-@pytest.mark.parametrize("kept", [0, 100, 700])
-def test_short_file_is_damage(kept: int) -> None:
-    made = filled()
-    path, begin, _ = made.store.log.segment_of(1_500)
-    del made.disk.files[path].content[kept:]
-    damaged, _ = round_of(LogScrub(made.disk, made.store.log))
+@pytest.mark.parametrize("kept_bytes", [0, 100, 700])
+def test_short_file_is_damage(kept_bytes: int) -> None:
+    opened = filled()
+    path, begin, _ = opened.store.log.segment_of(1_500)
+    del opened.disk.files[path].content[kept_bytes:]
+    damaged, _ = round_of(LogScrub(opened.disk, opened.store.log))
     (position,) = damaged
-    assert begin <= position <= begin + kept
+    assert begin <= position <= begin + kept_bytes
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT])
@@ -98,37 +103,37 @@ def test_unreadable_sector_is_damage_and_the_rest_is_checked(number: int) -> Non
                 raise OSError(number, "not there")
             return super().read(at, bytes_max)
 
-    made = filled()
-    path, begin, _ = made.store.log.segment_of(1_500)
+    opened = filled()
+    path, begin, _ = opened.store.log.segment_of(1_500)
     rotten = UnreadableFile()
-    rotten.content[:] = made.disk.files[path].content
-    made.disk.files[path] = rotten
-    scrub = LogScrub(made.disk, made.store.log)
+    rotten.content[:] = opened.disk.files[path].content
+    opened.disk.files[path] = rotten
+    scrub = LogScrub(opened.disk, opened.store.log)
     damaged, _ = round_of(scrub)
     assert damaged
     assert all(begin <= position < begin + 1_500 for position in damaged)
-    later = made.store.log.segment_of(3_000)[0]
-    made.disk.files[later].content[5] ^= 1
+    later = opened.store.log.segment_of(3_000)[0]
+    opened.disk.files[later].content[5] ^= 1
     assert damaged.keys() < round_of(scrub)[0].keys()
 
 
 def test_unsynced_part_is_not_checked() -> None:
-    made = filled(3)
-    append(made.store, batch(b"unsynced"))
-    last = made.disk.files[f"log/{0:020d}"]
-    last.content[made.store.log.synced_position] ^= 1
-    scrub = LogScrub(made.disk, made.store.log)
+    opened = filled(3)
+    append(opened.store, batch(b"unsynced"))
+    last = opened.disk.files[f"log/{0:020d}"]
+    last.content[opened.store.log.synced_position] ^= 1
+    scrub = LogScrub(opened.disk, opened.store.log)
     assert round_of(scrub)[0] == {}
 
 
 def test_round_continues_after_segments_that_retention_has_removed() -> None:
-    made = filled()
-    scrub = LogScrub(made.disk, made.store.log)
+    opened = filled()
+    scrub = LogScrub(opened.disk, opened.store.log)
     range_ = scrub.next_range()
     assert range_ is not None
-    (_, position), *_ = made.store.log.sealed()
-    for path in made.store.log.drop_before(position):
-        made.disk.remove(path)
+    (_, position), *_ = opened.store.log.sealed()
+    for path in opened.store.log.drop_before(position):
+        opened.disk.remove(path)
     with pytest.raises(FileNotFoundError):
         scrub.check(range_)
     following = scrub.next_range()
@@ -160,19 +165,19 @@ async def test_damage_is_found_in_the_background_counted_and_shown(tmp_path: Pat
         with (tmp_path / "log" / f"{0:020d}").open("r+b") as file:
             file.seek(2 * len(raw) - 1)
             file.write(b"?")
-        scrubber = Scrubber(node, damage, bytes_per_s=1 << 30)
+        scrubber = Scrubber(node, damage, no_repair, bytes_per_s=1 << 30)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(scrubber.run())
             await until(lambda: len(damage) and scrubber.position == 0)
             running.cancel()
-        again, found = LogScrub(node.disk, node.store.log), dict[int, str]()
+        again, damages = LogScrub(node.disk, node.store.log), dict[int, str]()
         while (range_ := again.next_range()) is not None:
             await scrubber.check(range_)
             again.checked(range_)
-            found |= range_.damaged
-        assert list(found) == [len(raw)]
+            damages |= range_.damaged
+        assert list(damages) == [len(raw)]
         assert len(damage) == 1
         assert counter._value.get() == 1
-        stopped = Scrubber(node, damage, bytes_per_s=0)
+        stopped = Scrubber(node, damage, no_repair, bytes_per_s=0)
         await stopped.run()
         assert stopped.position == 0

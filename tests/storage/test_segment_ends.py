@@ -177,7 +177,7 @@ def assert_good(node: Replica) -> None:
     assert not report.problems
 
 
-async def together(scene: Scene) -> None:
+async def wait_following(scene: Scene) -> None:
     """Wait until all nodes follow without a restart; their indexes match their logs."""
     await scene.wait_in_sync("a", "b", "c")
     await scene.wait_equal()
@@ -200,7 +200,7 @@ async def test_follower_with_a_short_segment_follows_again(scene: Scene) -> None
     await leader.append(*map(keyed, range(3, 6)))
     await scene.wait_in_sync("a", "b", "c")
     assert await leader.bodies() == numbers(6)
-    await together(scene)
+    await wait_following(scene)
 
 
 async def test_followers_follow_a_leader_with_a_short_segment(scene: Scene) -> None:
@@ -221,4 +221,4 @@ async def test_followers_follow_a_leader_with_a_short_segment(scene: Scene) -> N
     await leader.append(*map(keyed, range(3, 6)))
     assert await leader.bodies() == numbers(6)
     assert len(list((leader.folder / "log").iterdir())) == 2
-    await together(scene)
+    await wait_following(scene)

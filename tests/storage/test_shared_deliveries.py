@@ -22,21 +22,21 @@ from batonmq_server.storage.delivery_recorder import (
     PendingDelivery,
 )
 from tests.storage.offsets_twin import OffsetsTwin
-from tests.storage.test_delivery_recorder import HOLDER, asking, rejection_of
+from tests.storage.test_delivery_recorder import HOLDER, recording, rejection_of
 from tests.support.conditions import until
 
 PATIENT_MS = 20_000
 
 
-async def together(
-    asked: DeliveryRecorder, twin: OffsetsTwin, *some: PendingDelivery
+async def results_of(
+    recorder: DeliveryRecorder, twin: OffsetsTwin, *some: PendingDelivery
 ) -> Sequence[BatonError | None]:
     """Return the results of deliveries that gather while the first one is in flight."""
     twin.answering.clear()
     async with asyncio.TaskGroup() as tasks:
-        waiting = [tasks.create_task(rejection_of(asked, some[0]))]
+        waiting = [tasks.create_task(rejection_of(recorder, some[0]))]
         await until(lambda: twin.calls == [1])
-        waiting += [tasks.create_task(rejection_of(asked, one)) for one in some[1:]]
+        waiting += [tasks.create_task(rejection_of(recorder, one)) for one in some[1:]]
         await asyncio.sleep(0)  # now the deliveries are queued
         twin.answering.set()
     return [one.result() for one in waiting]
@@ -44,10 +44,10 @@ async def together(
 
 async def test_wrongly_claimed_epoch_does_not_fail_other_pulls_of_the_call() -> None:
     """As after a restart of storage, which has not seen an epoch yet."""
-    liar, honest = PendingDelivery(HOLDER, 1, 2, 1 << 40), PendingDelivery(HOLDER, 2, 3, 7)
-    async with asking(Clock(), PATIENT_MS) as (asked, twin):
+    wrong, right = PendingDelivery(HOLDER, 1, 2, 1 << 40), PendingDelivery(HOLDER, 2, 3, 7)
+    async with recording(Clock(), PATIENT_MS) as (recorder, twin):
         twin.epoch = 7
-        refused = await together(asked, twin, liar, liar, honest, liar)
+        refused = await results_of(recorder, twin, wrong, wrong, right, wrong)
         assert [type(one) for one in refused] == [
             DeliveryUnrecorded,
             DeliveryUnrecorded,
@@ -65,7 +65,7 @@ async def test_very_large_acks_are_split_over_several_calls(
     acks = pb.Acks(acked=[queue_pb2.OffsetRange(first_offset=1 << 40, next_offset=1 << 41)] * 50)
     few = PendingDelivery(HOLDER, 0, 1, 0)
     many = PendingDelivery(HOLDER, 0, 1, 0, progress=acks)
-    async with asking(Clock(), PATIENT_MS) as (asked, twin):
-        refused = await together(asked, twin, few, few, many, many, few, many, few, few)
+    async with recording(Clock(), PATIENT_MS) as (recorder, twin):
+        refused = await results_of(recorder, twin, few, few, many, many, few, many, few, few)
         assert refused == [None] * 8
         assert twin.calls == [1, 2, 2, 3]

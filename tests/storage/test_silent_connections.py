@@ -19,7 +19,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq._connection.channels import connect
 from batonmq_server.local.child_process import ChildProcess
 from tests.storage.batches import batch
-from tests.storage.test_process import output, site
+from tests.storage.test_process import output, process_site
 from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -44,10 +44,10 @@ def threads_of(process: ChildProcess) -> int:
 async def test_storage_serves_while_strangers_hold_more_connections_than_it_has_descriptors(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with site(etcd_endpoint, tmp_path) as place:
+    async with process_site(etcd_endpoint, tmp_path) as site:
         limited = f"ulimit -n {DESCRIPTORS}; exec {sys.executable} -m batonmq_server.storage"
-        process = place.start_command("/bin/bash", "-c", limited)
-        node = await place.serving()
+        process = site.start_command("/bin/bash", "-c", limited)
+        node = await site.serving()
         with ExitStack() as exits:
             async with connect(node.address) as channel:
                 stub = pb_grpc.StorageServiceStub(channel)

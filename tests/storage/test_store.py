@@ -59,14 +59,14 @@ def test_offsets_are_dense_per_queue() -> None:
 
 def test_stored_bytes_are_the_producers_but_for_the_stamp() -> None:
     store = open_store(MemoryDisk()).store
-    sent = batch(b"a", b"b")
+    original = batch(b"a", b"b")
     stored(store, batch(b"first"))
-    (receipt,) = stored(store, sent)
+    (receipt,) = stored(store, original)
     reading = store.read(KEY, read_spec(1))
     assert reading is not None
     (raw,) = reading.batches
     header = check_batch(raw, stamped=True)
-    assert raw[56:] == sent[56:]
+    assert raw[56:] == original[56:]
     assert (header.position, header.first_offset) == (receipt.position, 1)
     assert (header.store_unix_ms, header.topic_id, header.epoch) == (NOW, TOPIC_ID, 1)
 
@@ -140,10 +140,10 @@ def test_topic_of_the_same_name_shares_nothing_with_the_old_one() -> None:
 
 def test_retry_gets_the_first_receipt_and_writes_nothing() -> None:
     store = open_store(MemoryDisk()).store
-    sent = batch(b"a", b"b", producer=(5, 1), sequence=0)
-    (first,) = stored(store, sent)
+    raw = batch(b"a", b"b", producer=(5, 1), sequence=0)
+    (first,) = stored(store, raw)
     end = store.log.next_position
-    (again,) = append(store, sent)
+    (again,) = append(store, raw)
     assert isinstance(again, StoreReceipt)
     assert again.duplicate
     assert (again.first_offset, again.position) == (first.first_offset, first.position)
@@ -152,8 +152,8 @@ def test_retry_gets_the_first_receipt_and_writes_nothing() -> None:
 
 def test_retry_in_the_same_request_gets_the_first_receipt() -> None:
     store = open_store(MemoryDisk()).store
-    sent = batch(b"a", producer=(5, 1), sequence=0)
-    _first, again, following = append(store, sent, sent, batch(b"b", producer=(5, 1), sequence=1))
+    raw = batch(b"a", producer=(5, 1), sequence=0)
+    _first, again, following = append(store, raw, raw, batch(b"b", producer=(5, 1), sequence=1))
     assert isinstance(again, StoreReceipt)
     assert again.duplicate
     assert isinstance(following, StoreReceipt)
@@ -245,9 +245,9 @@ def test_backlog_is_read_in_few_large_reads() -> None:
         return read(position, bytes_max)
 
     opened.store.log.read = counted  # type: ignore[method-assign]
-    found = opened.store.read((TOPIC_ID, 0), read_spec(bytes_max=1 << 20))
-    assert found is not None
-    assert (found.next_offset, len(found.batches)) == (801, 801)
+    result = opened.store.read((TOPIC_ID, 0), read_spec(bytes_max=1 << 20))
+    assert result is not None
+    assert (result.next_offset, len(result.batches)) == (801, 801)
     assert sum(reads) <= 1_601 * len(mine)
     assert len(reads) == 3
     assert reads[-1] == len(mine)
@@ -284,9 +284,9 @@ def test_damaged_batch_is_never_served() -> None:
     store = open_store(disk).store
     _good, bad = stored(store, batch(b"good"), batch(b"bad"))
     disk.files[f"log/{0:020d}"].content[bad.next_position - 1] ^= 1
-    with pytest.raises(DataLoss) as found:
+    with pytest.raises(DataLoss) as raised:
         store.read(KEY, read_spec(0))
-    assert found.value.facts == {"position": str(bad.position)}
+    assert raised.value.facts == {"position": str(bad.position)}
     reading = store.read(KEY, read_spec(0, messages_max=1))
     assert reading is not None
     assert reading.batches[0].endswith(b"good")

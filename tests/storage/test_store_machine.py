@@ -104,14 +104,14 @@ class StoreMachine(RuleBasedStateMachine):
     # Writes.
 
     @rule(
-        wanted=st.lists(
+        batches=st.lists(
             st.tuples(queue_ids, producers, st.lists(messages, min_size=1, max_size=4)),
             min_size=1,
             max_size=6,
         )
     )
-    def append(self, wanted: list[tuple[int, int, list[Message]]]) -> None:
-        self._append(*wanted)
+    def append(self, batches: list[tuple[int, int, list[Message]]]) -> None:
+        self._append(*batches)
 
     @rule(queue_id=queue_ids, left=st.integers(0, FILLER.size + 2))
     def append_nearly_to_the_end_of_the_segment(self, queue_id: int, left: int) -> None:
@@ -207,10 +207,10 @@ class StoreMachine(RuleBasedStateMachine):
         self, queue_id: int, tags: frozenset[str] | None, bytes_max: int, messages_max: int
     ) -> None:
         hashes = None if tags is None else frozenset(map(tag_hash, tags))
-        offset, found, lost = 0, [], 0
+        offset, served, lost = 0, [], 0
         while True:
-            wanted = ReadSpec(offset, bytes_max, messages_max, HashFilter(hashes))
-            reading = self.store.pull((TOPIC_ID, queue_id), wanted)
+            spec = ReadSpec(offset, bytes_max, messages_max, HashFilter(hashes))
+            reading = self.store.pull((TOPIC_ID, queue_id), spec)
             if reading is None:
                 break
             assert offset < reading.next_offset
@@ -220,18 +220,18 @@ class StoreMachine(RuleBasedStateMachine):
             scanned = reading.next_offset - offset - reading.lost_count
             assert reading.filtered_count == scanned - len(delivered)
             lost += reading.lost_count
-            found += delivered
+            served += delivered
             offset = reading.next_offset
-        kept = self._visible(queue_id)
-        assert found == [pair for pair in kept if tags is None or pair[1].tag in tags]
+        visible = self._visible(queue_id)
+        assert served == [pair for pair in visible if tags is None or pair[1].tag in tags]
         assert offset == self._visible_end(queue_id)
         assert lost == self._first_offset(queue_id)
 
     @rule(queue_id=queue_ids, beyond=st.integers(1, 3))
     def pull_beyond_the_end(self, queue_id: int, beyond: int) -> None:
-        wanted = ReadSpec(self._next_offset(queue_id) + beyond, 100, 1, HashFilter(None))
+        spec = ReadSpec(self._next_offset(queue_id) + beyond, 100, 1, HashFilter(None))
         with pytest.raises(OffsetAheadOfLog):
-            self.store.pull((TOPIC_ID, queue_id), wanted)
+            self.store.pull((TOPIC_ID, queue_id), spec)
 
     @rule(queue_id=queue_ids, step_ms=st.integers(-60, 60))
     def search_time(self, queue_id: int, step_ms: int) -> None:
@@ -254,7 +254,7 @@ class StoreMachine(RuleBasedStateMachine):
         matches = MessageQueries(self.store).find(
             TOPIC_ID, key, window, messages_max=10_000, bytes_max=1 << 30
         )
-        found = [(read_header(one.batch).position, one.index) for one in matches.messages]
+        places = [(read_header(one.batch).position, one.index) for one in matches.messages]
         expected = [
             (one.receipt.position, index)
             for one in self._safe()
@@ -262,7 +262,7 @@ class StoreMachine(RuleBasedStateMachine):
             for index, message in enumerate(one.messages)
             if key in message.keys
         ]
-        assert found == expected[::-1]
+        assert places == expected[::-1]
         assert not matches.more
 
     @precondition(lambda self: self._safe())
@@ -276,17 +276,17 @@ class StoreMachine(RuleBasedStateMachine):
         bit = 1 << data.draw(st.integers(0, 7))
         content[at - start] ^= bit
         with pytest.raises(DataLoss):
-            wanted = ReadSpec(one.receipt.first_offset, 1, 1, HashFilter(None))
-            self.store.read((TOPIC_ID, one.queue_id), wanted)
+            spec = ReadSpec(one.receipt.first_offset, 1, 1, HashFilter(None))
+            self.store.read((TOPIC_ID, one.queue_id), spec)
         content[at - start] ^= bit
 
     @invariant()
     def offsets_are_those_of_the_model(self) -> None:
         for queue_id in range(QUEUES):
-            held = self.store.offsets((TOPIC_ID, queue_id))
+            offsets = self.store.offsets((TOPIC_ID, queue_id))
             if (TOPIC_ID, queue_id) in self.store.queues:
                 expected = self._first_offset(queue_id), self._visible_end(queue_id)
-                assert (held.first_offset, held.next_offset) == expected
+                assert (offsets.first_offset, offsets.next_offset) == expected
 
     def teardown(self) -> None:
         if self.opening is not None:
@@ -294,12 +294,12 @@ class StoreMachine(RuleBasedStateMachine):
             for queue_id in range(QUEUES):
                 self.pull_everything(queue_id, None, 500, 5)
 
-    def _append(self, *wanted: tuple[int, int, list[Message]]) -> None:
+    def _append(self, *items: tuple[int, int, list[Message]]) -> None:
         """Append batches in one call; each is queue id, producer id, messages."""
-        sent = [self._sent(*one) for one in wanted]
+        batches = [self._sent(*one) for one in items]
         before = self.store.log.next_position
-        outcomes = append(self.store, *(one.raw for one in sent), now=self.now)
-        for one, receipt in zip(sent, outcomes, strict=True):
+        outcomes = append(self.store, *(one.raw for one in batches), now=self.now)
+        for one, receipt in zip(batches, outcomes, strict=True):
             assert isinstance(receipt, StoreReceipt), receipt
             assert not receipt.duplicate
             assert receipt.first_offset == self._next_offset(one.queue_id)
@@ -375,12 +375,12 @@ class StoreMachine(RuleBasedStateMachine):
         return ends[-1] if ends else 0
 
     def _first_offset(self, queue_id: int) -> int:
-        kept = [
+        remaining = [
             one.offsets.start
             for one in self._of_queue(queue_id)
             if one.receipt.position >= self.store.log.first_position
         ]
-        return kept[0] if kept else self._next_offset(queue_id)
+        return remaining[0] if remaining else self._next_offset(queue_id)
 
     def _next_offset(self, queue_id: int) -> int:
         batches = self._of_queue(queue_id)
@@ -388,13 +388,15 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _retriable(self) -> list[Stored]:
         """Return the batches with a receipt that the log still contains."""
-        found = []
+        batches = []
         for queue_id in range(QUEUES):
             for producer_id in PRODUCERS[1:]:
-                sent = [one for one in self._of_queue(queue_id) if one.producer_id == producer_id]
-                found += sent[-BATCHES_KEPT:]
+                of_producer = [
+                    one for one in self._of_queue(queue_id) if one.producer_id == producer_id
+                ]
+                batches += of_producer[-BATCHES_KEPT:]
         first_position = self.store.log.first_position
-        return [one for one in found if one.receipt.position >= first_position]
+        return [one for one in batches if one.receipt.position >= first_position]
 
 
 def _delivered(
@@ -410,12 +412,12 @@ def _delivered(
 
 def _calls(steps: int | None) -> Callable[[Callable[[Any], None], Any], Any]:
     """Run calls at once; instead of the call with number `steps` the node crashes."""
-    made = 0
+    call_count = 0
 
     async def call(function: Callable[[Any], None], argument: Any) -> None:
-        nonlocal made
-        made += 1
-        if made == steps:
+        nonlocal call_count
+        call_count += 1
+        if call_count == steps:
             raise Crash
         function(argument)
 

@@ -50,45 +50,45 @@ def test_star_passes_all_messages_including_untagged_ones() -> None:
 
 
 def test_first_batch_always_fits() -> None:
-    found = select(
+    selection = select(
         entries((0, 900, [1, 1]), (900, 5, [1])), HashFilter(None), bytes_max=10, messages_max=9
     )
-    assert found == Selection([0], [900], scanned_count=2, kept_count=2)
+    assert selection == Selection([0], [900], scanned_count=2, kept_count=2)
 
 
 def test_byte_limit_ends_before_the_next_batch() -> None:
-    found = select(
+    selection = select(
         entries((0, 6, [1, 1]), (6, 4, [1]), (10, 1, [1])),
         HashFilter(None),
         bytes_max=10,
         messages_max=9,
     )
-    assert found == Selection([0, 6], [6, 4], scanned_count=3, kept_count=3)
+    assert selection == Selection([0, 6], [6, 4], scanned_count=3, kept_count=3)
 
 
 def test_message_limit_may_end_inside_a_batch() -> None:
-    found = select(entries((0, 6, [1, 1, 1])), HashFilter(None), bytes_max=10, messages_max=2)
-    assert found == Selection([0], [6], scanned_count=2, kept_count=2)
+    selection = select(entries((0, 6, [1, 1, 1])), HashFilter(None), bytes_max=10, messages_max=2)
+    assert selection == Selection([0], [6], scanned_count=2, kept_count=2)
 
 
 def test_filtered_messages_are_skipped() -> None:
-    found = select(
+    selection = select(
         entries((0, 6, [1, 1]), (6, 6, [2])),
         HashFilter(frozenset({5})),
         bytes_max=9,
         messages_max=1,
     )
-    assert found == Selection([], [], scanned_count=3, kept_count=0)
+    assert selection == Selection([], [], scanned_count=3, kept_count=0)
 
 
 def test_filtered_messages_before_the_next_kept_one_are_covered() -> None:
-    found = select(
+    selection = select(
         entries((0, 6, [5]), (6, 6, [1, 1, 5])),
         HashFilter(frozenset({5})),
         bytes_max=99,
         messages_max=1,
     )
-    assert found == Selection([0], [6], scanned_count=3, kept_count=1)
+    assert selection == Selection([0], [6], scanned_count=3, kept_count=1)
 
 
 @given(
@@ -97,31 +97,31 @@ def test_filtered_messages_before_the_next_kept_one_are_covered() -> None:
         min_size=1,
         max_size=12,
     ),
-    wanted=st.sets(st.integers(0, 3)),
+    wanted_tags=st.sets(st.integers(0, 3)),
     bytes_max=st.integers(1, 200),
     messages_max=st.integers(1, 30),
 )
 def test_selection_equals_a_loop_over_messages(
-    batches: list[tuple[int, list[int]]], wanted: set[int], bytes_max: int, messages_max: int
+    batches: list[tuple[int, list[int]]], wanted_tags: set[int], bytes_max: int, messages_max: int
 ) -> None:
     positions = np.cumsum([0] + [size for size, _ in batches]).tolist()
     rows = [(p, size, tags) for p, (size, tags) in zip(positions, batches, strict=False)]
-    found = select(
+    selection = select(
         entries(*rows),
-        HashFilter(frozenset(wanted)),
+        HashFilter(frozenset(wanted_tags)),
         bytes_max=bytes_max,
         messages_max=messages_max,
     )
-    taken: list[tuple[int, int]] = []
-    scanned = kept = 0
+    chosen: list[tuple[int, int]] = []
+    scanned = kept_count = 0
     for position, size, tag in [(p, s, tag) for p, s, tags in rows for tag in tags]:
-        if tag in wanted:
-            fresh = (position, size) not in taken
-            too_big = fresh and taken and sum(s for _, s in taken) + size > bytes_max
-            if kept == messages_max or too_big:
+        if tag in wanted_tags:
+            fresh = (position, size) not in chosen
+            too_big = fresh and chosen and sum(s for _, s in chosen) + size > bytes_max
+            if kept_count == messages_max or too_big:
                 break
-            taken += [(position, size)] if fresh else []
-            kept += 1
+            chosen += [(position, size)] if fresh else []
+            kept_count += 1
         scanned += 1
-    expected = Selection([p for p, _ in taken], [s for _, s in taken], scanned, kept)
-    assert found == expected
+    expected = Selection([p for p, _ in chosen], [s for _, s in chosen], scanned, kept_count)
+    assert selection == expected

@@ -26,15 +26,15 @@ from tests.support.clock import MovableClock
 class CountingSession(EtcdSession):
     """A session that records the keys that are read."""
 
-    asked_count = 0
+    lookup_count = 0
 
     async def get(self, key: str) -> KeyValue | None:
-        self.asked_count += 1
+        self.lookup_count += 1
         return await super().get(key)
 
 
 class Scene:
-    """A topic cache over a mirror that follows etcd only when the test says so."""
+    """A topic cache over a mirror that follows etcd only inside `following`."""
 
     def __init__(self, session: CountingSession) -> None:
         self.session, self.clock = session, MovableClock()
@@ -59,106 +59,106 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(etcd_endpoint: str) -> AsyncIterator[Scene]:
+async def new_scene(etcd_endpoint: str) -> AsyncIterator[Scene]:
     session = CountingSession(etcd_endpoint, secrets.token_hex(8), Clock())
     async with session:
         yield Scene(session)
 
 
 async def test_queues_are_those_of_this_broker(etcd_endpoint: str) -> None:
-    async with scene(etcd_endpoint) as here:
-        await here.put("a", 7, broker_a=3, broker_b=5)
-        await here.put("b", 8, broker_b=5)
-        async with here.following():
-            assert await here.topics.find("a") == LocalTopic(7, 3)
-            assert await here.topics.find("b") == LocalTopic(8, 0)
-        assert here.session.asked_count == 0
+    async with new_scene(etcd_endpoint) as scene:
+        await scene.put("a", 7, broker_a=3, broker_b=5)
+        await scene.put("b", 8, broker_b=5)
+        async with scene.following():
+            assert await scene.topics.find("a") == LocalTopic(7, 3)
+            assert await scene.topics.find("b") == LocalTopic(8, 0)
+        assert scene.session.lookup_count == 0
 
 
 async def test_topic_that_the_mirror_does_not_have_yet_is_looked_up_once(
     etcd_endpoint: str,
 ) -> None:
-    async with scene(etcd_endpoint) as here:
-        await here.put("a", 7, broker_a=3)
+    async with new_scene(etcd_endpoint) as scene:
+        await scene.put("a", 7, broker_a=3)
         for _ in range(3):
-            assert await here.topics.find("a") == LocalTopic(7, 3)
-        assert here.session.asked_count == 1
+            assert await scene.topics.find("a") == LocalTopic(7, 3)
+        assert scene.session.lookup_count == 1
 
 
 async def test_missing_topic_is_not_looked_up_again_within_a_second(
     etcd_endpoint: str,
 ) -> None:
-    async with scene(etcd_endpoint) as here:
+    async with new_scene(etcd_endpoint) as scene:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(20):
-                tasks.create_task(missing(here))
-        assert here.session.asked_count == 1
-        here.clock.ahead_ms = MISSING_MS + 1
-        await missing(here)
-        assert here.session.asked_count == 2
+                tasks.create_task(missing(scene))
+        assert scene.session.lookup_count == 1
+        scene.clock.ahead_ms = MISSING_MS + 1
+        await missing(scene)
+        assert scene.session.lookup_count == 2
 
 
-async def missing(here: Scene) -> None:
+async def missing(scene: Scene) -> None:
     with pytest.raises(TopicNotFound) as refused:
-        await here.topics.find("a")
+        await scene.topics.find("a")
     assert refused.value.facts == {"topic": "a"}
 
 
-async def test_topic_created_within_that_second_is_known_at_once(etcd_endpoint: str) -> None:
-    async with scene(etcd_endpoint) as here, here.following():
-        await missing(here)
-        revision = await here.put("a", 7, broker_a=3)
-        await here.mirror.reached(revision)
-        assert await here.topics.find("a") == LocalTopic(7, 3)
+async def test_topic_created_within_that_second_is_found_at_once(etcd_endpoint: str) -> None:
+    async with new_scene(etcd_endpoint) as scene, scene.following():
+        await missing(scene)
+        revision = await scene.put("a", 7, broker_a=3)
+        await scene.mirror.reached(revision)
+        assert await scene.topics.find("a") == LocalTopic(7, 3)
 
 
 async def test_deleted_or_recreated_topic_is_not_the_old_topic(etcd_endpoint: str) -> None:
-    async with scene(etcd_endpoint) as here:
-        await here.put("a", 7, broker_a=3)
-        assert await here.topics.find("a") == LocalTopic(7, 3)
-        async with here.following():
-            await here.mirror.reached(await here.put("a", 8, broker_a=4))
-            assert here.topics.known("a") == LocalTopic(8, 4)
-            await here.session.delete(here.session.key("topics", "a"))
-            await here.mirror.reached(await here.put("marker", 9, broker_a=1))
-            assert here.topics.known("a") is None
-            await missing(here)
+    async with new_scene(etcd_endpoint) as scene:
+        await scene.put("a", 7, broker_a=3)
+        assert await scene.topics.find("a") == LocalTopic(7, 3)
+        async with scene.following():
+            await scene.mirror.reached(await scene.put("a", 8, broker_a=4))
+            assert scene.topics.known("a") == LocalTopic(8, 4)
+            await scene.session.delete(scene.session.key("topics", "a"))
+            await scene.mirror.reached(await scene.put("marker", 9, broker_a=1))
+            assert scene.topics.known("a") is None
+            await missing(scene)
 
 
 async def test_topic_that_was_deleted_since_its_lookup_takes_no_batch(etcd_endpoint: str) -> None:
-    async with scene(etcd_endpoint) as here, here.following():
-        await here.mirror.reached(await here.put("a", 7, broker_a=3))
-        found = await here.topics.find_all(["a", "b"])
-        assert here.topics.with_changes(found) == found
-        await here.session.delete(here.session.key("topics", "a"))
-        await here.mirror.reached(await here.put("marker", 9, broker_a=1))
-        assert isinstance(here.topics.with_changes(found)["a"], TopicNotFound)
-        assert here.topics.with_changes(found)["b"] is found["b"]
+    async with new_scene(etcd_endpoint) as scene, scene.following():
+        await scene.mirror.reached(await scene.put("a", 7, broker_a=3))
+        topics = await scene.topics.find_all(["a", "b"])
+        assert scene.topics.with_changes(topics) == topics
+        await scene.session.delete(scene.session.key("topics", "a"))
+        await scene.mirror.reached(await scene.put("marker", 9, broker_a=1))
+        assert isinstance(scene.topics.with_changes(topics)["a"], TopicNotFound)
+        assert scene.topics.with_changes(topics)["b"] is topics["b"]
 
 
 async def test_wait_for_a_deletion_ends_with_it(etcd_endpoint: str) -> None:
-    async with scene(etcd_endpoint) as here, here.following():
-        await here.mirror.reached(await here.put("a", 7, broker_a=3))
+    async with new_scene(etcd_endpoint) as scene, scene.following():
+        await scene.mirror.reached(await scene.put("a", 7, broker_a=3))
         with pytest.raises(TopicExists):
-            await here.topics.wait_until_gone("a", {7})
-        await here.session.delete(here.session.key("topics", "a"))
-        await here.topics.wait_until_gone("a", {7})
-        await here.put("a", 8, broker_a=3)
-        await here.topics.wait_until_gone("a", {7})
+            await scene.topics.wait_until_gone("a", {7})
+        await scene.session.delete(scene.session.key("topics", "a"))
+        await scene.topics.wait_until_gone("a", {7})
+        await scene.put("a", 8, broker_a=3)
+        await scene.topics.wait_until_gone("a", {7})
 
 
 async def test_undecodable_topic_is_neither_found_nor_deleted(etcd_endpoint: str) -> None:
     """If it counted as deleted, its queues would be removed and start at 0 after the repair."""
-    async with scene(etcd_endpoint) as here:
-        await here.put("a", 7, broker_a=3)
-        key = here.session.key("topics", "a")
-        async with here.following():
-            await here.mirror.reached(await here.session.put(key, b"\xff\xff\xff"))
-            await missing(here)
-            assert not here.topics.is_gone("a", 7)
-            assert here.topics.revision("a") == 0
-            await here.mirror.reached(await here.put("a", 7, broker_a=4))
-            assert await here.topics.find("a") == LocalTopic(7, 4)
+    async with new_scene(etcd_endpoint) as scene:
+        await scene.put("a", 7, broker_a=3)
+        key = scene.session.key("topics", "a")
+        async with scene.following():
+            await scene.mirror.reached(await scene.session.put(key, b"\xff\xff\xff"))
+            await missing(scene)
+            assert not scene.topics.is_gone("a", 7)
+            assert scene.topics.revision("a") == 0
+            await scene.mirror.reached(await scene.put("a", 7, broker_a=4))
+            assert await scene.topics.find("a") == LocalTopic(7, 4)
 
 
 async def test_lookup_without_etcd_is_no_quorum() -> None:
@@ -183,28 +183,30 @@ async def test_permission_of_a_topic_is_known_for_each_queue(
     readable: bool,
     writable: bool,
 ) -> None:
-    async with scene(etcd_endpoint) as here:
+    async with new_scene(etcd_endpoint) as scene:
         spread = [
             pb.QueueSpread(broker="broker-a", queue_count=5, write_queue_count=3),
             pb.QueueSpread(broker="broker-b", queue_count=9, write_queue_count=1),
         ]
         topic = StoredTopic(name="a", topic_id=7, spread=spread, permission=permission)
-        key = here.session.key("topics", "a")
-        revision = await here.session.put(key, topic.SerializeToString())
-        found = await here.topics.find("a")
-        assert (found.queue_count, found.readable) == (5, readable)
-        assert [found.takes(queue_id) for queue_id in range(6)] == [writable] * 3 + [False] * 3
-        assert here.topics.revision("a") == revision
-        assert here.topics.revision("b") == 0
+        key = scene.session.key("topics", "a")
+        revision = await scene.session.put(key, topic.SerializeToString())
+        local = await scene.topics.find("a")
+        assert (local.queue_count, local.readable) == (5, readable)
+        assert [local.takes(queue_id) for queue_id in range(6)] == [writable] * 3 + [False] * 3
+        assert scene.topics.revision("a") == revision
+        assert scene.topics.revision("b") == 0
 
 
-async def test_topic_is_deleted_only_if_the_mirror_says_so(etcd_endpoint: str) -> None:
-    async with scene(etcd_endpoint) as here:
-        assert not here.topics.is_gone("a", 7), "nothing is known yet"
-        await here.put("a", 7, broker_a=3)
-        async with here.following():
-            assert not here.topics.is_gone("a", 7)
-            assert here.topics.is_gone("b", 6)
-            await here.mirror.reached(await here.put("a", 8, broker_a=3))
-            assert here.topics.is_gone("a", 7)
-            assert not here.topics.is_gone("a", 9), "newer than what is known here"
+async def test_topic_is_deleted_only_if_the_mirror_is_newer_than_the_topic(
+    etcd_endpoint: str,
+) -> None:
+    async with new_scene(etcd_endpoint) as scene:
+        assert not scene.topics.is_gone("a", 7), "the mirror is empty"
+        await scene.put("a", 7, broker_a=3)
+        async with scene.following():
+            assert not scene.topics.is_gone("a", 7)
+            assert scene.topics.is_gone("b", 6)
+            await scene.mirror.reached(await scene.put("a", 8, broker_a=3))
+            assert scene.topics.is_gone("a", 7)
+            assert not scene.topics.is_gone("a", 9), "the topic is newer than the mirror"

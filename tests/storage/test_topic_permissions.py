@@ -89,7 +89,7 @@ async def test_write_only_topic_returns_no_messages(etcd_endpoint: str, tmp_path
         with pytest.raises(NotReadable) as refused:
             await node.pull(hold_ms=20_000)
         assert refused.value.facts == {"topic": TOPIC}
-        assert refused.value.retry_after_ms > 0, "or every consumer asks all the time"
+        assert refused.value.retry_after_ms > 0, "without a delay consumers would poll in a loop"
         assert node.offsets.recorded == []
 
 
@@ -125,7 +125,7 @@ async def test_closed_queues_accept_no_messages_and_can_be_read(
         assert await reasons(node, batch(b"c", queue_id=5)) == ["QUEUE_NOT_FOUND"]
         await change(node, queue_count=8)
         (receipt,) = await node.append(batch(b"d", queue_id=5))
-        assert receipt.first_offset == 1, "the index has kept its place"
+        assert receipt.first_offset == 1, "the offsets of the queue continue"
 
 
 async def test_retry_of_a_stored_batch_gets_its_receipt_from_a_closed_queue(
@@ -147,7 +147,7 @@ async def test_end_of_a_closed_queue_is_final(etcd_endpoint: str, tmp_path: Path
         etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000
     ) as node:
         await node.append(batch(b"a", queue_id=5), durability=pb.DURABILITY_MEMORY)
-        assert (await ends(node, 5))[1] == [0], "no request has waited for it to be safe"
+        assert (await ends(node, 5))[1] == [0], "the message is not safe yet"
         revision = await change(node, write_queue_count=3)
         assert await ends(node, 5) == (revision, [1])
         assert await reasons(node, batch(b"b", queue_id=5)) == ["NOT_WRITABLE"]
@@ -172,7 +172,7 @@ async def test_offsets_below_the_first_offset_are_reported_as_lost(
         counted = node.runtime.registry.get_sample_value(
             "baton_storage_lost_messages_total", labels
         )
-        assert counted == first - 1, "the hole counts once"
+        assert counted == first - 1, "each lost message counts once"
 
 
 async def test_pull_over_only_lost_messages_is_answered_at_once(

@@ -54,7 +54,7 @@ async def delivering(node: RunningNode, *topics: str) -> None:
 
 
 async def _delivered(node: RunningNode, topic: str) -> bool:
-    """Return whether a delivery is counted: only once the node knows the group."""
+    """Return whether a delivery is counted: only once the node has the group."""
     await node.pull(topic=topic, expression="x")
     return (topic, GROUP) in shown(node, "rocketmq_messages_out_total")
 
@@ -64,8 +64,8 @@ async def test_messages_are_counted_by_topic_and_group(etcd_endpoint: str, tmp_p
         await delivering(node, TOPIC)
         assert shown(node, "rocketmq_messages_in_total") == {(TOPIC,): 3}
         assert shown(node, "rocketmq_messages_out_total") == {(TOPIC, GROUP): 2}
-        (came,) = shown(node, "rocketmq_throughput_in_total").values()
-        assert shown(node, "rocketmq_throughput_out_total") == {(TOPIC, GROUP): came}
+        (stored_count,) = shown(node, "rocketmq_throughput_in_total").values()
+        assert shown(node, "rocketmq_throughput_out_total") == {(TOPIC, GROUP): stored_count}
 
 
 async def test_dead_letters_are_counted_by_group(etcd_endpoint: str, tmp_path: Path) -> None:

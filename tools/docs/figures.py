@@ -1,8 +1,9 @@
 """Measures the figures that README and docs quote, and prints them.
 
-    python -m tools.docs.figures [codec] [compression] [disk] [send] [groups] [faults] [owners]
+    python -m tools.docs.figures [NAME ...]
 
-Not a test: no figure has a bound. Without a name all are measured, in about five minutes.
+The names are codec, compression, disk, records, send, groups, faults and owners. Not a test: no
+figure has a bound. Without a name all are measured, in about five minutes.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ from batonmq._core.records import (
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.etcd import EtcdProcess
 from batonmq_server.local.layout import ClusterOptions
 from batonmq_server.offsets.codec import encode_key, encode_progress
 from batonmq_server.offsets.core.change_log import Entry
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.disk import LmdbDisk
+from tests.nameserver.counted_store import counted_store, incarnation_of, join_all, member
 from tests.support.conditions import until
 
 PROCESSES = ("nameserver", "lockmgr", "offsets", "storage", "etcd")
@@ -222,6 +225,21 @@ async def groups(cluster: LocalCluster) -> None:
 
         await until(unlisted)
         show("killed process no longer listed after", perf_counter() - begin, "s")
+
+
+async def records() -> None:
+    """Measure what one join writes to etcd, by members and queues of the group."""
+    for count, queue_count in itertools.product((10, 100, 999), (64, 1_024)):
+        with tempfile.TemporaryDirectory() as folder:
+            async with (
+                EtcdProcess(Path(folder)) as etcd,
+                counted_store(etcd.endpoint, "figures", queue_count) as (session, store),
+            ):
+                await join_all(store, count)
+                await store.join(member(count))
+                show(f"{count} members, {queue_count} queues: join", session.last_bytes, "bytes")
+                await store.leave("g", *incarnation_of(0))
+                show(f"{count} members, {queue_count} queues: leave", session.last_bytes, "bytes")
 
 
 async def _pushes(
@@ -424,7 +442,7 @@ async def _in_cluster(measure: Callable[[LocalCluster], Coroutine[Any, Any, None
             await measure(cluster)
 
 
-ALONE = {"codec": codec, "compression": compression, "disk": disk}
+ALONE = {"codec": codec, "compression": compression, "disk": disk, "records": records}
 IN_CLUSTER = {"send": send, "groups": groups, "faults": faults, "owners": owners}
 
 

@@ -29,6 +29,7 @@ from batonmq_server.nameserver.metrics import (
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.connection_limiter import ConnectionLimiter
+from batonmq_server.runtime.connection_pauser import ConnectionPauser
 from batonmq_server.runtime.descriptors import open_descriptors, share_descriptors
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
@@ -108,6 +109,7 @@ def _common(registry: CollectorRegistry) -> object:
     export_expiry(settings, registry)
     export_descriptors(registry, share_descriptors(1_024))
     ConnectionLimiter(0, 1, registry, open_descriptors)
+    ConnectionPauser(registry)
     return EdgeInterceptor(Clock(), registry), Guard(etcd, registry)
 
 

@@ -10,7 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from batonmq_server.nameserver.core.evidence import HandlerEvidence, QueueEvidence
+from batonmq_server.nameserver.core.evidence import (
+    HandlerEvidence,
+    ProgressEvidence,
+    QueueEvidence,
+)
 
 LATELY_MS = 5_000
 """A queue is moving if its committed offset has changed within this time, or if its oldest message
@@ -344,11 +348,11 @@ def _held(e: QueueEvidence) -> Finding | None:
     if e.lock is None or e.owner == e.assigned:
         return None
     waiters = ", ".join(e.lock.waiters)
-    unacked = e.progress.unacked_count if e.progress else 0
+    in_flight = _messages_in_flight(e.progress) if e.progress else _messages(0)
     return Finding(
         StuckReason.HELD,
         f"{e.owner} has owned {e.name} for {span(e.lock.held_ms)} and has not released it, with "
-        f"{_messages(unacked)} in flight; the queue is assigned to {e.assigned}",
+        f"{in_flight} in flight; the queue is assigned to {e.assigned}",
         f"Wait until {e.owner} has handled its messages in flight, or stop it. `baton lock release "
         "--force` takes the queue away; messages in flight are then delivered again, flagged.",
         {
@@ -379,17 +383,19 @@ def _head_of_line(e: QueueEvidence) -> Finding | None:
     if not progress.unacked_count and (e.group.owned or not progress.acked_count):
         return None
     call = _delaying_call(e)
+    if call is None and not progress.in_flight_count and progress.unsure_count:
+        return None  # the oldest message may never have been delivered
     if call is not None:
         return Finding(
             StuckReason.HEAD_OF_LINE,
-            f"{_handles(e, call)}; {_messages(progress.unacked_count)} in flight; "
+            f"{_handles(e, call)}; {_messages_in_flight(progress)} in flight; "
             f"{progress.acked_count} after offset {e.head_offset} are acknowledged",
             _handler_remedy(e, call),
             _in_flight(e) | _running(e),
         )
     return Finding(
         StuckReason.HEAD_OF_LINE,
-        f"{e.owner} has {_messages(progress.unacked_count)} in flight and does not acknowledge "
+        f"{e.owner} has {_messages_in_flight(progress)} in flight and does not acknowledge "
         f"{_head(e)}; {progress.acked_count} after it are acknowledged",
         f"Find out what the handler of {e.owner} does with that message.",
         _in_flight(e),
@@ -434,9 +440,12 @@ def _not_pulling(e: QueueEvidence) -> Finding:
             _handler_remedy(e, call),
             {"owner": e.owner, "idle_ms": idle_ms} | _running(e),
         )
+    in_flight = "no message"
+    if e.progress is not None and e.progress.unacked_count:
+        in_flight = _messages_in_flight(e.progress)
     return Finding(
         StuckReason.NOT_PULLING,
-        f"{e.owner} has no message in flight and has not pulled {e.name}{since}; "
+        f"{e.owner} has {in_flight} in flight and has not pulled {e.name}{since}; "
         f"{_messages(e.lag_count)} waiting",
         f"See the log of {e.owner}: it may be busy with other queues, stalled, or unable to reach "
         f"{e.broker}.",
@@ -446,6 +455,15 @@ def _not_pulling(e: QueueEvidence) -> Finding:
 
 def _messages(count: int) -> str:
     return "1 message" if count == 1 else f"{count} messages"
+
+
+def _messages_in_flight(progress: ProgressEvidence) -> str:
+    """Return the number of messages in flight, or its bounds while offsets can't tell."""
+    most = _messages(progress.unacked_count)
+    if not progress.unsure_count:
+        return most
+    least = progress.in_flight_count
+    return f"{least} to {most}" if least else f"up to {most}"
 
 
 def _head(e: QueueEvidence) -> str:

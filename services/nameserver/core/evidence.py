@@ -127,6 +127,8 @@ class ProgressEvidence:
     """The queue's progress at the offsets service.
 
     Attributes:
+        unsure_count: Those of `unacked_count` of which offsets can't tell yet whether they were
+            delivered, or exist: soon after its restart.
         idle_ms: Time since the last call with the token.
         reset_epoch: Rises with every reset, undo and clone.
         waiting_at: Storage node at which the owner's long poll waits; empty if unknown.
@@ -135,6 +137,7 @@ class ProgressEvidence:
     token: int
     committed_offset: int
     unacked_count: int = 0
+    unsure_count: int = 0
     acked_count: int = 0
     delivered_offset: int = 0
     acked_range_count: int = 0
@@ -142,6 +145,11 @@ class ProgressEvidence:
     idle_ms: int = 0
     reset_epoch: int = 0
     waiting_at: str = ""
+
+    @property
+    def in_flight_count(self) -> int:
+        """Messages that are in flight for sure."""
+        return self.unacked_count - self.unsure_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,13 +41,19 @@ class Admission:
     Args:
         guard: A guard that is on.
         long_polls: Names of the methods without a stream that are long polls.
+        pause: Pauses a connection whose caller ignores its quota; it is named by its client.
     """
 
-    def __init__(self, guard: Guard, long_polls: frozenset[str]) -> None:
+    def __init__(
+        self,
+        guard: Guard,
+        long_polls: frozenset[str],
+        pause: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._guard, self._long_polls = guard, long_polls
         self._open: dict[asyncio.Task[Any], Callable[[], BatonError | None]] = {}
         self._ended: dict[asyncio.Task[Any], BatonError] = {}
-        self._throttle = ThrottleDelay(guard.clock)
+        self._throttle = ThrottleDelay(guard.clock, pause)
         guard.on_change.append(self._recheck)
 
     def early_error(self, path: str, metadata: Metadata) -> BatonError | None:

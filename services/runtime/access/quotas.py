@@ -63,20 +63,23 @@ class TokenBucket:
 
     Args:
         rate: Tokens per second.
+        burst: Most tokens that it holds; those of one second by default.
     """
 
-    __slots__ = ("_at_ms", "_level", "rate")
+    __slots__ = ("_at_ms", "_burst", "_level", "rate")
 
-    def __init__(self, rate: int, now_ms: int) -> None:
-        self.rate, self._level, self._at_ms = rate, float(rate), now_ms
+    def __init__(self, rate: int, now_ms: int, burst: int = 0) -> None:
+        self.rate, self._burst, self._at_ms = rate, float(burst or rate), now_ms
+        self._level = self._burst
 
     def set_rate(self, rate: int) -> None:
-        """Change the rate; a debt stays."""
-        self.rate, self._level = rate, min(self._level, float(rate))
+        """Change the rate, and the burst to that of one second; a debt stays."""
+        self.rate, self._burst = rate, float(rate)
+        self._level = min(self._level, self._burst)
 
     def wait_ms(self, now_ms: int) -> int:
         """Return the time until a call is admitted, in milliseconds; 0 if it is now."""
-        self._level = min(float(self.rate), self._level + (now_ms - self._at_ms) * self.rate / 1000)
+        self._level = min(self._burst, self._level + (now_ms - self._at_ms) * self.rate / 1000)
         self._at_ms = now_ms
         return 0 if self._level > 0 else int(-self._level * 1000 / self.rate) + 1
 

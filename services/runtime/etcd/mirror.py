@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from batonmq._common.backoff import Backoff
 from batonmq.errors import NoQuorum
+from batonmq_server.etcd_api import kv_pb2
 from batonmq_server.etcd_api import rpc_pb2 as pb
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 
@@ -19,7 +20,8 @@ _BACKOFF = Backoff(first_ms=100, delay_ms_max=2_000)
 class EtcdMirror:
     """Reads a prefix once, then follows its changes; reads again after a compaction.
 
-    While etcd does not answer, the last known values stay.
+    While etcd does not answer, the last known values stay. `values` change by whole revisions: all
+    writes of a transaction appear at once.
 
     Args:
         prefix: Relative to the cluster, such as "topics/".
@@ -38,6 +40,7 @@ class EtcdMirror:
         self._ready = asyncio.Event()
         self._advanced = asyncio.Event()
         self._pending: set[_Watcher] = set()
+        self._fragments: list[kv_pb2.Event] = []
 
     async def ready(self) -> None:
         """Wait until the first complete read is done."""
@@ -79,6 +82,7 @@ class EtcdMirror:
         """Follow etcd until cancelled; run as one task."""
         random, failures = self._session.random, 0
         while True:
+            self._fragments.clear()
             try:
                 await self._read_all()
                 failures = 0
@@ -106,8 +110,13 @@ class EtcdMirror:
         self._notify(changed, revision)
 
     def _apply(self, answer: pb.WatchResponse) -> None:
+        # A fragment may end within a revision.
+        self._fragments += answer.events
+        if answer.fragment:
+            return
+        events, self._fragments = self._fragments, []
         changed = set()
-        for event in answer.events:
+        for event in events:
             stored = self._session.key_value(event.kv)
             key = stored.key.removeprefix(self._prefix)
             if event.type == event.PUT:
@@ -118,7 +127,7 @@ class EtcdMirror:
         # The header of the first answer of a watch, and of one with only a part of many events, is
         # ahead of events that are still to come: so the events count, and then the header.
         revision = max(
-            (event.kv.mod_revision for event in answer.events),
+            (event.kv.mod_revision for event in events),
             default=0 if answer.created else answer.header.revision,
         )
         self._notify(changed, revision)

@@ -34,6 +34,9 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.ping_timeout_ms", 3_000),  # default: a minute, which overrides the line above
 )
+_NESTED_MAX = 32
+"""Operations at each level of a large transaction. etcd allows 128 on the way from the outermost
+transaction to the innermost one: four levels, so a million operations."""
 _NO_SPACE = "database space exceeded"
 NO_SPACE_REMEDY = (
     "Compact and defragment etcd, then disarm its alarm: docs/how-to/runbooks/BatonEtcdAlarm.md"
@@ -192,6 +195,24 @@ class EtcdSession:
             )
         return [self.key_value(kv) for kv in answer.kvs], answer.header.revision
 
+    async def get_tree(self, key: str) -> list[KeyValue]:
+        """Return the key and every key below it (`key/...`), ascending, as of one revision.
+
+        Raises:
+            NoQuorum: etcd does not answer.
+        """
+        below = self._absolute(key + "/")
+        ranges = (
+            pb.RangeRequest(key=self._absolute(key)),
+            pb.RangeRequest(key=below, range_end=_prefix_end(below)),
+        )
+        request = pb.TxnRequest(success=[pb.RequestOp(request_range=one) for one in ranges])
+        async with self._translated():
+            answer = await self._members.call(
+                lambda member: member.kv.Txn(request), self._timeout_s
+            )
+        return [self.key_value(kv) for one in answer.responses for kv in one.response_range.kvs]
+
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
         """Write a key unconditionally, and return the revision of the write.
 
@@ -226,6 +247,8 @@ class EtcdSession:
     ) -> int | None:
         """Carry out all writes at one revision if all conditions hold.
 
+        Their number is not limited; etcd limits the size of a request to 1.5 MiB.
+
         Returns:
             The revision of the writes, or None if a condition does not hold.
 
@@ -247,7 +270,8 @@ class EtcdSession:
             for key in delete
         ]
         request = pb.TxnRequest(
-            compare=[c for condition in compare for c in self._compares(condition)], success=writes
+            compare=[c for condition in compare for c in self._compares(condition)],
+            success=_nested(writes),
         )
         async with self._translated():
             answer = await self._members.call_once(
@@ -334,6 +358,8 @@ class EtcdSession:
     async def watch(self, prefix: str, revision: int) -> AsyncGenerator[pb.WatchResponse]:
         """Yield etcd's watch responses for `prefix` from `revision` on, progress reports included.
 
+        A response above 1.5 MiB arrives in several, of which all but the last have `fragment` set.
+
         Ends when etcd cancels the watch, as after a compaction beyond `revision`.
 
         Raises:
@@ -346,6 +372,7 @@ class EtcdSession:
             range_end=_prefix_end(start),
             start_revision=revision,
             progress_notify=True,
+            fragment=True,
         )
         member = self._members.first
         call = member.watches.Watch(metadata=_WITH_A_LEADER)
@@ -408,6 +435,16 @@ class EtcdSession:
 
 class _LeaseNotFound(NoQuorum):
     pass
+
+
+def _nested(operations: list[pb.RequestOp]) -> list[pb.RequestOp]:
+    """Return operations for one transaction; many are put into transactions within it."""
+    while len(operations) > _NESTED_MAX:
+        operations = [
+            pb.RequestOp(request_txn=pb.TxnRequest(success=operations[start : start + _NESTED_MAX]))
+            for start in range(0, len(operations), _NESTED_MAX)
+        ]
+    return operations
 
 
 def _prefix_end(prefix: bytes) -> bytes:

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from batonmq._columns.batch_columns import tag_hashes
+from batonmq._core.records import Header
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core.files import UNREADABLE, BadIndex, Disk, FileCache
 
@@ -39,8 +41,16 @@ def folder_of(topic: str, topic_id: int, queue_id: int) -> str:
 
 
 def topic_of(folder: str) -> str:
-    """Return the topic name in a folder name that `folder_of` returned."""
+    """Return the topic name in a folder name that `folder_of` returned, or in a path below it."""
     return folder.split("/")[1].rpartition("-")[0]
+
+
+def batch_entries(header: Header, batch: bytes | memoryview) -> npt.NDArray[np.void]:
+    """Return the entries of a batch that is in the log."""
+    entries = np.empty(header.count, ENTRY)
+    entries["position"], entries["size"] = header.position, header.length
+    entries["tag"] = tag_hashes(batch, header)
+    return entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +79,20 @@ class EntriesWrite(NamedTuple):
     path: str
     at: int
     raw: bytes
+
+
+class FiledEntries(NamedTuple):
+    """Entries as one file must contain them.
+
+    Attributes:
+        offset: Offset of the first entry.
+        at: Byte of the first entry in the file.
+    """
+
+    offset: int
+    path: str
+    at: int
+    entries: npt.NDArray[np.void]
 
 
 class UnsavedEntries(NamedTuple):
@@ -210,19 +234,28 @@ class ConsumeQueue:
         Raises:
             OSError: a file can't be read or written.
         """
+        changed: list[str] = []
+        for part in self.filed(first_offset, entries):
+            raw = part.entries.tobytes()
+            file = self._files.get(part.path, create=True)
+            if file.read(part.at, len(raw)) != raw:
+                file.write(part.at, [raw])
+                changed.append(part.path)
+        return changed
+
+    def filed(self, first_offset: int, entries: npt.NDArray[np.void]) -> Iterator[FiledEntries]:
+        """Yield the part of `entries`, which begin at `first_offset`, that the files must have.
+
+        Entries that are only in memory, or no longer kept, are left out.
+        """
         begin = max(first_offset, self.first_offset)
         end = min(first_offset + len(entries), self._flushed_offset)
-        changed: list[str] = []
         while begin < end:
             path, at = self._place(begin)
             count = min(end - begin, self._entries_per_file - at // ENTRY.itemsize)
-            raw = entries[begin - first_offset : begin - first_offset + count].tobytes()
-            file = self._files.get(path, create=True)
-            if file.read(at, len(raw)) != raw:
-                file.write(at, [raw])
-                changed.append(path)
+            index = begin - first_offset
+            yield FiledEntries(begin, path, at, entries[index : index + count])
             begin += count
-        return changed
 
     def flush(self) -> None:
         """Move the entries that are only in memory to the files.

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from batonmq._columns.batch_columns import tag_hashes
 from batonmq._core.records import check_stamp, read_header
 from batonmq.errors import BatonError, DataLoss
 from batonmq_server.storage.core.commitlog import CommitLog
-from batonmq_server.storage.core.consumequeue import ENTRY, ConsumeQueue
+from batonmq_server.storage.core.consumequeue import ConsumeQueue, batch_entries
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.scan import HEAD_BYTES_MAX, LogScan
@@ -44,7 +43,8 @@ class QueueRepair:
 
     Attributes:
         first_offset, next_offset: Range that contains all damaged entries that were found.
-        found: Entries that the log has, by the offset of the first one; set by `read_log`.
+        found: Entries that the log has, by the offset of the first one; set by `read_log`, or by
+            the scrub.
     """
 
     key: QueueKey
@@ -106,17 +106,14 @@ def read_log(disk: Disk, repair: QueueRepair) -> None:
             while more and scan.position < span.next_position:
                 for header, batch in scan:
                     if (header.topic_id, header.queue_id) == repair.key:
-                        entries = np.empty(header.count, ENTRY)
-                        entries["position"], entries["size"] = header.position, header.length
-                        entries["tag"] = tag_hashes(batch, header)
-                        repair.found[header.first_offset] = entries
+                        repair.found[header.first_offset] = batch_entries(header, batch)
                 more = scan.position < span.next_position and scan.find_next()
         finally:
             file.close()
 
 
 def apply_repair(store: MessageStore, repair: QueueRepair) -> list[str]:
-    """Write the entries that `read_log` has found; return the changed files, to be synced.
+    """Write the entries that the log has; return the changed files, to be synced.
 
     Raises:
         OSError: a file can't be written.

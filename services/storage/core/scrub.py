@@ -1,5 +1,6 @@
 """Checks the synced part of the log, range by range, in rounds.
 
+A range that is checked also has the entries that the consume queues must have for its batches.
 Each range is read through a file of its own, so that another thread can read it.
 """
 
@@ -7,8 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from batonmq_server.storage.core.commitlog import CommitLog, has_purged_head, purged_bytes
+from batonmq_server.storage.core.consumequeue import ENTRY, batch_entries
 from batonmq_server.storage.core.files import UNREADABLE, Disk, File
+from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.scan import END_OF_LOG, LogScan
 
 RANGE_BYTES = 256 * 1024
@@ -23,6 +29,8 @@ class ScrubRange:
         next_position: End of this range; a batch that begins before it is checked as a whole.
         end_position: End of the segment, or of its synced part.
         damaged: Positions of damaged batches, and the fault of each.
+        entries: Entries of the good batches, by queue: runs of consecutive offsets, each with the
+            offset of its first entry.
     """
 
     path: str
@@ -32,6 +40,28 @@ class ScrubRange:
     next_position: int
     end_position: int
     damaged: dict[int, str] = field(default_factory=dict)
+    entries: dict[QueueKey, list[tuple[int, npt.NDArray[np.void]]]] = field(default_factory=dict)
+
+    def add_entries(self, key: QueueKey, first_offset: int, entries: npt.NDArray[np.void]) -> None:
+        """Add the entries of one batch."""
+        self.entries.setdefault(key, []).append((first_offset, entries))
+
+    def join_entries(self) -> None:
+        """Join entries of consecutive offsets.
+
+        Without a type, numpy would join them in the byte order of the machine.
+        """
+        for runs in self.entries.values():
+            ends = [first_offset + len(entries) for first_offset, entries in runs]
+            breaks = [n for n in range(1, len(runs)) if runs[n][0] != ends[n - 1]]
+            bounds = zip([0, *breaks], [*breaks, len(runs)], strict=True)
+            runs[:] = [
+                (
+                    runs[begin][0],
+                    np.concatenate([entries for _, entries in runs[begin:end]], dtype=ENTRY),
+                )
+                for begin, end in bounds
+            ]
 
 
 class LogScrub:
@@ -63,6 +93,7 @@ class LogScrub:
         Raises:
             FileNotFoundError: its segment is no longer there.
         """
+        range_.entries.clear()
         file = self._disk.open(range_.path)
         try:
             segment = SegmentPart(
@@ -70,7 +101,9 @@ class LogScrub:
             )
             scan = LogScan(segment, range_.position, RANGE_BYTES)
             while scan.position < range_.next_position:
-                for header, _ in scan:
+                for header, batch in scan:
+                    key = header.topic_id, header.queue_id
+                    range_.add_entries(key, header.first_offset, batch_entries(header, batch))
                     if header.position + header.length >= range_.next_position:
                         scan.position += header.length
                         break
@@ -82,6 +115,7 @@ class LogScrub:
                     )
                     scan.find_next()
             range_.position = min(scan.position, range_.end_position)
+            range_.join_entries()
         finally:
             file.close()
 

@@ -147,6 +147,8 @@ class MetricEvent(_message.Message):
     SENT_FIELD_NUMBER: _builtins.int
     ACCESS_REFUSED_FIELD_NUMBER: _builtins.int
     OPERATOR_CALLED_FIELD_NUMBER: _builtins.int
+    QUEUE_REBUILT_FIELD_NUMBER: _builtins.int
+    KEY_INDEX_REBUILT_FIELD_NUMBER: _builtins.int
     unix_ms: _builtins.int
     """Wall clock of the source."""
     @_builtins.property
@@ -257,6 +259,14 @@ class MetricEvent(_message.Message):
     def operator_called(self) -> Global___OperatorCalled:
         """A call that needs the role admin was made."""
 
+    @_builtins.property
+    def queue_rebuilt(self) -> Global___QueueRebuilt:
+        """Damaged entries of a consume queue were rebuilt from the log."""
+
+    @_builtins.property
+    def key_index_rebuilt(self) -> Global___KeyIndexRebuilt:
+        """A damaged file of the key index was rebuilt from the log."""
+
     def __init__(
         self,
         *,
@@ -288,12 +298,14 @@ class MetricEvent(_message.Message):
         sent: Global___Sent | None = ...,
         access_refused: Global___AccessRefused | None = ...,
         operator_called: Global___OperatorCalled | None = ...,
+        queue_rebuilt: Global___QueueRebuilt | None = ...,
+        key_index_rebuilt: Global___KeyIndexRebuilt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "volume_state", b"volume_state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "key_index_rebuilt", b"key_index_rebuilt", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "queue_rebuilt", b"queue_rebuilt", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "volume_state", b"volume_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "unix_ms", b"unix_ms", "volume_state", b"volume_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "key_index_rebuilt", b"key_index_rebuilt", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "queue_rebuilt", b"queue_rebuilt", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "unix_ms", b"unix_ms", "volume_state", b"volume_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["appended", "delivered", "committed", "lock_granted", "lock_denied", "lock_released", "group_changed", "subscription_refused", "subscription_changed", "lock_forced", "progress_reset", "stuck_changed", "handed_over", "fenced", "member_seen", "member_expired", "rebalanced", "latency", "retried", "dead_lettered", "queue_lag", "volume_state", "handled", "sent", "access_refused", "operator_called"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["appended", "delivered", "committed", "lock_granted", "lock_denied", "lock_released", "group_changed", "subscription_refused", "subscription_changed", "lock_forced", "progress_reset", "stuck_changed", "handed_over", "fenced", "member_seen", "member_expired", "rebalanced", "latency", "retried", "dead_lettered", "queue_lag", "volume_state", "handled", "sent", "access_refused", "operator_called", "queue_rebuilt", "key_index_rebuilt"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1151,6 +1163,56 @@ class OperatorCalled(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OperatorCalled: _TypeAlias = OperatorCalled  # noqa: Y015
+
+@_typing.final
+class QueueRebuilt(_message.Message):
+    """A storage node has found damaged entries in a consume queue and rebuilt them from its log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def range(self) -> _queue_pb2.OffsetRange:
+        """Range of offsets that contains all rebuilt entries."""
+
+    def __init__(
+        self,
+        *,
+        range: _queue_pb2.OffsetRange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["range", b"range"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["range", b"range"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueRebuilt: _TypeAlias = QueueRebuilt  # noqa: Y015
+
+@_typing.final
+class KeyIndexRebuilt(_message.Message):
+    """A storage node has found a damaged file of its key index and rebuilt it from its log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    NEXT_POSITION_FIELD_NUMBER: _builtins.int
+    first_position: _builtins.int
+    """Position in the log at which the file begins."""
+    next_position: _builtins.int
+    """Position in the log at which it ends."""
+    def __init__(
+        self,
+        *,
+        first_position: _builtins.int = ...,
+        next_position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "next_position", b"next_position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyIndexRebuilt: _TypeAlias = KeyIndexRebuilt  # noqa: Y015
 
 @_typing.final
 class LockReleased(_message.Message):

@@ -25,13 +25,21 @@ _sym_db = _symbol_database.Default()
 from baton.nameserver.v1 import nameserver_service_pb2 as baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/nameserver/v1/stored_group.proto\x12\x13\x62\x61ton.nameserver.v1\x1a,baton/nameserver/v1/nameserver_service.proto\"\xb9\x05\n\x0bStoredGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12,\n\x07members\x18\x03 \x03(\x0b\x32\x1b.baton.nameserver.v1.Member\x12\x38\n\rsubscriptions\x18\x04 \x03(\x0b\x32!.baton.nameserver.v1.Subscription\x12\x1f\n\x17subscription_generation\x18\x05 \x01(\x03\x12\x30\n\x05model\x18\x06 \x01(\x0e\x32!.baton.nameserver.v1.MessageModel\x12\x36\n\x0c\x63onsume_from\x18\x07 \x01(\x0e\x32 .baton.nameserver.v1.ConsumeFrom\x12\x0f\n\x07orderly\x18\x08 \x01(\x08\x12\x37\n\x06policy\x18\t \x01(\x0e\x32\'.baton.nameserver.v1.SubscriptionPolicy\x12\x31\n\townership\x18\n \x01(\x0e\x32\x1e.baton.nameserver.v1.Ownership\x12/\n\x08strategy\x18\x0b \x01(\x0e\x32\x1d.baton.nameserver.v1.Strategy\x12\x39\n\x0b\x61ssignments\x18\x0c \x03(\x0b\x32$.baton.nameserver.v1.TopicAssignment\x12\x37\n\x06staged\x18\r \x01(\x0b\x32\'.baton.nameserver.v1.StagedSubscription\x12)\n\x05pause\x18\x0e \x01(\x0b\x32\x1a.baton.nameserver.v1.Pause\x12\x37\n\nbeginnings\x18\x0f \x03(\x0b\x32#.baton.nameserver.v1.TopicBeginning\x12\x0f\n\x07\x63reator\x18\x10 \x01(\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/nameserver/v1/stored_group.proto\x12\x13\x62\x61ton.nameserver.v1\x1a,baton/nameserver/v1/nameserver_service.proto\"S\n\x0fStoredGroupHead\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x13\n\x06\x64igest\x18\x11 \x01(\x06H\x00\x88\x01\x01\x42\t\n\x07_digest\"\x99\x01\n\x13StoredGroupSettings\x12/\n\x05group\x18\x01 \x01(\x0b\x32 .baton.nameserver.v1.StoredGroup\x12\x19\n\x11subscription_hash\x18\x02 \x01(\x06\x12\x36\n\x06queues\x18\x03 \x03(\x0b\x32&.baton.nameserver.v1.StoredTopicQueues\"T\n\x11StoredTopicQueues\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x30\n\x06spread\x18\x02 \x03(\x0b\x32 .baton.nameserver.v1.QueueSpread\"\'\n\x14StoredAssignedQueues\x12\x0f\n\x07members\x18\x01 \x03(\r\"\xbf\x05\n\x0bStoredGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12,\n\x07members\x18\x03 \x03(\x0b\x32\x1b.baton.nameserver.v1.Member\x12\x38\n\rsubscriptions\x18\x04 \x03(\x0b\x32!.baton.nameserver.v1.Subscription\x12\x1f\n\x17subscription_generation\x18\x05 \x01(\x03\x12\x30\n\x05model\x18\x06 \x01(\x0e\x32!.baton.nameserver.v1.MessageModel\x12\x36\n\x0c\x63onsume_from\x18\x07 \x01(\x0e\x32 .baton.nameserver.v1.ConsumeFrom\x12\x0f\n\x07orderly\x18\x08 \x01(\x08\x12\x37\n\x06policy\x18\t \x01(\x0e\x32\'.baton.nameserver.v1.SubscriptionPolicy\x12\x31\n\townership\x18\n \x01(\x0e\x32\x1e.baton.nameserver.v1.Ownership\x12/\n\x08strategy\x18\x0b \x01(\x0e\x32\x1d.baton.nameserver.v1.Strategy\x12\x39\n\x0b\x61ssignments\x18\x0c \x03(\x0b\x32$.baton.nameserver.v1.TopicAssignment\x12\x37\n\x06staged\x18\r \x01(\x0b\x32\'.baton.nameserver.v1.StagedSubscription\x12)\n\x05pause\x18\x0e \x01(\x0b\x32\x1a.baton.nameserver.v1.Pause\x12\x37\n\nbeginnings\x18\x0f \x03(\x0b\x32#.baton.nameserver.v1.TopicBeginning\x12\x0f\n\x07\x63reator\x18\x10 \x01(\x07J\x04\x08\x11\x10\x12\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.nameserver.v1.stored_group_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STOREDGROUP']._serialized_start=110
-  _globals['_STOREDGROUP']._serialized_end=807
+  _globals['_STOREDGROUPHEAD']._serialized_start=109
+  _globals['_STOREDGROUPHEAD']._serialized_end=192
+  _globals['_STOREDGROUPSETTINGS']._serialized_start=195
+  _globals['_STOREDGROUPSETTINGS']._serialized_end=348
+  _globals['_STOREDTOPICQUEUES']._serialized_start=350
+  _globals['_STOREDTOPICQUEUES']._serialized_end=434
+  _globals['_STOREDASSIGNEDQUEUES']._serialized_start=436
+  _globals['_STOREDASSIGNEDQUEUES']._serialized_end=475
+  _globals['_STOREDGROUP']._serialized_start=478
+  _globals['_STOREDGROUP']._serialized_end=1181
 # @@protoc_insertion_point(module_scope)

@@ -20,10 +20,142 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class StoredGroup(_message.Message):
-    """A consumer group in etcd, under groups/<name>. The nameserver writes it, the lock manager follows
-    it. The fields have the meaning of those of Group.
+class StoredGroupHead(_message.Message):
+    """The record of a consumer group in etcd. The nameserver writes it, the lock manager follows it. It has
+    several keys, so that a change writes only what it changes:
+
+      groups/<name>                    StoredGroupHead, with every change
+      groups/<name>/settings           StoredGroupSettings
+      groups/<name>/members/<number>   Member; the lowest free number, from 1, when it joins
+      groups/<name>/queues/<part>      StoredAssignedQueues, from 0
+
+    Earlier versions stored the whole record under groups/<name>, as a StoredGroup. It is read, and the
+    next write replaces it.
+
+    The first key of a record. Fields 1 and 2 are those of StoredGroup.
     """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name."""
+    generation: _builtins.int
+    """Generation."""
+    digest: _builtins.int
+    """Digest of the other keys; unset in the whole record of an earlier version."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        digest: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "digest", b"digest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "digest", b"digest", "generation", b"generation", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__digest: _TypeAlias = _typing.Literal["digest"]  # noqa: Y015
+    _WhichOneofArgType__digest: _TypeAlias = _typing.Literal["_digest", b"_digest"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__digest) -> _WhichOneofReturnType__digest | None: ...
+
+Global___StoredGroupHead: _TypeAlias = StoredGroupHead  # noqa: Y015
+
+@_typing.final
+class StoredGroupSettings(_message.Message):
+    """What changes seldom: the subscription, the settings and the queues of a group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_HASH_FIELD_NUMBER: _builtins.int
+    QUEUES_FIELD_NUMBER: _builtins.int
+    subscription_hash: _builtins.int
+    """Hash of the group's subscription: a member with another one differs, unless it is a broadcasting
+    group.
+    """
+    @_builtins.property
+    def group(self) -> Global___StoredGroup:
+        """The group without its generation, members and assignments."""
+
+    @_builtins.property
+    def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredTopicQueues]:
+        """The queues that can be assigned, by topic, ascending."""
+
+    def __init__(
+        self,
+        *,
+        group: Global___StoredGroup | None = ...,
+        subscription_hash: _builtins.int = ...,
+        queues: _abc.Iterable[Global___StoredTopicQueues] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "queues", b"queues", "subscription_hash", b"subscription_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredGroupSettings: _TypeAlias = StoredGroupSettings  # noqa: Y015
+
+@_typing.final
+class StoredTopicQueues(_message.Message):
+    """The queues of one topic that can be assigned."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    SPREAD_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Topic name."""
+    @_builtins.property
+    def spread(self) -> _containers.RepeatedCompositeFieldContainer[_nameserver_service_pb2.QueueSpread]:
+        """Number of queues by broker, ascending."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        spread: _abc.Iterable[_nameserver_service_pb2.QueueSpread] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spread", b"spread", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredTopicQueues: _TypeAlias = StoredTopicQueues  # noqa: Y015
+
+@_typing.final
+class StoredAssignedQueues(_message.Message):
+    """The assignment of up to 256 queues, in the order of StoredGroupSettings.queues."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One number per queue: the number of the key of the member that the queue is assigned to; 0 if the
+        queue is not assigned.
+        """
+
+    def __init__(
+        self,
+        *,
+        members: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredAssignedQueues: _TypeAlias = StoredAssignedQueues  # noqa: Y015
+
+@_typing.final
+class StoredGroup(_message.Message):
+    """A consumer group. The fields have the meaning of those of Group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
