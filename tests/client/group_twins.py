@@ -476,6 +476,18 @@ class StorageTwin(storage_grpc.StorageServiceServicer):
             progress_taken=taken,
         )
 
+    async def Deliver(
+        self, requests: AsyncIterator[storage_pb.DeliverRequest], context: Context
+    ) -> AsyncIterator[storage_pb.DeliverResponse]:
+        stream = _DeliveryStreamTwin(self, context)
+        reading = asyncio.create_task(stream.read(requests))  # noqa: TID251  a generator can't own a group
+        try:
+            while True:
+                yield storage_pb.DeliverResponse(frames=[await stream.frames.get()])
+        finally:
+            reading.cancel()
+            stream.close()
+
     async def QueryOffsets(
         self, request: storage_pb.QueryOffsetsRequest, context: Context
     ) -> storage_pb.QueryOffsetsResponse:
@@ -487,6 +499,102 @@ class StorageTwin(storage_grpc.StorageServiceServicer):
                 for queue in request.queues
             ]
         )
+
+
+class _DeliveryTwin:
+    """A delivery: the pull that is under way, and the credit that is left."""
+
+    def __init__(self, start: storage_pb.DeliveryStart) -> None:
+        self.pull, self.credit = start.pull, start.credit
+        self.sent = 0
+        self.funded = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def raise_credit(self, credit: storage_pb.DeliveryCredit) -> None:
+        """Use a newer credit, also for the pull that is under way."""
+        self.credit = credit
+        self.state()
+        self.funded.set()
+
+    def state(self) -> None:
+        """Write what the caller states into the pull."""
+        pull, credit = self.pull, self.credit
+        pull.offsets_epoch, pull.offsets_set = credit.offsets_epoch, credit.offsets_set
+        pull.ClearField("progress")
+        if credit.HasField("progress"):
+            pull.progress.CopyFrom(credit.progress)
+        if credit.HasField("received_offset"):
+            pull.received_offset = credit.received_offset
+
+
+class _DeliveryStreamTwin:
+    """The deliveries of one stream; each pulls in a loop."""
+
+    def __init__(self, storage: StorageTwin, context: Context) -> None:
+        self._storage, self._context = storage, context
+        self._deliveries: dict[int, _DeliveryTwin] = {}
+        self.frames: asyncio.Queue[storage_pb.DeliveryFrame] = asyncio.Queue()
+
+    async def read(self, requests: AsyncIterator[storage_pb.DeliverRequest]) -> None:
+        """Carry out commands."""
+        async for request in requests:
+            for command in request.commands:
+                number = command.delivery_id
+                if command.HasField("start"):
+                    delivery = self._deliveries[number] = _DeliveryTwin(command.start)
+                    delivery.task = asyncio.create_task(self._run(number, delivery))  # noqa: TID251
+                elif (running := self._deliveries.get(number)) is None:
+                    continue
+                elif command.HasField("credit"):
+                    running.raise_credit(command.credit)
+                else:
+                    self._stop(self._deliveries.pop(number))
+
+    def close(self) -> None:
+        """End all deliveries."""
+        for delivery in self._deliveries.values():
+            self._stop(delivery)
+
+    @staticmethod
+    def _stop(delivery: _DeliveryTwin) -> None:
+        assert delivery.task is not None
+        delivery.task.cancel()
+
+    async def _run(self, number: int, delivery: _DeliveryTwin) -> None:
+        bytes_sent, messages_max = 0, delivery.pull.messages_max
+        try:
+            while True:
+                left = delivery.credit.messages_limit - delivery.sent
+                if left <= 0 or bytes_sent >= delivery.credit.bytes_limit:
+                    delivery.funded.clear()
+                    await delivery.funded.wait()
+                    continue
+                delivery.pull.messages_max = min(messages_max, left)
+                delivery.state()
+                answer = await self._storage.Pull(delivery.pull, self._context)
+                delivery.sent += len(answer.batches)
+                bytes_sent += sum(map(len, answer.batches))
+                frame = storage_pb.DeliveryFrame(
+                    delivery_id=number,
+                    messages=answer,
+                    credit_number=delivery.credit.number,
+                    messages_sent=delivery.sent,
+                    bytes_sent=bytes_sent,
+                )
+                self.frames.put_nowait(frame)
+                delivery.pull = _copy(delivery.pull)
+                delivery.pull.offset = answer.next_offset
+                delivery.credit.ClearField("progress")  # it was taken
+        except BatonError as error:
+            frame = storage_pb.DeliveryFrame(delivery_id=number, error=error_to_pb(error))
+            self.frames.put_nowait(frame)
+            del self._deliveries[number]
+
+
+def _copy(pull: storage_pb.PullRequest) -> storage_pb.PullRequest:
+    copy = storage_pb.PullRequest()
+    copy.CopyFrom(pull)
+    return copy
 
 
 @dataclass(frozen=True, slots=True)
