@@ -44,15 +44,16 @@ class ConsumerSettings:
         buffer_messages_max: Messages of one queue that wait in the client, at most.
         buffer_bytes_max: Bytes of messages that wait in the client, of all queues together. At the
             limit, a queue without waiting messages may still fetch an equal share of it.
-        pull_messages_max: Offsets of one pull, at most.
-        pull_bytes_max: Bytes of one pull, about.
-        pull_hold_ms: How long storage holds a pull that finds no message (long poll).
+        pull_messages_max: Messages that storage sends of a queue at once, at most.
+        pull_bytes_max: Bytes that it sends of a queue at once, about.
+        pull_hold_ms: How long storage waits for a message of a queue before it says that there is
+            none.
         span_max: Offsets between the committed offset of a queue and the last one received, at
             most. After a crash, at most so many messages of a queue are delivered again.
         commit_interval_ms: Acks are committed at least this often, and sooner when a quarter of
             `span_max` waits; three quarters with `commit_on_pull`.
-        commit_on_pull: Whether acks travel in pulls too, which saves most commits of a busy
-            consumer.
+        commit_on_pull: Whether acks also travel with requests for more messages, which saves most
+            commits of a busy consumer.
         keep_alive_ms: How often the leases of the queues are renewed.
         drain_timeout_ms: How long running handlers may take when a queue is revoked or the consumer
             closes. Messages that are not handled by then are delivered again, with `redelivered`
