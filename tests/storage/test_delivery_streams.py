@@ -1,0 +1,288 @@
+"""Goal: one stream delivers many queues, each frame recorded first, within the credit.
+
+Method: the whole node over gRPC with a real etcd; offsets is a twin that accepts or rejects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._core.records import check_batch, decode_records
+from batonmq.errors import (
+    BadExpression,
+    BatonError,
+    Fenced,
+    InvalidArgument,
+    Paused,
+    WrongBroker,
+)
+from tests.storage.batches import batch
+from tests.storage.running_node import GROUP, TIMEOUT_S, RunningNode, pull_request, running_node
+
+
+class Stream:
+    """A stream of deliveries, and the frames of each that have arrived."""
+
+    def __init__(self, call: Any) -> None:
+        self._call, self._numbers = call, dict[int, int]()
+        self._arrived: list[pb.DeliveryFrame] = []
+
+    async def command(self, *commands: pb.DeliveryCommand) -> None:
+        await self._call.write(pb.DeliverRequest(commands=commands))
+
+    async def start(self, number: int = 1, *, messages: int = 1_000, **fields: Any) -> None:
+        """Begin a delivery of `pull_request(**fields)`."""
+        self._numbers[number] = 1
+        limits = pb.DeliveryCredit(number=1, messages_limit=messages, bytes_limit=1 << 20)
+        pull = pull_request(**({"hold_ms": TIMEOUT_S * 1_000} | fields))
+        start = pb.DeliveryStart(pull=pull, credit=limits)
+        await self.command(pb.DeliveryCommand(delivery_id=number, start=start))
+
+    async def raise_credit(self, number: int = 1, *, messages: int, **fields: Any) -> None:
+        """Send the next credit of a delivery."""
+        self._numbers[number] += 1
+        credit = pb.DeliveryCredit(
+            number=self._numbers[number], messages_limit=messages, bytes_limit=1 << 20, **fields
+        )
+        await self.command(pb.DeliveryCommand(delivery_id=number, credit=credit))
+
+    async def stop(self, number: int = 1) -> None:
+        await self.command(pb.DeliveryCommand(delivery_id=number, stop=pb.DeliveryStop()))
+
+    async def frame(self, number: int = 1) -> pb.DeliveryFrame:
+        """Return the next frame of a delivery."""
+        while not (own := [one for one in self._arrived if one.delivery_id == number]):
+            self._arrived += await self.response()
+        self._arrived.remove(own[0])
+        return own[0]
+
+    async def response(self) -> list[pb.DeliveryFrame]:
+        """Return the frames of the next response; raise the BatonError of a status."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                response = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        if response == grpc.aio.EOF:
+            raise from_rpc_error(
+                grpc.aio.AioRpcError(
+                    await self._call.code(),
+                    grpc.aio.Metadata(),
+                    await self._call.trailing_metadata(),
+                    await self._call.details(),
+                )
+            )
+        return list(response.frames)
+
+    async def bodies(self, number: int = 1) -> list[bytes]:
+        """Return the bodies of the messages in the next frame."""
+        return [
+            body for raw in (await self.frame(number)).messages.batches for body in _bodies(raw)
+        ]
+
+    async def error(self, number: int = 1) -> BatonError:
+        """Return the error in the next frame."""
+        return error_from_pb((await self.frame(number)).error)
+
+
+def _bodies(raw: bytes) -> list[bytes]:
+    header = check_batch(raw, stamped=True)
+    return [record.body for record in decode_records(raw, header, range(header.count))]
+
+
+@asynccontextmanager
+async def streaming(node: RunningNode) -> AsyncIterator[Stream]:
+    """Open a stream, and cancel it at the end."""
+    call = node.stub.Deliver()
+    try:
+        yield Stream(call)
+    finally:
+        call.cancel()
+
+
+async def test_stream_delivers_what_is_there_and_what_arrives(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await node.append(batch(b"a", b"b"))
+        await stream.start()
+        first = await stream.frame()
+        assert [check_batch(raw, stamped=True).count for raw in first.messages.batches] == [2]
+        assert (first.messages.next_offset, first.messages_sent, first.credit_number) == (2, 2, 1)
+        await node.wait_long_polls(1)
+        await node.append(batch(b"c"))
+        second = await stream.frame()
+        assert (second.messages.next_offset, second.messages_sent) == (3, 3)
+        assert second.bytes_sent == first.bytes_sent + len(second.messages.batches[0])
+        assert node.offsets.recorded == [(GROUP, 0, 0, 2), (GROUP, 0, 2, 3)]
+
+
+async def test_one_stream_delivers_many_queues(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        for queue_id in range(8):
+            await stream.start(queue_id, queue_id=queue_id)
+        await node.wait_long_polls(8)
+        await node.append(*(batch(b"%d" % queue_id, queue_id=queue_id) for queue_id in range(8)))
+        assert [await stream.bodies(queue_id) for queue_id in range(8)] == [
+            [b"%d" % queue_id] for queue_id in range(8)
+        ]
+
+
+async def test_node_sends_no_more_than_its_credit(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await node.append(batch(*[b"x"] * 10), batch(*[b"x"] * 10))
+        await stream.start(messages=15, messages_max=10)
+        assert [(await stream.frame()).messages_sent for _ in range(2)] == [10, 15]
+        await stream.start(2, queue_id=1)
+        await node.append(batch(b"y", queue_id=1))
+        assert await stream.bodies(2) == [b"y"]
+        assert node.offsets.recorded[-1] == (GROUP, 1, 0, 1), "queue 0 got no further frame"
+        await stream.raise_credit(messages=18)
+        last = await stream.frame()
+        assert (last.messages_sent, last.messages.next_offset, last.credit_number) == (18, 18, 2)
+
+
+async def test_frame_is_not_sent_before_it_is_recorded(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await node.append(batch(b"a"))
+        node.offsets.rejection = Fenced("taken")
+        await stream.start()
+        assert isinstance(await stream.error(), Fenced)
+        node.offsets.rejection = None
+        await stream.start(2)
+        assert await stream.bodies(2) == [b"a"]
+
+
+async def test_token_that_is_not_current_ends_its_delivery_only(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await stream.start()
+        await stream.start(2, queue_id=1)
+        await node.wait_long_polls(2)
+        node.offsets.rejection = Fenced("taken")
+        await node.append(batch(b"a"))
+        assert isinstance(await stream.error(), Fenced)
+        node.offsets.rejection = None
+        await node.append(batch(b"b", queue_id=1))
+        assert await stream.bodies(2) == [b"b"]
+
+
+async def test_stopped_delivery_sends_nothing(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await stream.start()
+        await node.wait_long_polls(1)
+        await stream.stop()
+        await node.wait_long_polls(0)
+        await node.append(batch(b"a"))
+        assert node.offsets.recorded == []
+
+
+async def test_end_of_the_stream_ends_its_deliveries(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node:
+        async with streaming(node) as stream:
+            await stream.start()
+            await node.wait_long_polls(1)
+        await node.wait_long_polls(0)
+
+
+async def test_delivery_without_messages_sends_an_empty_frame(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await stream.start(hold_ms=1)
+        frame = await stream.frame()
+        assert (len(frame.messages.batches), frame.messages.next_offset) == (0, 0)
+        assert node.offsets.recorded == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"broker": "broker-b"}, WrongBroker),
+        ({"expression": "a || "}, BadExpression),
+        ({"token": -1}, InvalidArgument),
+    ],
+)
+async def test_malformed_start_is_refused_alone(
+    fields: dict[str, Any], error: type[BatonError], etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await node.append(batch(b"a"))
+        await stream.start(**fields)
+        await stream.start(2)
+        assert isinstance(await stream.error(), error)
+        assert await stream.bodies(2) == [b"a"]
+
+
+async def test_credit_with_an_old_number_ends_the_delivery(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await stream.start()
+        credit = pb.DeliveryCredit(number=1, messages_limit=5)
+        await stream.command(pb.DeliveryCommand(delivery_id=1, credit=credit))
+        assert isinstance(await stream.error(), InvalidArgument)
+        await node.wait_long_polls(0)
+
+
+@pytest.mark.parametrize("commands", [[], [pb.DeliveryCommand(delivery_id=1)]])
+async def test_request_without_a_command_ends_the_stream(
+    commands: list[pb.DeliveryCommand], etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await stream.command(*commands)
+        with pytest.raises(InvalidArgument):
+            await stream.response()
+
+
+async def test_delivery_id_that_is_in_use_ends_the_stream(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await stream.start()
+        await node.wait_long_polls(1)
+        await stream.start()
+        with pytest.raises(InvalidArgument):
+            await stream.response()
+
+
+async def test_acks_of_a_credit_are_recorded_once_with_the_next_frame(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await node.append(batch(b"a"))
+        await stream.start()
+        await stream.frame()
+        acks = offsets_pb.Acks(committed_offset=1)
+        await stream.raise_credit(messages=1_000, progress=acks, received_offset=1)
+        await stream.start(2, queue_id=1)  # so that the credit has arrived
+        await node.wait_long_polls(2)
+        for body in (b"b", b"c"):
+            await node.append(batch(body))
+            assert await stream.bodies() == [body]
+        first, second, third = node.offsets.items
+        assert not first.HasField("progress")
+        assert (second.progress.committed_offset, second.received_offset) == (1, 1)
+        assert not third.HasField("progress")
+
+
+async def test_paused_group_ends_its_deliveries(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await stream.start()
+        await node.wait_long_polls(1)
+        await node.put_gate(
+            pause=nameserver_pb.Pause(by="ann", reason="maintenance", since_unix_ms=1)
+        )
+        assert isinstance(await stream.error(), Paused)
