@@ -13,9 +13,10 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message as ProtoMessage
 
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
@@ -44,6 +45,7 @@ from tests.support.grpc_server import serving_at
 
 GROUP, TOPIC, BROKER = "g", "t", "broker-a"
 Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T", bound=ProtoMessage)
 Key = int
 """A queue id: there is one group, one topic and one broker."""
 
@@ -402,7 +404,8 @@ class StorageTwin(storage_grpc.StorageServiceServicer):
     """Storage whose queues are lists of messages.
 
     Attributes:
-        pulls: Every request.
+        pulls: Every request, and what each delivery reads next, as a pull.
+        credits: Every credit of a delivery.
         paused: Whether pulls are refused with PAUSED.
         held_pulls: Ids of the queues whose pulls are held now.
     """
@@ -410,6 +413,7 @@ class StorageTwin(storage_grpc.StorageServiceServicer):
     def __init__(self, offsets: OffsetsTwin) -> None:
         self._offsets = offsets
         self.pulls: list[storage_pb.PullRequest] = []
+        self.credits: list[storage_pb.DeliveryCredit] = []
         self.paused = False
         self.held_pulls: list[Key] = []
         self._queues: defaultdict[Key, list[Message]] = defaultdict(list)
@@ -541,11 +545,13 @@ class _DeliveryStreamTwin:
             for command in request.commands:
                 number = command.delivery_id
                 if command.HasField("start"):
+                    self._storage.credits.append(_copy(command.start.credit))
                     delivery = self._deliveries[number] = _DeliveryTwin(command.start)
                     delivery.task = asyncio.create_task(self._run(number, delivery))  # noqa: TID251
                 elif (running := self._deliveries.get(number)) is None:
                     continue
                 elif command.HasField("credit"):
+                    self._storage.credits.append(_copy(command.credit))
                     running.raise_credit(command.credit)
                 else:
                     self._stop(self._deliveries.pop(number))
@@ -591,9 +597,9 @@ class _DeliveryStreamTwin:
             del self._deliveries[number]
 
 
-def _copy(pull: storage_pb.PullRequest) -> storage_pb.PullRequest:
-    copy = storage_pb.PullRequest()
-    copy.CopyFrom(pull)
+def _copy(message: T) -> T:
+    copy = type(message)()
+    copy.CopyFrom(message)
     return copy
 
 

@@ -797,13 +797,18 @@ async def test_message_is_handled_only_when_a_returned_coroutine_has_ended() -> 
 # ---- the position (section 6.8)
 
 
-async def test_owner_states_its_position_with_each_pull() -> None:
-    async with twins(1) as at, running_consumer(at, pull_messages_max=2) as running:
+async def test_owner_states_its_position_with_each_credit() -> None:
+    async with (
+        twins(1) as at,
+        running_consumer(at, pull_messages_max=1, buffer_messages_max=2) as running,
+    ):
         at.nameserver.assign("a", [0])
-        at.storage.send(0, "1", "2", "3")
-        await until(lambda: running.ended == ["1", "2", "3"])
-        await wait_for_held_pulls(at, 0)
-        assert [pull.received_offset for pull in at.storage.pulls_of(0)] == [0, 2, 3]
+        at.storage.send(0, *map(str, range(10)))
+        await until(lambda: len(running.ended) == 10)
+        positions = [credit.received_offset for credit in at.storage.credits]
+        assert positions == sorted(positions)
+        assert positions[0] == 0
+        assert 8 <= positions[-1] <= 10, "the window is two messages"
 
 
 async def test_idle_owner_states_its_position_to_a_new_epoch_of_offsets() -> None:
