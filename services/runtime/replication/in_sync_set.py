@@ -141,7 +141,7 @@ class InSyncSet:
         if now_ms < self.resigns_from_ms:
             return {}
         silences_ms = {}
-        for name in self._registered() - {self.tracker.leader}:
+        for name in sorted(self._registered() - {self.tracker.leader}):
             silence_ms, limit_ms = self.tracker.silence_ms(name, now_ms), self.policy.lag_ms_max
             if silence_ms is None or name not in self._problems:
                 silence_ms, limit_ms = now_ms - self._begin_ms, FIRST_CONTACT_MS
