@@ -225,7 +225,7 @@ MUTANTS = (
         broken_clients.answer_of_an_older_epoch,
         OLD_CALLS,
         ("V6", "V7", "V8"),
-        first=19,
+        first=16,
     ),
     Mutant("idle untested", broken_offsets.idle_untested, ZOMBIES, ("section 4", "V6")),
     Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",), first=3),
