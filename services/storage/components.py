@@ -192,6 +192,7 @@ def build_components(
         StorageServicerParts(
             broker=settings.broker_name,
             syncs_at_once=settings.flush == "fsync",
+            deliveries_max=settings.long_polls_max,
             store=store,
             appender=appender,
             topics=topics,

@@ -18,7 +18,7 @@ from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.aio import wait_until
 from batonmq._common.rpc import error_to_pb
-from batonmq.errors import BatonError, InvalidArgument, NotServing
+from batonmq.errors import BatonError, InvalidArgument, NotServing, Overloaded
 from batonmq_server.runtime.access.rules import queue_permissions
 from batonmq_server.storage import validation
 from batonmq_server.storage.deliverer import Deliverer
@@ -31,6 +31,8 @@ DELIVERIES_MAX = 10_000
 """Deliveries of one stream, at most."""
 RESPONSE_BYTES_MAX = 4 * 1024 * 1024
 """A response with more bytes of batches gets no more frames."""
+UNSENT_BYTES_MAX = 16 * 1024 * 1024
+"""While a stream has more bytes that its client does not take, its deliveries wait."""
 SILENCE_MS_MAX = 5_000
 """A stream sends a response at least this often, if need be without frames."""
 HOLD_ALIGNMENT_MS = 1_000
@@ -39,11 +41,16 @@ responses."""
 
 
 class DeliveryStreams:
-    """Serves the streams of one open data directory."""
+    """Serves the streams of one open data directory.
+
+    Attributes:
+        count: Deliveries of all streams.
+    """
 
     def __init__(self, deliverer: Deliverer, parts: StorageServicerParts) -> None:
         self.deliverer, self.parts = deliverer, parts
         self._open: dict[_DeliveryStream, None] = {}
+        self.count = 0
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
@@ -170,7 +177,9 @@ class _DeliveryStream:
         self.access = owner.parts.access_of(context)
         self._deliveries: dict[int, _Delivery] = {}
         self._ready_responses: list[pb.DeliverResponse] = []
-        self._bytes = 0
+        self._bytes = self._unsent_bytes = 0
+        self._taken = asyncio.Event()
+        self._taken.set()
         self._ready = asyncio.Event()
         self._error: Exception | None = None
         self._read_all = False
@@ -199,6 +208,8 @@ class _DeliveryStream:
                 continue
             self._ready.clear()
             responses, self._ready_responses = self._ready_responses, []
+            self._unsent_bytes = 0
+            self._taken.set()
             for response in responses:
                 yield response
             if self._error is not None:
@@ -214,10 +225,8 @@ class _DeliveryStream:
 
     def close(self) -> None:
         """End all deliveries."""
-        for delivery in self._deliveries.values():
-            if delivery.task is not None:
-                delivery.task.cancel()
-        self._deliveries.clear()
+        for number in list(self._deliveries):
+            self._stop(number)
 
     def check_access(self) -> None:
         """End the deliveries that the caller may not read any more."""
@@ -257,19 +266,29 @@ class _DeliveryStream:
         pull = validation.parse_delivery(start, self._parts.broker)
         credit = validation.parse_credit(start.credit)
         self.access.require(*queue_permissions(start.pull.queue))
+        if (count := self._owner.count) >= self._parts.deliveries_max:
+            raise Overloaded(
+                f"{count} deliveries are open already; the limit is {count}",
+                retry_after_ms=1_000,
+                facts={"limit": count},
+            )
+        self._owner.count += 1
         delivery = self._deliveries[number] = _Delivery(start.pull.queue, pull, credit)
         delivery.task = self._owner.spawn(self._run(number, delivery, pull.hold_ms))
 
     def _stop(self, number: int) -> None:
         delivery = self._deliveries.pop(number, None)
-        if delivery is not None and delivery.task is not None:
-            delivery.task.cancel()
+        if delivery is not None:
+            self._owner.count -= 1
+            if delivery.task is not None:
+                delivery.task.cancel()
 
     async def _run(self, number: int, delivery: _Delivery, hold_ms: int) -> None:
         """Deliver until the delivery ends."""
         try:
             while True:
                 await delivery.funded.wait()
+                await self._taken.wait()
                 if not await self._deliver(number, delivery, hold_ms):
                     break
         except BatonError as error:
@@ -278,6 +297,7 @@ class _DeliveryStream:
             self.fail(error)
         if self._deliveries.get(number) is delivery:
             del self._deliveries[number]
+            self._owner.count -= 1
 
     async def _deliver(self, number: int, delivery: _Delivery, hold_ms: int) -> bool:
         """Send one frame; return whether another one may follow."""
@@ -304,6 +324,9 @@ class _DeliveryStream:
         delivery.sent(answer, message_count, byte_count)
         access.charge_read(byte_count)
         self._bytes += byte_count
+        self._unsent_bytes += byte_count
+        if self._unsent_bytes > UNSENT_BYTES_MAX:
+            self._taken.clear()
         frame.credit_number = delivery.credit_number
         frame.messages_sent, frame.bytes_sent = delivery.messages_sent, delivery.bytes_sent
         frame.last = deliverer.names_another_node(answer.next_node_id)

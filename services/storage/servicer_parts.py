@@ -39,6 +39,7 @@ class StorageServicerParts:
         broker: Broker name: the replica set, or a node without replicas.
         syncs_at_once: Whether a request without a durability waits for the sync. A node of a
             replica set always waits.
+        deliveries_max: Maximum number of deliveries by stream.
         repair: Rebuilds the index that a failed read at an offset uses; raises an error if that is
             not possible.
         purge: Removes what deleted topics of a name have left in the log.
@@ -49,6 +50,7 @@ class StorageServicerParts:
 
     broker: str
     syncs_at_once: bool
+    deliveries_max: int
     store: MessageStore
     appender: Appender
     topics: TopicCache

@@ -24,9 +24,11 @@ from batonmq.errors import (
     BatonError,
     Fenced,
     InvalidArgument,
+    Overloaded,
     Paused,
     WrongBroker,
 )
+from batonmq_server.storage import delivery_streams
 from tests.storage.batches import batch
 from tests.storage.running_node import GROUP, TIMEOUT_S, RunningNode, pull_request, running_node
 
@@ -41,10 +43,12 @@ class Stream:
     async def command(self, *commands: pb.DeliveryCommand) -> None:
         await self._call.write(pb.DeliverRequest(commands=commands))
 
-    async def start(self, number: int = 1, *, messages: int = 1_000, **fields: Any) -> None:
+    async def start(
+        self, number: int = 1, *, messages: int = 1_000, bytes_limit: int = 1 << 20, **fields: Any
+    ) -> None:
         """Begin a delivery of `pull_request(**fields)`."""
         self._numbers[number] = 1
-        limits = pb.DeliveryCredit(number=1, messages_limit=messages, bytes_limit=1 << 20)
+        limits = pb.DeliveryCredit(number=1, messages_limit=messages, bytes_limit=bytes_limit)
         pull = pull_request(**({"hold_ms": TIMEOUT_S * 1_000} | fields))
         start = pb.DeliveryStart(pull=pull, credit=limits)
         await self.command(pb.DeliveryCommand(delivery_id=number, start=start))
@@ -286,3 +290,38 @@ async def test_paused_group_ends_its_deliveries(etcd_endpoint: str, tmp_path: Pa
             pause=nameserver_pb.Pause(by="ann", reason="maintenance", since_unix_ms=1)
         )
         assert isinstance(await stream.error(), Paused)
+
+
+async def test_deliveries_beyond_the_limit_are_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with (
+        running_node(etcd_endpoint, tmp_path, long_polls_max=2) as node,
+        streaming(node) as stream,
+    ):
+        for number in (1, 2, 3):
+            await stream.start(number, queue_id=number)
+        assert isinstance(await stream.error(3), Overloaded)
+        await stream.stop(1)
+        await stream.start(4, queue_id=3)
+        await node.append(batch(b"a", queue_id=3))
+        assert await stream.bodies(4) == [b"a"]
+
+
+async def test_client_that_does_not_read_stops_its_deliveries(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery_streams, "UNSENT_BYTES_MAX", 100_000)
+    count, credit = 400, {"messages": 1 << 40, "bytes_limit": 1 << 60, "messages_max": 1}
+    async with (
+        running_node(etcd_endpoint, tmp_path) as node,
+        streaming(node) as unread,
+        streaming(node) as read,
+    ):
+        await node.append(*(batch(b"x" * 100_000) for _ in range(count)))
+        await unread.start(**credit)
+        await read.start(group="others", **credit)
+        for _ in range(count):
+            assert len(await read.bodies()) == 1
+        unread_count = sum(group == GROUP for group, *_ in node.offsets.recorded)
+        assert unread_count < count / 2, "the windows of HTTP/2 and the limit are full"
+        for _ in range(count):
+            assert len(await unread.bodies()) == 1
