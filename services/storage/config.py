@@ -47,8 +47,8 @@ class StorageSettings(ServiceSettings):
     """Consumers that lag more than this many bytes behind the end of the log are redirected to a
     follower. 0 means 40 % of the machine's memory: older data is probably not in the page cache."""
     long_polls_max: int = Field(100_000, ge=1)
-    """Maximum number of long polls. Further pulls that find no message are rejected with
-    OVERLOADED."""
+    """Maximum number of long polls, and of deliveries by stream. Further pulls that find no
+    message, and further deliveries, are rejected with OVERLOADED."""
     touch_interval_ms: int = Field(5_000, ge=100, le=10_000)
     """Interval at which storage tells offsets that the owners of long polls are alive."""
     record_age_ms_max: int = Field(2_000, ge=100)

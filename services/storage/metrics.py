@@ -48,7 +48,7 @@ class StorageMetrics:
         )
         self.waiting_pulls = Gauge(
             "baton_storage_waiting_pulls",
-            "Long polls: pulls that wait for messages.",
+            "Long polls: pulls and deliveries by stream that wait for messages.",
             registry=registry,
         )
         self.delivered_messages = Counter(
