@@ -88,9 +88,9 @@ proto-check: $(SETUP) ## check that gen/ and services/etcd_api/ match protos/
 breaking: $(SETUP) ## check that protos/ is compatible with MAIN (default main)
 	buf breaking --against '.git#ref=$(MAIN)'
 
-# Half of the tests wait most of their time: six workers keep two cores busy.
+# Half of the tests wait most of their time: five workers keep two cores busy.
 test: $(SETUP)  ## every test that CI runs, on two cores
-	pytest -q -n 6 --dist loadfile --no-loadscope-reorder $(if $(CI),--required)
+	pytest -q -n 5 --dist loadfile --no-loadscope-reorder $(if $(CI),--required)
 
 # No test that waits for another process: under three minutes on two cores.
 QUICK := not sim and not e2e and not spark and not etcd

@@ -56,6 +56,7 @@ class RunOptions:
         queues: Queues of the topic.
         consumers: Members at the start.
         parallel: Messages of a queue that one member handles at once.
+        buffer: Messages of a queue that wait in one member, at most.
         faults: What the network does to every message.
         joins: Weight of a new member.
         leaves: Weight of a member that leaves gracefully.
@@ -113,6 +114,7 @@ class RunOptions:
     queues: int = 4
     consumers: int = 3
     parallel: int = 3
+    buffer: int = 20
     faults: Faults = field(default_factory=Faults)
     joins: int = 4
     leaves: int = 4

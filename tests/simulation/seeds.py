@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from pydantic import Field
@@ -34,7 +35,8 @@ MOVES_SEEDS = SEEDS[: max(1, SETTINGS.seeds // 10)]
 def options_of(seed: int) -> RunOptions:
     """Return the options of the run of a seed."""
     drawn = RunOptions.drawn(Random(f"{seed}/options"), SETTINGS.steps)
-    return drawn.with_stranger(Random(f"{seed}/stranger"))
+    buffer = Random(f"{seed}/buffer").choice((2, 20))
+    return replace(drawn.with_stranger(Random(f"{seed}/stranger")), buffer=buffer)
 
 
 def storage_options_of(seed: int) -> RunOptions:

@@ -32,7 +32,7 @@ class SimulatedMembers:
         self._settings = ConsumerSettings(
             consume_from="first",
             queue_concurrency=context.options.parallel,
-            buffer_messages_max=20,
+            buffer_messages_max=context.options.buffer,
             pull_messages_max=8,
             pull_hold_ms=5_000,
             span_max=SPAN_MAX,
