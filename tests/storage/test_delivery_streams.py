@@ -316,7 +316,8 @@ async def test_client_that_does_not_read_stops_its_deliveries(
         streaming(node) as unread,
         streaming(node) as read,
     ):
-        await node.append(*(batch(b"x" * 100_000) for _ in range(count)))
+        for _ in range(2):
+            await node.append(*(batch(b"x" * 100_000) for _ in range(count // 2)))
         await unread.start(**credit)
         await read.start(group="others", **credit)
         for _ in range(count):
