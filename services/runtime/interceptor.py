@@ -52,7 +52,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         long_polls: Names of the methods without a stream that are long polls.
-        pause: Pauses a connection whose caller ignores its quota; it is named by its client.
+        pause: Pauses a connection, named by its client, when its caller ignores its quota.
     """
 
     def __init__(
