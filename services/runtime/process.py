@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -217,7 +216,6 @@ async def _serve(
                 follow = status.follow_readiness(lambda: runtime.node_entry.listed, app.caught_up)
                 running.append(tasks.create_task(follow))
                 log.info("serving address=%s metrics_port=%d", address, http.server_port)
-                gc.freeze()  # modules and state of the start stay: a full collection skips them
                 await runtime.stop_requested.wait()
             log.info("draining grace_ms=%d", settings.shutdown_grace_ms)
             app.resign()
