@@ -76,6 +76,11 @@ class QueueSender(Generic[Token]):
         return bool(self._waiting) and self.in_flight is None and not self.backing_off
 
     @property
+    def next_bytes(self) -> int:
+        """Bytes of the records in the next batch."""
+        return self._waiting[0].builder.bytes_count if self._waiting else 0
+
+    @property
     def failures(self) -> int:
         """Number of failed attempts of the next batch."""
         return self._waiting[0].failures if self._waiting else 0

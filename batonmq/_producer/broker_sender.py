@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate
 from typing import Protocol
 
 import grpc.aio
@@ -36,6 +38,9 @@ log = logging.getLogger(__name__)
 
 REQUEST_BYTES_MAX = 8 * 1024 * 1024
 REQUEST_BATCHES_MAX = 1_024
+SMALL_BYTES = 16 * 1024
+"""A request below this size waits for the answer to another one, at most `HOLD_S`."""
+HOLD_S = 0.002
 
 
 class NotSent(Unreachable):
@@ -93,6 +98,7 @@ class BrokerSender:
         self._directory, self._clock, self._results = directory, clock, results
         self._ready: dict[QueueSender[BatchOutcome], None] = {}
         self._woken, self._turn = asyncio.Event(), asyncio.Lock()
+        self._answered, self._in_flight_count = asyncio.Event(), 0
 
     def wake(self, sender: QueueSender[BatchOutcome]) -> None:
         """Schedule `sender` if it has a batch that is ready."""
@@ -113,9 +119,24 @@ class BrokerSender:
                 await self._woken.wait()
                 if self._settings.linger_ms:
                     await asyncio.sleep(self._settings.linger_ms / 1000)
+                await self._hold()
                 senders = self._take()
             if senders and (failed := await self._request(senders)):
                 tasks.create_task(self._back_off(*failed))
+
+    async def _hold(self) -> None:
+        """Let a small request wait for the answer to another one, and grow meanwhile.
+
+        A request costs services and client much more than a message. The bound keeps a distant
+        broker's round trips from adding up.
+        """
+        sizes = accumulate(sender.next_bytes for sender in self._ready)
+        if not self._in_flight_count or any(size >= SMALL_BYTES for size in sizes):
+            return
+        self._answered.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HOLD_S):
+                await self._answered.wait()
 
     def _take(self) -> list[QueueSender[BatchOutcome]]:
         unix_ms = self._clock.unix_ms()
@@ -145,7 +166,12 @@ class BrokerSender:
         Returns:
             The senders of failed batches and the error of one of them; None if none failed.
         """
-        outcomes = await self._append([s.in_flight.encoded for s in senders if s.in_flight])
+        self._in_flight_count += 1
+        try:
+            outcomes = await self._append([s.in_flight.encoded for s in senders if s.in_flight])
+        finally:
+            self._in_flight_count -= 1
+            self._answered.set()
         failed: list[QueueSender[BatchOutcome]] = []
         worst: BatonError | None = None
         for sender, outcome in zip(senders, outcomes, strict=True):

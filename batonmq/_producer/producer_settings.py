@@ -29,8 +29,9 @@ class ProducerSettings:
 
     Attributes:
         durability: The durability that a message must have before its receipt is returned.
-        linger_ms: Time that a batch waits for more messages before it is sent. 0 sends at once;
-            messages that arrive while a request is in flight still share the next request.
+        linger_ms: Time that a batch waits for more messages before it is sent. With 0 it is sent
+            at once, unless a request is in flight: then a request below 16 KiB waits for its
+            answer, at most 2 ms.
         batch_bytes_max: Largest size of a batch, in bytes. A batch is for one queue.
         batch_messages_max: Most messages in a batch, up to 65,535.
         in_flight_requests_max: Most requests in flight to one broker.

@@ -89,16 +89,12 @@ class SendBuffer:
         """
         if options is not ANY_QUEUE and not options.any_queue:
             sender = self._sender(known.choose(options, 0))
-        elif known.current is not None:
-            sender = known.current
+            batch = sender.open_batch(len(record))
         else:
-            queue = known.choose(options, self._clock.monotonic_ms())
-            sender = known.current = self._sender(queue)
-        batch = sender.open_batch(len(record))
+            sender, batch = self._next(known, options, len(record))
         if batch is None:
             now_ms = self._clock.monotonic_ms() if begin_ms is None else begin_ms
             batch = sender.begin_batch(BatchOutcome(sender.queue), now_ms)
-            known.next_turn()
             self._brokers[sender.queue.broker].wake(sender)
         elif begin_ms is not None:
             batch.begin_ms = min(batch.begin_ms, begin_ms)
@@ -209,6 +205,23 @@ class SendBuffer:
             self._reroute(known, batch)
 
     # ---- internals
+
+    def _next(
+        self, known: TopicQueues, options: SendOptions, record_bytes: int
+    ) -> tuple[QueueSender[BatchOutcome], Batch[BatchOutcome] | None]:
+        """Return the sender for a message that may go to any queue, and its open batch if any.
+
+        A queue takes messages until its batch is sent or full, then it is the next one's turn: a
+        batch for each queue in turn would make many small batches (as Kafka's KIP-480).
+        """
+        sender = known.current
+        if sender is not None:
+            batch = sender.open_batch(record_bytes)
+            if batch is not None:
+                return sender, batch
+            known.next_turn()
+        sender = known.current = self._sender(known.choose(options, self._clock.monotonic_ms()))
+        return sender, sender.open_batch(record_bytes)
 
     def _reroute(self, known: TopicQueues, batch: Batch[BatchOutcome]) -> None:
         """Put the messages of a batch that is not stored into other batches."""

@@ -39,7 +39,7 @@ class TopicQueues:
 
     Attributes:
         queues: The writable queues.
-        current: Sender of the next queue in the rotation; None if it was not looked up yet.
+        current: Sender of the queue whose turn it is; None if it was not looked up yet.
     """
 
     def __init__(self, route: nameserver_pb.Route, brokers: BrokerHealth) -> None:

@@ -19,6 +19,7 @@ from batonmq._common.clock import Clock
 from batonmq._core.keyed_queues import KeyedQueues
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, Message
+from batonmq._producer import broker_sender
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import Durability, ProducerSettings
 from batonmq._producer.receipts import PendingReceipt, Receipt
@@ -173,6 +174,43 @@ async def test_linger_waits_for_more_messages() -> None:
         assert bodies(request[0]) == [b"1", b"2"]
 
 
+async def test_small_request_waits_for_the_answer_to_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(broker_sender, "HOLD_S", 60)
+    gate = Gate()
+    async with twins(orders=8, more=1) as at, Producer(at.address) as producer:
+        at.storage.before = gate
+        pending = await submit(producer, 1)
+        await until(lambda: gate.arrived)
+        pending += await submit(producer, 2, 3)
+        pending.append(await producer.submit("more", Message(b"after a call to the nameserver")))
+        assert len(at.storage.requests) == 1
+        gate.open()
+        await outcomes(pending)
+        assert [sorted(map(bodies, request)) for request in at.storage.requests] == [
+            [[b"1"]],
+            [[b"2", b"3"], [b"after a call to the nameserver"]],
+        ]
+
+
+@pytest.mark.parametrize(("hold_s", "small_bytes"), [(0.002, 1_000), (60, 1)])
+async def test_request_does_not_wait_for_long_and_a_large_one_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, hold_s: float, small_bytes: int
+) -> None:
+    monkeypatch.setattr(broker_sender, "HOLD_S", hold_s)
+    monkeypatch.setattr(broker_sender, "SMALL_BYTES", small_bytes)
+    gate = Gate()
+    async with twins(orders=8) as at, Producer(at.address) as producer:
+        at.storage.before = gate
+        pending = await submit(producer, 1)
+        await until(lambda: gate.arrived)
+        pending += await submit(producer, 2)
+        await until(lambda: len(at.storage.requests) == 2)
+        gate.open()
+        await outcomes(pending)
+
+
 async def test_request_holds_no_more_batches_than_storage_takes() -> None:
     gate = Gate()
     settings = ProducerSettings(in_flight_requests_max=1)
@@ -232,6 +270,19 @@ async def test_messages_without_key_use_all_queues() -> None:
         assert {key: len(queue) for key, queue in at.storage.queues.items()} == {
             ("orders", queue_id): 2 for queue_id in range(4)
         }
+
+
+async def test_messages_fill_the_batch_of_one_queue_until_it_is_sent() -> None:
+    gate = Gate()
+    async with twins(orders=4) as at, Producer(at.address) as producer:
+        at.storage.before = gate
+        pending = await submit(producer, 0)
+        await until(lambda: gate.arrived)
+        pending += await submit(producer, *range(1, 10))
+        gate.open()
+        receipts = [r for r in await outcomes(pending) if isinstance(r, Receipt)]
+        first, *others = [receipt.queue.queue_id for receipt in receipts]
+        assert others == 9 * [(first + 1) % 4]
 
 
 async def test_unknown_queue_is_refused() -> None:
