@@ -503,9 +503,7 @@ class Producer:
         )
 
         def choose() -> QueueRef:
-            queue = known.choose(options, self._clock.monotonic_ms())
-            known.next_turn()
-            return queue
+            return known.choose(options, self._clock.monotonic_ms())
 
         await self._scheduled.admit(record)
         self._refuse_if_closing()
@@ -522,10 +520,9 @@ class Producer:
         route = await unless(self._closing, wait_for_route(self._directory, topic, timeout_ms))
         self._refuse_if_closing()
         assert route is not None
-        topics = self._buffer.topics
-        known = topics.get(topic)
+        known = self._buffer.topics.get(topic)
         if known is None:
-            known = topics[topic] = TopicQueues(route, self._buffer.broker_health)
+            known = self._buffer.add_topic(topic, route)
             self._start(self._follow(topic, known))
         return known
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._core.broker_health import BrokerHealth
@@ -71,6 +72,12 @@ class SendBuffer:
         self._brokers: dict[str, BrokerSender] = {}
         self._settled = asyncio.Event()
 
+    def add_topic(self, name: str, route: nameserver_pb.Route) -> TopicQueues:
+        """Add a topic, whose rotation begins at a random queue."""
+        turn = self._random.getrandbits(16)
+        known = self.topics[name] = TopicQueues(route, self.broker_health, turn)
+        return known
+
     def place(
         self,
         known: TopicQueues,
@@ -114,7 +121,6 @@ class SendBuffer:
         if batch is None:
             batch = sender.begin_batch(BatchOutcome(sender.queue), self._clock.monotonic_ms())
             self._brokers[sender.queue.broker].wake(sender)
-        known.next_turn()
         first = batch.builder.add_many(piece.records, piece.tag, piece.keys)
         outcome = batch.token
         if options is not ANY_QUEUE:
@@ -219,7 +225,6 @@ class SendBuffer:
             batch = sender.open_batch(record_bytes)
             if batch is not None:
                 return sender, batch
-            known.next_turn()
         sender = known.current = self._sender(known.choose(options, self._clock.monotonic_ms()))
         return sender, sender.open_batch(record_bytes)
 

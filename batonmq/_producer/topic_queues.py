@@ -36,15 +36,16 @@ class TopicQueues:
 
     Args:
         brokers: Health of the brokers; unhealthy brokers are avoided.
+        turn: Where the rotation begins. Producers of one message each must not all begin with the
+            same queue.
 
     Attributes:
         queues: The writable queues.
         current: Sender of the queue whose turn it is; None if it was not looked up yet.
     """
 
-    def __init__(self, route: nameserver_pb.Route, brokers: BrokerHealth) -> None:
-        self._brokers = brokers
-        self._turn = 0
+    def __init__(self, route: nameserver_pb.Route, brokers: BrokerHealth, turn: int = 0) -> None:
+        self._brokers, self._turn = brokers, turn
         self._earlier: list[_Earlier] = []
         self._read(route)
 
@@ -63,11 +64,6 @@ class TopicQueues:
         self.queues = writable_queues_of(route)
         self._keyed = KeyedQueues(self.queues)
         self.current: QueueSender[BatchOutcome] | None = None
-
-    def next_turn(self) -> None:
-        """Advance the rotation to the next queue."""
-        self._turn += 1
-        self.current = None
 
     def avoid(self, broker: str) -> None:
         """Forget the current queue if it is on `broker`; the next message chooses again."""
@@ -89,6 +85,8 @@ class TopicQueues:
     def choose(self, options: SendOptions, now_ms: int) -> QueueRef:
         """Return the requested queue, the queue of the ordering key, or the next in the rotation.
 
+        The rotation advances with each queue that it returns.
+
         Raises:
             QueueNotFound: The requested queue does not exist.
             NotWritable: The requested queue, or every queue of the topic, is not writable.
@@ -103,4 +101,5 @@ class TopicQueues:
             raise NotWritable(f"topic {self._name} has no writable queue")
         if options.ordering_key is not None:
             return self._keyed.of(options.ordering_key)
+        self._turn += 1
         return self._brokers.choose(self.queues, self._turn, now_ms)
