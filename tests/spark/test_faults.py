@@ -15,12 +15,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import monotonic
 
 import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 
+from batonmq._common.clock import Clock
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.producer_settings import ProducerSettings
@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 SENT, REPEATED = 1_500, 100
 WAIT_S = 300
 """Timeout that only a very busy machine comes near to."""
-FREEZE_S = 1
+FREEZE_MS = 1_000
 STOPPED = {"T", "Z", "X"}
 """States of threads that do not run."""
 
@@ -86,9 +86,10 @@ class Child:
         runs: vfork(2) waits for that. Then nothing is paused.
         """
         self.send(signal.SIGSTOP)
-        end_s = monotonic() + FREEZE_S
+        clock = Clock()
+        end_ms = clock.monotonic_ms() + FREEZE_MS
         while not set(thread_states(self._process.pid)) <= STOPPED:
-            if monotonic() > end_s:
+            if clock.monotonic_ms() > end_ms:
                 self.send(signal.SIGCONT)
                 return False
             os.sched_yield()
