@@ -20,6 +20,7 @@ import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 
+from batonmq._common.clock import Clock
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.producer_settings import ProducerSettings
@@ -39,6 +40,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 SENT, REPEATED = 1_500, 100
 WAIT_S = 300
 """Timeout that only a very busy machine comes near to."""
+FREEZE_MS = 1_000
 STOPPED = {"T", "Z", "X"}
 """States of threads that do not run."""
 
@@ -77,11 +79,21 @@ class Child:
     def send(self, number: signal.Signals) -> None:
         os.killpg(self._process.pid, number)
 
-    def freeze(self) -> None:
-        """Pause it; return when none of its threads runs any more."""
+    def freeze(self) -> bool:
+        """Pause it; return whether none of its threads runs any more.
+
+        A thread that starts a process can't be paused if the new process was, before its program
+        runs: vfork(2) waits for that. Then nothing is paused.
+        """
         self.send(signal.SIGSTOP)
+        clock = Clock()
+        end_ms = clock.monotonic_ms() + FREEZE_MS
         while not set(thread_states(self._process.pid)) <= STOPPED:
+            if clock.monotonic_ms() > end_ms:
+                self.send(signal.SIGCONT)
+                return False
             os.sched_yield()
+        return True
 
     def kill(self) -> None:
         if self._process.returncode is None:
@@ -153,7 +165,8 @@ def test_tables_and_topics_have_every_message_once_after_a_kill_within_a_micro_b
             if not all(committed(query) >= 2 and is_in_micro_batch(query) for query in queries):
                 running.check()
                 return False
-            running.freeze()
+            if not running.freeze():
+                return False
             if all(is_in_micro_batch(query) for query in queries):
                 return True
             running.send(signal.SIGCONT)
