@@ -22,7 +22,7 @@ settings.register_profile(
 )
 settings.load_profile("any speed")
 
-pytest_plugins = ["tests.support.etcd", "tests.support.skips"]
+pytest_plugins = ["tests.support.etcd", "tests.support.run_counts", "tests.support.skips"]
 
 
 # A parent that ignores SIGINT (nohup, a background job of a shell) passes this on to every process

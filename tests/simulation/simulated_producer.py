@@ -70,7 +70,8 @@ class SimulatedProducer:
                 break
             except grpc.aio.AioRpcError as error:
                 await directory.pause(from_rpc_error(error), 0)
-        settings = ProducerSettings(request_timeout_ms=3_000, batch_messages_max=4)
+        count_max = environment.random.choice((1, 4))
+        settings = ProducerSettings(request_timeout_ms=3_000, batch_messages_max=count_max)
         async with Producer(NAMESERVERS, settings, environment=environment) as producer:
             self._producer = producer
             await asyncio.Event().wait()

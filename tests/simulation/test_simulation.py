@@ -30,24 +30,25 @@ from tests.simulation.seeds import (
     storage_options_of,
     switching_options_of,
 )
+from tests.support.run_counts import note_runs
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
 
 BUNCH = 20
-"""Runs per test: few enough to identify a failing seed, enough to contain every kind of fault."""
-ENOUGH = {
-    "hand-overs": 60, "closes": 30, "grants": 100, "starts": 400, "repeated": 5, "joins": 60,
-    "leaves": 10, "kills": 1, "pauses": 1, "service kills": 1, "service pauses": 1, "cuts": 1,
-    "jumps": 1, "lost": 40, "slow": 40, "duplicated": 40, "late": 40, "back resets": 4,
-    "forces": 1, "drains": 1, "changes of the filter": 1, "pauses known": 1, "watch breaks": 1,
-    "acks by pull": 4, "questions": 4, "sent back": 20, "elections": 10, "shrinks": 10,
-    "leader faults": 1, "lost disks": 1,
-}  # fmt: skip
-"""Minimum number of events of each kind in the runs of one test."""
+"""Runs per test."""
 STORAGE_BUNCH = 15
-ENOUGH_OF_STORAGE = {
-    "leaderships of storage": 20, "replicated receipts": 100, "pulls from followers": 2, "rots": 1,
-    "lost disks": 1, "disk failures": 5, "sent back": 10,
+LEAST = {
+    "hand-overs": 300, "closes": 200, "grants": 500, "starts": 2_000, "repeated": 50, "joins": 300,
+    "leaves": 100, "kills": 50, "pauses": 40, "service kills": 80, "service pauses": 50,
+    "cuts": 100, "jumps": 25, "lost": 1_000, "slow": 1_000, "duplicated": 400, "late": 1_000,
+    "back resets": 30, "forces": 10, "drains": 20, "changes of the filter": 15, "pauses known": 15, "watch breaks": 15,
+    "acks by pull": 150, "questions": 30, "sent back": 300, "elections": 60, "shrinks": 60,
+    "leader faults": 20, "lost disks": 10,
+}  # fmt: skip
+"""Minimum number of events of each kind in 100 runs with faults, judged over a whole session."""
+LEAST_OF_STORAGE = {
+    "leaderships of storage": 130, "replicated receipts": 660, "pulls from followers": 13,
+    "rots": 6, "lost disks": 6, "disk failures": 33, "sent back": 66,
 }  # fmt: skip
 BUNCHES = [SEEDS[begin : begin + BUNCH] for begin in range(0, len(SEEDS), BUNCH)]
 
@@ -61,13 +62,11 @@ def played(seed: int, options: RunOptions) -> Mapping[str, int]:
 
 
 @pytest.mark.parametrize("seeds", BUNCHES, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
-def test_promises_hold_under_random_faults(seeds: range) -> None:
+def test_promises_hold_under_random_faults(request: pytest.FixtureRequest, seeds: range) -> None:
     counts: Counter[str] = Counter()
     for seed in seeds:
         counts.update(played(seed, options_of(seed)))
-    if len(seeds) == BUNCH:
-        quiet = {kind: counts[kind] for kind, least in ENOUGH.items() if counts[kind] < least}
-        assert not quiet, f"seeds {seeds}: too quiet to prove anything: {quiet}"
+    note_runs(request, "faults", len(seeds), counts, LEAST)
 
 
 @pytest.mark.parametrize(
@@ -78,15 +77,13 @@ def test_promises_hold_under_random_faults(seeds: range) -> None:
     ],
     ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}",
 )
-def test_promises_hold_under_faults_of_storage_replicas(seeds: range) -> None:
+def test_promises_hold_under_faults_of_storage_replicas(
+    request: pytest.FixtureRequest, seeds: range
+) -> None:
     counts: Counter[str] = Counter()
     for seed in seeds:
         counts.update(played(seed, storage_options_of(seed)))
-    if len(seeds) == STORAGE_BUNCH:
-        quiet = {
-            kind: counts[kind] for kind, least in ENOUGH_OF_STORAGE.items() if counts[kind] < least
-        }
-        assert not quiet, f"seeds {seeds}: too quiet to prove anything: {quiet}"
+    note_runs(request, "faults of storage replicas", len(seeds), counts, LEAST_OF_STORAGE)
 
 
 def test_promises_hold_under_faults_during_a_group_move() -> None:
