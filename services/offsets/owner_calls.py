@@ -32,6 +32,11 @@ class OwnerCalls(OffsetsCalls):
     ) -> pb.RecordDeliveredResponse:
         """See the proto."""
         self._check_change(request.offsets_epoch)
+        if request.settlements:
+            for settlement in self._reader.batch(request.settlements, self._reader.settlement):
+                self._settle(*settlement)
+            if not request.items:
+                return pb.RecordDeliveredResponse(offsets_epoch=self._table.epoch)
         items, malformed = self._reader.shared_batch(request.items, self._reader.delivery)
         now = self._now()
         results = [self._deliver(*item, now) for item in items]
@@ -133,9 +138,12 @@ class OwnerCalls(OffsetsCalls):
         if isinstance(delivered, BatonError):
             failure = self._item_error("record", key, holder.token, delivered)
             return pb.DeliveryOutcome(error=failure), committed
+        advance = delivered.advance
         answer = pb.Delivered(
             maybe_seen=ranges_pb(delivered.maybe_seen),
             progress=committed_pb(committed) if committed is not None else None,
+            advance=advance.number if advance else 0,
+            advance_to=advance.end_offset if advance else 0,
         )
         return pb.DeliveryOutcome(delivered=answer), committed
 
@@ -149,6 +157,11 @@ class OwnerCalls(OffsetsCalls):
         if delivered.changed:
             self._commits.mark_changed(key)
         return delivered
+
+    def _settle(self, key: GroupQueue, token: int, number: int, sent_offset: int) -> None:
+        """Settle an advance of a group that this set keeps."""
+        if not isinstance(attempt(self._resolver.check, key.group), BatonError):
+            self._table.settle_advance(key, token, number, sent_offset)
 
     def _check_holder(self, key: GroupQueue, holder: HolderCall) -> None:
         """Check the identity of a holder, and note its position."""

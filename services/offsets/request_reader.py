@@ -133,10 +133,18 @@ class RequestReader:
             raise _bad_range(first, next_, "next_offset")
         generation = number(item.subscription_generation, "subscription_generation")
         acks = self._acks(item.progress, "progress.") if item.HasField("progress") else None
-        delivery = DeliveryRange(first, next_, generation)
+        advance = number(item.advance, "advance")
+        advance_to = number(item.advance_to, "advance_to")
+        delivery = DeliveryRange(first, next_, generation, advance, advance_to)
         position = _position(item, number(item.received_epoch, "received_epoch"))
         holder = HolderCall(_token(item.token), item.caller, position)
         return self.queue(item.queue), holder, delivery, acks
+
+    def settlement(self, item: pb.AdvanceSettlement) -> tuple[GroupQueue, int, int, int]:
+        """Return queue, token, number of the advance, and the end of what was delivered."""
+        advance = number(item.advance, "advance")
+        sent_offset = number(item.sent_offset, "sent_offset")
+        return self.queue(item.queue), _token(item.token), advance, sent_offset
 
     def touch(self, item: pb.TouchItem) -> tuple[GroupQueue, int, int]:
         """Return queue, token, and the puller's number."""

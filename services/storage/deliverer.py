@@ -11,7 +11,8 @@ from batonmq._core.records import read_header
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.store import ReadResult, check_queue, check_readable
-from batonmq_server.storage.delivery_recorder import PendingDelivery, RecordedDelivery
+from batonmq_server.storage.delivery_advance import RecordedDelivery
+from batonmq_server.storage.delivery_recorder import PendingDelivery
 from batonmq_server.storage.metric_stream import PULL
 from batonmq_server.storage.servicer_parts import StorageServicerParts
 from batonmq_server.storage.validation import ParsedPull
@@ -86,7 +87,7 @@ class Deliverer:
             await self._parts.pulls.wait(key, pull.owner, hold_ms)
             begin_s = stream.now_s()
             pull = after_wait(pull)
-        verdict = await self._record(pull, reading) if pull.owner.token else None
+        verdict = await self._record(key, pull, reading) if pull.owner.token else None
         self._count(pull, key, reading, verdict)
         if stream.hub.watched and pull.owner.topic != METRICS_TOPIC:
             stream.observe_since(PULL, begin_s)
@@ -105,7 +106,19 @@ class Deliverer:
             gates.check_unowned(group)
         gates.check_running(group)
 
-    async def _record(self, pull: ParsedPull, reading: ReadResult) -> RecordedDelivery:
+    async def _record(
+        self, key: QueueKey, pull: ParsedPull, reading: ReadResult
+    ) -> RecordedDelivery:
+        """Record a delivery, unless it is recorded in advance and has no acks to pass on."""
+        range_, advance_to = (pull.spec.offset, reading.next_offset), 0
+        if (advance := pull.advance) is not None:
+            now_ms = self._parts.clock.monotonic_ms()
+            if pull.progress is None:
+                epoch = self._parts.deliveries.seen_epoch(pull.owner.group)
+                covering = advance.covering(key, range_, epoch, now_ms)
+                if covering is not None:
+                    return covering
+            advance_to = advance.begin_call(key, range_, now_ms)
         delivery = PendingDelivery(
             pull.owner,
             pull.spec.offset,
@@ -115,6 +128,8 @@ class Deliverer:
             pull.progress,
             pull.offsets_set,
             pull.received_offset,
+            advance,
+            advance_to,
         )
         try:
             return await self._parts.deliveries.record(delivery)

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.batcher import Batcher
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
-from batonmq.errors import BatonError, DeliveryUnrecorded
+from batonmq.errors import BatonError, DeliveryUnrecorded, Overloaded
+from batonmq_server.storage.delivery_advance import (
+    DeliveryAdvance,
+    RecordedDelivery,
+    Settlement,
+)
 from batonmq_server.storage.long_polls import QueueOwner
 
 ITEMS_MAX = 256
@@ -37,6 +41,8 @@ class PendingDelivery:
         progress: Acknowledgements that the pull carries.
         offsets_set: Offsets set that keeps the group, as the consumer knows it; empty if unknown.
         received_offset: Position of the consumer, stated under `offsets_epoch`; None for none.
+        advance: Advance of the delivery by stream; None for a pull.
+        advance_to: Offset up to which to record in advance; 0 for none.
     """
 
     owner: QueueOwner
@@ -47,23 +53,8 @@ class PendingDelivery:
     progress: pb.Acks | None = None
     offsets_set: str = ""
     received_offset: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedDelivery:
-    """A delivery that offsets has recorded.
-
-    Attributes:
-        redelivered: Offsets that an earlier owner may have started.
-        offsets_epoch: Epoch of `offsets_set` that recorded it.
-        sent_ms: Monotonic time at which the request was sent.
-        offsets_set: Name of the offsets set.
-    """
-
-    redelivered: Sequence[queue_pb2.OffsetRange]
-    offsets_epoch: int
-    sent_ms: int
-    offsets_set: str = ""
+    advance: DeliveryAdvance | None = None
+    advance_to: int = 0
 
 
 class DeliveryRecorder:
@@ -88,9 +79,9 @@ class DeliveryRecorder:
         self._stub, self._clock, self._age_ms_max = stub, clock, age_ms_max
         self._set, self._node_id = offsets_set, node_id
         self._epoch = 0
-        self._batcher: Batcher[PendingDelivery, RecordedDelivery | BatonError] = Batcher(
-            self._send, items_max=ITEMS_MAX
-        )
+        self._batcher: Batcher[
+            PendingDelivery | Settlement, RecordedDelivery | BatonError | None
+        ] = Batcher(self._send, items_max=ITEMS_MAX)
 
     @property
     def epoch(self) -> int:
@@ -109,15 +100,30 @@ class DeliveryRecorder:
             DeliveryUnrecorded: offsets did not answer, or the answer is too old or from an old
                 epoch.
         """
-        result = await self._batcher.call(delivery)
+        try:
+            result = await self._batcher.call(delivery)
+        except Overloaded:
+            if delivery.advance is not None:
+                delivery.advance.answered(None)
+            raise
         if isinstance(result, BatonError):
             raise result
+        assert result is not None
         age_ms = self._clock.monotonic_ms() - result.sent_ms
         if age_ms > self._age_ms_max:
             raise DeliveryUnrecorded(
                 f"the answer of offsets is {age_ms} ms old; the limit is {self._age_ms_max} ms"
             )
         return result
+
+    async def settle(self, settlement: Settlement) -> None:
+        """Tell offsets what was sent in an advance, in order with the records.
+
+        Raises:
+            BatonError: offsets did not answer.
+        """
+        if isinstance(error := await self._batcher.call(settlement), BatonError):
+            raise error
 
     async def touch(self, owners: Sequence[QueueOwner]) -> list[BatonError | None]:
         """Tell offsets that `owners` are alive; return None or the error of each.
@@ -148,40 +154,46 @@ class DeliveryRecorder:
         return results
 
     async def _send(
-        self, deliveries: Sequence[PendingDelivery]
-    ) -> list[RecordedDelivery | BatonError]:
-        """Send `deliveries` and return their results in order.
-
-        The epoch that a consumer claims to have seen is compared with its own result only: a wrong
-        claim must not fail the other deliveries.
-        """
-        results: list[RecordedDelivery | BatonError] = []
-        for items in _calls([_item(one) for one in deliveries]):
-            results += await self._record(items)
-        return [
-            unrecorded(_old_epoch(result.offsets_epoch))
-            if isinstance(result, RecordedDelivery) and result.offsets_epoch < one.offsets_epoch
-            else result
-            for one, result in zip(deliveries, results, strict=True)
-        ]
+        self, batch: Sequence[PendingDelivery | Settlement]
+    ) -> list[RecordedDelivery | BatonError | None]:
+        """Send deliveries and settlements, and return their results in order."""
+        deliveries = [one for one in batch if isinstance(one, PendingDelivery)]
+        settlements = [_settlement(one) for one in batch if isinstance(one, Settlement)]
+        error, results = None, list[RecordedDelivery | BatonError]()
+        for items in _calls([_item(one) for one in deliveries]) or [[]]:
+            answers = await self._record(items, settlements)
+            if settlements and isinstance(answers, BatonError):
+                error = answers
+            settlements = []
+            results += [answers] * len(items) if isinstance(answers, BatonError) else answers
+        checked = iter(map(_checked, deliveries, results))
+        return [error if isinstance(one, Settlement) else next(checked) for one in batch]
 
     async def _record(
-        self, items: Sequence[pb.DeliveryItem]
-    ) -> Sequence[RecordedDelivery | BatonError]:
-        request = pb.RecordDeliveredRequest(offsets_epoch=self._epoch, items=items)
+        self, items: Sequence[pb.DeliveryItem], settlements: Sequence[pb.AdvanceSettlement]
+    ) -> Sequence[RecordedDelivery | BatonError] | BatonError:
+        """Make one call; return the results of its items, or the error of all."""
+        request = pb.RecordDeliveredRequest(
+            offsets_epoch=self._epoch, items=items, settlements=settlements
+        )
         sent_ms = self._clock.monotonic_ms()
         try:
             answer = await self._stub().RecordDelivered(request, timeout=self._age_ms_max / 1000)
             self._check_answer(answer.offsets_epoch, len(answer.outcomes), len(items))
         except grpc.aio.AioRpcError as error:
-            return [unrecorded(from_rpc_error(error)) for _ in items]
+            return unrecorded(from_rpc_error(error))
         except BatonError as error:
-            return [unrecorded(error) for _ in items]
+            return unrecorded(error)
         return [
             error_from_pb(outcome.error)
             if outcome.HasField("error")
             else RecordedDelivery(
-                outcome.delivered.maybe_seen, answer.offsets_epoch, sent_ms, self._set
+                outcome.delivered.maybe_seen,
+                answer.offsets_epoch,
+                sent_ms,
+                self._set,
+                outcome.delivered.advance,
+                outcome.delivered.advance_to,
             )
             for outcome in answer.outcomes
         ]
@@ -205,7 +217,36 @@ def _item(delivery: PendingDelivery) -> pb.DeliveryItem:
         caller=delivery.owner.caller,
         received_offset=delivery.received_offset,
         received_epoch=delivery.offsets_epoch,
+        advance=delivery.advance.number if delivery.advance is not None else 0,
+        advance_to=delivery.advance_to,
     )
+
+
+def _settlement(settlement: Settlement) -> pb.AdvanceSettlement:
+    return pb.AdvanceSettlement(
+        queue=settlement.owner.queue(),
+        token=settlement.owner.token,
+        advance=settlement.advance,
+        sent_offset=settlement.sent_offset,
+    )
+
+
+def _checked(
+    delivery: PendingDelivery, result: RecordedDelivery | BatonError
+) -> RecordedDelivery | BatonError:
+    """Return the result of one delivery, and note it in its advance.
+
+    The epoch that a consumer claims to have seen is compared with its own result only: a wrong
+    claim must not fail the other deliveries.
+    """
+    recorded = result if isinstance(result, RecordedDelivery) else None
+    if delivery.advance is not None:
+        delivery.advance.answered(recorded, delivery.next_offset)
+        if recorded is not None:
+            result = recorded.between(delivery.first_offset, delivery.next_offset)
+    if recorded is not None and recorded.offsets_epoch < delivery.offsets_epoch:
+        return unrecorded(_old_epoch(recorded.offsets_epoch))
+    return result
 
 
 def _calls(items: Sequence[pb.DeliveryItem]) -> list[list[pb.DeliveryItem]]:

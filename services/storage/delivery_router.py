@@ -11,10 +11,10 @@ from dataclasses import replace
 from batonmq.errors import BatonError, GroupMoved, NotServing
 from batonmq_server.runtime.group_placements import GroupPlacements
 from batonmq_server.runtime.per_replica_set import PerReplicaSet
+from batonmq_server.storage.delivery_advance import RecordedDelivery, Settlement
 from batonmq_server.storage.delivery_recorder import (
     DeliveryRecorder,
     PendingDelivery,
-    RecordedDelivery,
     unrecorded,
 )
 from batonmq_server.storage.long_polls import QueueOwner
@@ -66,6 +66,11 @@ class DeliveryRouter:
             return await self._sets[name].record(delivery)
         except _NOT_KEPT_HERE as error:
             raise unrecorded(error) from error
+
+    async def settle(self, settlement: Settlement) -> None:
+        """As `DeliveryRecorder.settle`; no effect if the group has moved to another set."""
+        if settlement.offsets_set == self.set_of(settlement.owner.group):
+            await self._sets[settlement.offsets_set].settle(settlement)
 
     async def touch(self, owners: Sequence[QueueOwner]) -> list[BatonError | None]:
         """As `DeliveryRecorder.touch`; the result is None also if the set does not answer."""

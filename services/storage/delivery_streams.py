@@ -22,6 +22,7 @@ from batonmq.errors import BatonError, InvalidArgument, NotServing, Overloaded
 from batonmq_server.runtime.access.rules import queue_permissions
 from batonmq_server.storage import validation
 from batonmq_server.storage.deliverer import Deliverer
+from batonmq_server.storage.delivery_advance import DeliveryAdvance, Settlement
 from batonmq_server.storage.servicer_parts import StorageServicerParts
 from batonmq_server.storage.validation import ParsedCredit, ParsedPull
 
@@ -38,6 +39,10 @@ SILENCE_MS_MAX = 5_000
 HOLD_ALIGNMENT_MS = 1_000
 """Deliveries without messages send their frames at multiples of this time, so that they share
 responses."""
+SETTLE_INTERVAL_S = 1.0
+"""Time between two looks for advances that are to be settled."""
+SETTLE_ATTEMPTS_MAX = 30
+"""After so many calls without an answer, an advance counts as delivered."""
 
 
 class DeliveryStreams:
@@ -52,14 +57,50 @@ class DeliveryStreams:
         self._open: dict[_DeliveryStream, None] = {}
         self.count = 0
         self._tasks: asyncio.TaskGroup | None = None
+        self._advances: dict[DeliveryAdvance, None] = {}
+        self._unsettled: list[tuple[Settlement, int]] = []
+        self._advancing = asyncio.Event()
 
     async def run(self) -> None:
         """Run the tasks of all streams until cancelled; run it as one task."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                await asyncio.Event().wait()
+                await self._settle_advances()
         finally:
             self._tasks = None
+
+    def note_advance(self, advance: DeliveryAdvance) -> None:
+        """Settle an advance as soon as it is due."""
+        self._advances[advance] = None
+        self._advancing.set()
+
+    async def _settle_advances(self) -> None:
+        while True:
+            await self._advancing.wait()
+            await asyncio.sleep(SETTLE_INTERVAL_S)
+            await self.settle_due()
+            if not self._advances and not self._unsettled:
+                self._advancing.clear()
+
+    async def settle_due(self) -> None:
+        """Tell offsets what was sent in the advances that have ended, or were not used for long."""
+        now_ms = self.parts.clock.monotonic_ms()
+        due = [advance for advance in self._advances if advance.is_due(now_ms)]
+        unsettled = self._unsettled + [(advance.settle(), 0) for advance in due]
+        self._advances = {advance: None for advance in self._advances if not advance.idle}
+        self._unsettled = []
+        if not unsettled:
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for settlement, attempts in unsettled:
+                tasks.create_task(self._settle(settlement, attempts + 1))
+
+    async def _settle(self, settlement: Settlement, attempts: int) -> None:
+        try:
+            await self.parts.deliveries.settle(settlement)
+        except BatonError:
+            if attempts < SETTLE_ATTEMPTS_MAX:
+                self._unsettled.append((settlement, attempts))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task of a stream; it must not raise an error.
@@ -100,13 +141,22 @@ class _Delivery:
 
     Attributes:
         queue: The queue, for the check of its permission.
+        advance: What offsets has recorded in advance.
+        recorded_credit: Number of the credit that the last record included.
         funded: Set while there is credit.
     """
 
-    def __init__(self, queue: queue_pb2.GroupQueue, pull: ParsedPull, credit: ParsedCredit) -> None:
-        self.queue, self._pull, self._credit = queue, pull, credit
+    def __init__(
+        self,
+        queue: queue_pb2.GroupQueue,
+        pull: ParsedPull,
+        credit: ParsedCredit,
+        advance: DeliveryAdvance,
+    ) -> None:
+        self.queue, self._credit, self.advance = queue, credit, advance
+        self._pull = replace(pull, advance=advance)
         self._stated = 0
-        self.messages_sent = self.bytes_sent = self.credit_number = 0
+        self.messages_sent = self.bytes_sent = self.recorded_credit = self._credit_number = 0
         self.funded = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self._note_credit()
@@ -134,7 +184,7 @@ class _Delivery:
             bytes_max: Limit of the caller's quota; None for none.
         """
         pull, credit = self._pull, self._credit
-        spec, self.credit_number = pull.spec, credit.number
+        spec, self._credit_number = pull.spec, credit.number
         messages_max = min(spec.messages_max, credit.messages_limit - self.messages_sent)
         limit = min(spec.bytes_max, credit.bytes_limit - self.bytes_sent)
         if bytes_max is not None:
@@ -148,10 +198,14 @@ class _Delivery:
             received_offset=credit.received_offset,
         )
 
-    def sent(self, answer: pb.PullResponse, message_count: int, byte_count: int) -> None:
-        """Note that a frame with `answer` is sent."""
+    def sent(
+        self, answer: pb.PullResponse, message_count: int, byte_count: int, *, recorded: bool
+    ) -> None:
+        """Note that a frame with `answer` is sent; `recorded` unless it had nothing to record."""
         if answer.progress_taken:
-            self._stated = self.credit_number
+            self._stated = self._credit_number
+        if recorded and not self.advance.covered:
+            self.recorded_credit = self._credit_number
         self.messages_sent += message_count
         self.bytes_sent += byte_count
         self._pull = replace(self._pull, spec=replace(self._pull.spec, offset=answer.next_offset))
@@ -273,7 +327,8 @@ class _DeliveryStream:
                 facts={"limit": count},
             )
         self._owner.count += 1
-        delivery = self._deliveries[number] = _Delivery(start.pull.queue, pull, credit)
+        advance = DeliveryAdvance(pull.owner, self._owner.note_advance)
+        delivery = self._deliveries[number] = _Delivery(start.pull.queue, pull, credit, advance)
         delivery.task = self._owner.spawn(self._run(number, delivery, pull.hold_ms))
 
     def _stop(self, number: int) -> None:
@@ -285,6 +340,12 @@ class _DeliveryStream:
 
     async def _run(self, number: int, delivery: _Delivery, hold_ms: int) -> None:
         """Deliver until the delivery ends."""
+        try:
+            await self._deliver_frames(number, delivery, hold_ms)
+        finally:
+            delivery.advance.ended = True
+
+    async def _deliver_frames(self, number: int, delivery: _Delivery, hold_ms: int) -> None:
         try:
             while True:
                 await delivery.funded.wait()
@@ -321,13 +382,13 @@ class _DeliveryStream:
         frame, byte_count, message_count = frames[0], 0, 0
         if reading is not None:
             byte_count, message_count = sum(map(len, reading.batches)), reading.message_count
-        delivery.sent(answer, message_count, byte_count)
+        delivery.sent(answer, message_count, byte_count, recorded=reading is not None)
         access.charge_read(byte_count)
         self._bytes += byte_count
         self._unsent_bytes += byte_count
         if self._unsent_bytes > UNSENT_BYTES_MAX:
             self._taken.clear()
-        frame.credit_number = delivery.credit_number
+        frame.credit_number = delivery.recorded_credit
         frame.messages_sent, frame.bytes_sent = delivery.messages_sent, delivery.bytes_sent
         frame.last = deliverer.names_another_node(answer.next_node_id)
         return not frame.last

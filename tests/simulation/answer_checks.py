@@ -41,7 +41,7 @@ class AnswerChecks:
             return
         for item in request.items:
             self._check_span(node, item)
-        if node not in group.pause_known_ms:
+        if node not in group.pause_known_ms or not request.items:
             return
         known_ms = self._expected.now_ms() - group.pause_known_ms[node]
         if known_ms > RECORD_MS:

@@ -10,6 +10,7 @@ import pytest
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.queue_acquirer import AcquiredQueue
 from batonmq._core.queues import GroupQueue
+from batonmq_server.offsets import log_end_reader
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.ranges import EMPTY
@@ -242,3 +243,47 @@ def position_below_recorded(patch: pytest.MonkeyPatch) -> None:
             self.delivered_known = self.delivered_offset
 
     patch.setattr(Progress, "note_received", noted)
+
+
+def advance_not_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """Offsets permits an advance and does not count it as delivered."""
+    real = Progress._advance
+
+    def advance(self: Progress, end_offset: int, number: int) -> None:
+        delivered_offset = self.delivered_offset
+        real(self, end_offset, number)
+        self.delivered_offset = delivered_offset
+
+    patch.setattr(Progress, "_advance", advance)
+
+
+def settle_any_advance(patch: pytest.MonkeyPatch) -> None:
+    """A settlement is accepted for whatever advance the queue has."""
+    real = Progress.settle_advance
+
+    def settle_advance(self: Progress, token: int, number: int, sent_offset: int) -> None:
+        if self.advance is not None:
+            number = self.advance.number
+        real(self, token, number, sent_offset)
+
+    patch.setattr(Progress, "settle_advance", settle_advance)
+
+
+def continue_the_advance_of_another(patch: pytest.MonkeyPatch) -> None:
+    """A delivery continues the advance of an earlier delivery, and settles it."""
+    patch.setattr(Progress, "_end_advance_of_another", lambda *_: None)
+
+
+def position_below_an_advance(patch: pytest.MonkeyPatch) -> None:
+    """A position of the holder lowers D below an advance."""
+
+    def bounded(self: Progress, end: int) -> int:
+        lowest = max(end, self.delivered_known, self.committed_offset)
+        return min(self.delivered_offset, lowest)
+
+    patch.setattr(Progress, "_bounded", bounded)
+
+
+def end_of_the_log_during_an_advance(patch: pytest.MonkeyPatch) -> None:
+    """A new epoch takes the end of the log while storage may use an advance of the last one."""
+    patch.setattr(log_end_reader, "ADVANCE_MS", 0)

@@ -118,7 +118,12 @@ class OffsetsChecks:
             real["note_log_end"](key, token, log_end)
             self._bounded(key, before, table, "ends of logs that lowered a bound")
 
-        for wrapped in (note_received, note_log_end):
+        def settle_advance(key: GroupQueue, token: int, number: int, sent_offset: int) -> None:
+            before = copy_of(table, key)
+            real["settle_advance"](key, token, number, sent_offset)
+            self._bounded(key, before, table, "settled advances")
+
+        for wrapped in (note_received, note_log_end, settle_advance):
             self._watch(table, wrapped)
 
     def _watch(self, table: ProgressTable, watched: Callable[..., Any]) -> None:
@@ -217,6 +222,9 @@ class OffsetsChecks:
         """Section 14: two filters are never active at once; acked messages are filtered already."""
         expected, group = self._expected, self._expected.group
         queue, generation = expected.queues[key], run.subscription_generation
+        if now.advance is not None:
+            run = run._replace(next_offset=max(run.next_offset, now.advance.end_offset))
+            expected.counts["advances"] += 1
         for first, end in RangeSet.of(run[0], run[1]).difference(done(now)).runs:
             for offset in range(first, end):
                 queue.judged[offset].append(generation)
@@ -316,7 +324,7 @@ class OffsetsChecks:
         self._expected.fail(rule, text)
 
 
-_BOUNDS = ("note_received", "note_log_end")
+_BOUNDS = ("note_received", "note_log_end", "settle_advance")
 _WATCHED = ("fence", "record_delivered", *_BOUNDS, "touch", "commit", "close", "reset")
 
 

@@ -36,6 +36,7 @@ from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
 from batonmq_server.offsets.core.values import (
     Acks,
     AckState,
+    Advance,
     CommitResult,
     DeliveryRange,
     DeliveryResult,
@@ -69,8 +70,10 @@ class Progress:
         acked: A, all above C.
         delivered_offset: D, not below C.
         delivered_reserved: Durable upper bound of D, not below D.
-        delivered_known: Known lower bound of the true D; below D only after a restart: end of what
-            was recorded under T in this epoch, or received by the holder.
+        delivered_known: Known lower bound of the true D; below D only after a restart or with an
+            advance: end of what was recorded under T in this epoch, or received by the holder.
+        advance: What storage may deliver without another record; it counts as delivered until it
+            is settled. In memory only.
         provable: Whether an inexact D may be replaced; not if deliveries may still arrive that
             another replica set recorded.
         reserve: Step by which `delivered_reserved` is ahead of an exact D; in memory only.
@@ -98,6 +101,7 @@ class Progress:
     delivered_offset: int = 0
     delivered_reserved: int = 0
     delivered_known: int = 0
+    advance: Advance | None = None
     provable: bool = field(default=True, compare=False)
     reserve: DeliveryReserve = field(default=DeliveryReserve(), compare=False)
     closed_reach: DeliveryReach | None = None
@@ -194,7 +198,7 @@ class Progress:
         lowest = self.delivered_offset if same_holder else self.committed_offset
         self.delivered_offset = self.delivered_reserved = max(lowest, resumed.next_offset)
         kept = ended.reach.delivered_offset if same_holder else 0
-        self.delivered_known = max(kept, resumed.next_offset)
+        self.delivered_known, self.advance = max(kept, resumed.next_offset), None
         holder = attempt.holder
         self.holder = holder.known_as(self.holder) if holder is not None else None
         self.closed = holder is None
@@ -275,12 +279,20 @@ class Progress:
         )
 
     def record_delivered(
-        self, token: int, delivery: DeliveryRange, limits: QueueLimits, now: Instant
+        self,
+        token: int,
+        delivery: DeliveryRange,
+        limits: QueueLimits,
+        now: Instant,
+        advance_number: int = 0,
     ) -> DeliveryResult:
         """Record a range that is about to be delivered (protocol 3, 6.3, 6.8).
 
         While the ack window is full, only offsets below the end of A may be delivered. They fill
         the gaps between the ranges of A; without them a new holder could never shrink A.
+
+        Args:
+            advance_number: Number of the advance, if a new one begins.
 
         Raises:
             Fenced: `token` is not T, or T is closed or of another subscription (protocol 14).
@@ -288,7 +300,7 @@ class Progress:
             AckCap: the ack window is full.
         """
         self._check_open(token)
-        first_offset, next_offset, generation = delivery
+        first_offset, next_offset, generation, advance, advance_to = delivery
         if self.subscription_generation not in (0, generation):
             raise self._fenced(token, FenceCause.SUBSCRIPTION)
         expected = self.acked.first_missing(self.delivered_offset)
@@ -312,8 +324,55 @@ class Progress:
                 self.delivered_reserved = next_offset + self.reserve.step
                 self.update_unix_ms = now.unix_ms
         self.delivered_known = max(self.delivered_known, next_offset)
+        self._end_advance_of_another(advance)
+        reach = min(advance_to, self.committed_offset + limits.span_max)
+        if reach > next_offset and not self.ack_window_full(limits):
+            self._advance(reach, advance_number)
+            if self.delivered_offset > self.delivered_reserved:
+                self.delivered_reserved, changed = self.delivered_offset, True
+                self.update_unix_ms = now.unix_ms
         self.last_call_monotonic_ms, self.waiting_at = now.monotonic_ms, ""
-        return DeliveryResult(self.maybe_seen.between(first_offset, next_offset), changed)
+        end = max(next_offset, self.advance.end_offset if self.advance else 0)
+        return DeliveryResult(self.maybe_seen.between(first_offset, end), changed, self.advance)
+
+    def _advance(self, end_offset: int, number: int) -> None:
+        """Extend the advance to `end_offset`, or begin one with `number`."""
+        without = self.delivered_offset
+        if self.advance is not None:
+            number, end_offset = self.advance.number, max(end_offset, self.advance.end_offset)
+            without = max(self.advance.delivered_offset, self.delivered_known)
+        self.advance = Advance(number, end_offset, without)
+        self.delivered_offset = max(self.delivered_offset, end_offset)
+
+    def _end_advance_of_another(self, number: int) -> None:
+        """Count an advance as delivered unless the delivery with its number continues.
+
+        Another delivery of the queue has begun: what was sent in the advance is not known.
+        """
+        if self.advance is not None and self.advance.number != number:
+            self.delivered_known = max(self.delivered_known, self.advance.end_offset)
+            self.advance = None
+
+    def settle_advance(self, token: int, number: int, sent_offset: int) -> None:
+        """Replace an advance by what was delivered in it (protocol 6.8).
+
+        Another token or another advance: no effect. Nothing may be delivered in the advance after
+        the caller has sent the call.
+
+        Args:
+            sent_offset: One past the last offset that was delivered.
+        """
+        advance = self.advance
+        if token != self.token or self.closed or advance is None or advance.number != number:
+            return
+        self.delivered_known = max(self.delivered_known, sent_offset)
+        self.delivered_offset = max(
+            advance.delivered_offset,
+            self.delivered_known,
+            self.committed_offset,
+            self.acked.next_offset,
+        )
+        self.advance = None
 
     def note_received(self, token: int, received_offset: int) -> None:
         """Replace an inexact D by what the holder of T has received (protocol 6.8).
@@ -325,7 +384,11 @@ class Progress:
             received_offset: As in `HolderPosition`, of this epoch.
         """
         if self._may_bound(token):
-            self.delivered_offset = self.delivered_known = self._bounded(received_offset)
+            self.delivered_offset = self._bounded(received_offset)
+            without = self.delivered_offset
+            if self.advance is not None:
+                without = self.advance.delivered_offset
+            self.delivered_known = max(self.delivered_known, without)
 
     def note_log_end(self, token: int, log_end: int) -> None:
         """Lower an inexact D to the end of the log (protocol 6.8); no effect for another token.
@@ -340,7 +403,12 @@ class Progress:
         return token == self.token and not self.closed and self.provable and not self.exact
 
     def _bounded(self, end: int) -> int:
-        return min(self.delivered_offset, max(end, self.delivered_known, self.committed_offset))
+        lowest = max(end, self.delivered_known, self.committed_offset)
+        if self.advance is not None:
+            without = min(self.advance.delivered_offset, lowest)
+            self.advance = self.advance._replace(delivered_offset=without)
+            lowest = max(lowest, self.advance.end_offset)
+        return min(self.delivered_offset, lowest)
 
     def touch(self, token: int, now: Instant, waiting_at: str = "") -> None:
         """Record that a long poll of the holder is waiting (protocol 6.5).
@@ -403,7 +471,7 @@ class Progress:
         self.maybe_seen = self.maybe_seen.union(cut_off.at_or_above(self.committed_offset))
         self.closed_reach = self.reach
         self.delivered_offset = self.delivered_reserved = self.committed_offset
-        self.closed = True
+        self.closed, self.advance = True, None
         return CommitResult(self.committed_offset, True)
 
     # ---- protocol 13
@@ -422,7 +490,7 @@ class Progress:
         self.maybe_seen = RangeSet.of(to.committed_offset, started).difference(to.acked)
         self.committed_offset, self.acked = to
         self.delivered_offset = self.delivered_reserved = to.committed_offset
-        self.delivered_known = 0
+        self.delivered_known, self.advance = 0, None
         self.token += 1
         self.reset_epoch += 1
         self.holder, self.closed, self.grant = None, True, None

@@ -89,11 +89,33 @@ class FenceAttempt:
 
 
 class DeliveryRange(NamedTuple):
-    """The range `[first_offset, next_offset)` to be delivered, and its filter's generation."""
+    """The range `[first_offset, next_offset)` to be delivered, and its filter's generation.
+
+    Attributes:
+        advance: Number of the advance in which the delivery was recorded so far; 0 for none.
+        advance_to: Offset up to which it is to be recorded in advance; not above `next_offset` for
+            none.
+    """
 
     first_offset: int
     next_offset: int
     subscription_generation: int = 0
+    advance: int = 0
+    advance_to: int = 0
+
+
+class Advance(NamedTuple):
+    """Offsets that are recorded as delivered before storage has read them (protocol 6.8).
+
+    Attributes:
+        number: Never used twice.
+        end_offset: One past the last of them.
+        delivered_offset: D without the advance.
+    """
+
+    number: int
+    end_offset: int
+    delivered_offset: int
 
 
 class HolderPosition(NamedTuple):
@@ -174,10 +196,15 @@ class Tombstone(NamedTuple):
 
 
 class DeliveryResult(NamedTuple):
-    """The maybe-seen offsets of a recorded delivery; `changed` if the state must become durable."""
+    """The maybe-seen offsets of a recorded delivery; `changed` if the state must become durable.
+
+    Attributes:
+        advance: What is recorded in advance beyond the delivery; None for nothing.
+    """
 
     maybe_seen: RangeSet
     changed: bool
+    advance: Advance | None = None
 
 
 class CommitResult(NamedTuple):

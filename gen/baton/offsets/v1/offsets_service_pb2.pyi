@@ -621,25 +621,69 @@ class RecordDeliveredRequest(_message.Message):
 
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    SETTLEMENTS_FIELD_NUMBER: _builtins.int
     offsets_epoch: _builtins.int
     """Highest epoch of offsets the caller has seen; 0 for none."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeliveryItem]:
-        """Deliveries; those of one queue are in order."""
+        """Deliveries; those of one queue are in order. May be empty if there are settlements."""
+
+    @_builtins.property
+    def settlements(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdvanceSettlement]:
+        """Ends of advances, applied before the items; they have no outcomes. A malformed one rejects the call."""
 
     def __init__(
         self,
         *,
         offsets_epoch: _builtins.int = ...,
         items: _abc.Iterable[Global___DeliveryItem] | None = ...,
+        settlements: _abc.Iterable[Global___AdvanceSettlement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "offsets_epoch", b"offsets_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "offsets_epoch", b"offsets_epoch", "settlements", b"settlements"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecordDeliveredRequest: _TypeAlias = RecordDeliveredRequest  # noqa: Y015
+
+@_typing.final
+class AdvanceSettlement(_message.Message):
+    """The end of an advance: what was delivered in it. Without effect unless the token is current, open, and
+    has this advance: then D is `sent_offset`, or what else is known to be delivered.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    ADVANCE_FIELD_NUMBER: _builtins.int
+    SENT_OFFSET_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """Token of the deliveries. Required."""
+    advance: _builtins.int
+    """Number of the advance; storage sends nothing in it any more. Required."""
+    sent_offset: _builtins.int
+    """One past the last offset that storage has delivered."""
+    @_builtins.property
+    def queue(self) -> _queue_pb2.GroupQueue:
+        """Group and queue. Required."""
+
+    def __init__(
+        self,
+        *,
+        queue: _queue_pb2.GroupQueue | None = ...,
+        token: _builtins.int = ...,
+        advance: _builtins.int = ...,
+        sent_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advance", b"advance", "queue", b"queue", "sent_offset", b"sent_offset", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdvanceSettlement: _TypeAlias = AdvanceSettlement  # noqa: Y015
 
 @_typing.final
 class DeliveryItem(_message.Message):
@@ -656,6 +700,8 @@ class DeliveryItem(_message.Message):
     CALLER_FIELD_NUMBER: _builtins.int
     RECEIVED_OFFSET_FIELD_NUMBER: _builtins.int
     RECEIVED_EPOCH_FIELD_NUMBER: _builtins.int
+    ADVANCE_FIELD_NUMBER: _builtins.int
+    ADVANCE_TO_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Token of the puller. Required."""
     first_offset: _builtins.int
@@ -674,6 +720,10 @@ class DeliveryItem(_message.Message):
     """Epoch of this replica set that the holder names with `received_offset`: it uses no delivery that an
     older epoch recorded.
     """
+    advance: _builtins.int
+    """Number of the advance in which this delivery was recorded so far; 0 for none."""
+    advance_to: _builtins.int
+    """If above `next_offset`: record up to here in advance, as far as the limits allow."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -694,10 +744,12 @@ class DeliveryItem(_message.Message):
         caller: _builtins.int = ...,
         received_offset: _builtins.int | None = ...,
         received_epoch: _builtins.int = ...,
+        advance: _builtins.int = ...,
+        advance_to: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset", "progress", b"progress", "queue", b"queue", "received_offset", b"received_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset", "caller", b"caller", "first_offset", b"first_offset", "next_offset", b"next_offset", "progress", b"progress", "queue", b"queue", "received_epoch", b"received_epoch", "received_offset", b"received_offset", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset", "advance", b"advance", "advance_to", b"advance_to", "caller", b"caller", "first_offset", b"first_offset", "next_offset", b"next_offset", "progress", b"progress", "queue", b"queue", "received_epoch", b"received_epoch", "received_offset", b"received_offset", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__received_offset: _TypeAlias = _typing.Literal["received_offset"]  # noqa: Y015
     _WhichOneofArgType__received_offset: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset"]  # noqa: Y015
@@ -805,9 +857,17 @@ class Delivered(_message.Message):
 
     MAYBE_SEEN_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    ADVANCE_FIELD_NUMBER: _builtins.int
+    ADVANCE_TO_FIELD_NUMBER: _builtins.int
+    advance: _builtins.int
+    """Number of the advance, never used twice; 0 for none."""
+    advance_to: _builtins.int
+    """End of the advance: for 2 s after it has sent the call, storage may send what is below without
+    another record. 0 for none.
+    """
     @_builtins.property
     def maybe_seen(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """Maybe-seen offsets inside the delivered range."""
+        """Maybe-seen offsets inside the delivered range and the advance."""
 
     @_builtins.property
     def progress(self) -> Global___Committed:
@@ -818,10 +878,12 @@ class Delivered(_message.Message):
         *,
         maybe_seen: _abc.Iterable[_queue_pb2.OffsetRange] | None = ...,
         progress: Global___Committed | None = ...,
+        advance: _builtins.int = ...,
+        advance_to: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["maybe_seen", b"maybe_seen", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advance", b"advance", "advance_to", b"advance_to", "maybe_seen", b"maybe_seen", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
