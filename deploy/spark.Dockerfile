@@ -1,6 +1,6 @@
 # The Spark jobs: docker run batonmq/spark python -m batonspark.jobs.stream
 # The wheels contain Spark and its JVM. The entrypoint also starts the driver or an executor if Spark runs them in pods.
-ARG BASE_IMAGE=python:3.11-slim-bookworm
+ARG BASE_IMAGE=python:3.11-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b
 
 FROM ${BASE_IMAGE} AS builder
 RUN python3 -m venv /opt/baton

@@ -25,6 +25,7 @@ NEEDED = (
     "hypothesis",
     "prometheus-client",
     "psycopg[binary]",
+    "pyarrow",
     "pytest",
     "pytest-asyncio",
     "pytest-timeout",

@@ -18,7 +18,7 @@ class GroupView:
     Attributes:
         generation: Generation of the record.
         member: Whether the incarnation is a live member.
-        assigned: The queues that are assigned to it; none in a broadcasting group, whose members
+        assigned: The queues that are assigned to it; none in a broadcasting group: its members
             read all queues.
         filters: The group's subscription, by topic. Messages are pulled and handled by it, even if
             the member requested another one. In a broadcasting group: the member's own.

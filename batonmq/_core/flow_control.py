@@ -19,8 +19,8 @@ class FlowLimits:
 class ByteBudget:
     """Bytes of messages that wait for a handler, of all queues of one client.
 
-    At the limit, a queue without waiting messages may still fetch its share: a queue whose handler
-    hangs must not stop the others. So at most the limit and one share per queue wait, and as much
+    At the limit, a queue without waiting messages may still fetch its share: a handler that hangs
+    must not stop the other queues. So at most the limit and one share per queue wait, and as much
     again may be in flight when all queues are fetched at once.
     """
 

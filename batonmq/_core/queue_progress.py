@@ -107,7 +107,7 @@ class QueueProgress:
 
     @property
     def running_count(self) -> int:
-        """Number of messages whose handlers run."""
+        """Number of messages in running handlers."""
         return sum(end - first for first, end in self._running.items())
 
     @property

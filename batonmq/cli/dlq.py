@@ -83,8 +83,8 @@ _MORE: Columns = {
 cause_option = click.option(
     "--cause",
     default="",
-    help="Only those whose last attempt ended this way: asked (requested by the handler), failed "
-    "(the handler raised) or timeout.",
+    help="Only messages with a last attempt that ended so: asked (requested by the handler), "
+    "failed (the handler raised) or timeout.",
 )
 since_option = click.option(
     "--since",
@@ -98,7 +98,7 @@ sql_option = click.option(
     "--sql",
     default="",
     metavar="CONDITION",
-    help="Only those whose properties meet this condition, such as \"region = 'EU'\".",
+    help="Only messages with properties that meet this condition, such as \"region = 'EU'\".",
 )
 
 

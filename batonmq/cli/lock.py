@@ -30,7 +30,7 @@ queue_argument = partial(
 
 
 def _state(item: Item) -> str:
-    """Return the state; an owner whose lease has expired does not own the queue for long."""
+    """Return the state; an owner with an expired lease does not own the queue for long."""
     return "expired" if item["lease_expired"] else str(item["state"])
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the images from build/images; prints the size of each and the start time of each service.
-#   BASE_IMAGE   base image; python:3.11-slim-bookworm by default
+#   BASE_IMAGE   base image; by default the one that the Dockerfiles name by its digest
 #   TAG          tag of the images; the version of the project by default
 #   WITH_SPARK   1: also build the image of the Spark jobs
 #   WITH_ETCD    1: also build an image of etcd
@@ -8,14 +8,14 @@ set -euo pipefail
 
 cd "$(dirname "$0")/../.."
 docker version >/dev/null # fail before anything is downloaded
-base=${BASE_IMAGE:-python:3.11-slim-bookworm}
+base=(${BASE_IMAGE:+--build-arg "BASE_IMAGE=$BASE_IMAGE"})
 tag=${TAG:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
 context=build/images
 
 build() { # name dockerfile [option...]
   local name=$1 file=$2
   shift 2
-  docker build --quiet --build-arg BASE_IMAGE="$base" -f "$file" -t "batonmq/$name:$tag" "$@" "$context" >/dev/null
+  docker build --quiet "${base[@]}" -f "$file" -t "batonmq/$name:$tag" "$@" "$context" >/dev/null
   echo "batonmq/$name:$tag $(($(docker image inspect --format '{{.Size}}' "batonmq/$name:$tag") / 1000000)) MB"
 }
 

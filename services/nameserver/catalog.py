@@ -247,7 +247,7 @@ class Catalog:
 def _broker_nodes(nodes: list[pb.Node]) -> dict[str, pb.Node]:
     """Return a node of every live broker: its leader, or a follower while there is no leader.
 
-    So a route keeps a broker whose next leader is not elected yet.
+    So a route keeps a broker while its next leader is not elected yet.
     """
     by_broker: dict[str, pb.Node] = {}
     for node in nodes:

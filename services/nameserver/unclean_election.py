@@ -1,6 +1,6 @@
 """Unclean election: an operator allows a node outside the in-sync set to be elected.
 
-It is for a replica set whose in-sync nodes are all lost; changes that only they have are discarded.
+It is for a replica set that has lost all in-sync nodes; changes that only they have are discarded.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def end_connection(descriptor: int, inode: int) -> None:
 
 
 def reset_connection(descriptor: int, inode: int) -> None:
-    """As `end_connection`, for a socket whose input is discarded.
+    """As `end_connection`, for a socket with discarded input.
 
     Its data are never acknowledged, so an ordinary end would wait behind them. Once gRPC closes the
     socket, the client gets a reset, at once.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ from batonmq_server.runtime.request_decoding import (
     decoder_of,
     with_decoding,
 )
+from batonmq_server.runtime.response_stream import write_responses
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         long_polls: Names of the methods without a stream that are long polls.
-        pause: Pauses a connection whose caller ignores its quota; it is named by its client.
+        pause: Pauses a connection, named by its client, when its caller ignores its quota.
     """
 
     def __init__(
@@ -224,13 +225,11 @@ class _Edge:
             check: Checks that the request, or each request of a stream, was decoded.
         """
 
-        async def wrapped(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def wrapped(request: Any, context: Context) -> None:
             with self._counted() as outcome:
                 try:
                     self._admit(context)
-                    async with aclosing(call(check(request), context)) as items:
-                        async for item in items:
-                            yield item
+                    await write_responses(call(check(request), context), context)
                     outcome.reason = "OK"
                 except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  it stops here
                     await self._fail(context, error, outcome)

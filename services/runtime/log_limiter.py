@@ -38,7 +38,7 @@ class LogLimiter:
         return without + 1
 
     def _forget_old(self, now_ms: int) -> None:
-        """Forget the keys whose next event gets a line; count what they have not reported yet.
+        """Forget the keys that get a line at their next event; keep the count of unreported events.
 
         The shared line reports it, so no count is lost.
         """

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from batonmq._common.rpc import abort
 from batonmq.errors import BatonError, InvalidArgument
+from batonmq_server.runtime.response_stream import write_responses
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Decode = Callable[[bytes], Any]
@@ -104,10 +105,9 @@ def _unary(call: Any) -> Any:
 
 
 def _stream(call: Any, check: Callable[[Any], Any]) -> Any:
-    async def wrapped(request: Any, context: Context) -> AsyncIterator[Any]:
+    async def wrapped(request: Any, context: Context) -> None:
         try:
-            async for item in call(check(request), context):
-                yield item
+            await write_responses(call(check(request), context), context)
         except BatonError as error:
             await abort(context, error)
 

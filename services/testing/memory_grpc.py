@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping
-from contextlib import aclosing
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -232,6 +231,11 @@ class _Context:
         self._loop, self._source = loop, source
         self.trailing: Metadata = ()
         self.end_s = None if timeout_s is None else loop.time() + timeout_s
+        self.send: Callable[[Any], None] | None = None
+
+    async def write(self, response: Any) -> None:
+        assert self.send is not None, "only streams write"
+        self.send(response)
 
     def peer(self) -> str:
         return self._source
@@ -327,15 +331,17 @@ class MemoryServer:
                     self._network.watcher.answered(call, request, answer)
                     way.send(CallResponse(handler.response_serializer(answer), context.trailing))
                     return
+
+                def send(response: Any) -> None:
+                    newest = request if requests is None else requests.newest
+                    self._network.watcher.answered(call, newest, response)
+                    way.send(CallResponse(handler.response_serializer(response)))
+
+                context.send = send
                 if requests is not None:
-                    stream = handler.stream_stream(requests, context)
+                    await handler.stream_stream(requests, context)
                 else:
-                    stream = handler.unary_stream(request, context)
-                async with aclosing(stream) as answers:
-                    async for answer in answers:
-                        newest = request if requests is None else requests.newest
-                        self._network.watcher.answered(call, newest, answer)
-                        way.send(CallResponse(handler.response_serializer(answer)))
+                    await handler.unary_stream(request, context)
                 way.send(END)
         except _Aborted as aborted:
             error = from_rpc_error(aborted.status.error())

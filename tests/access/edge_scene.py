@@ -79,6 +79,7 @@ class Scene:
         served: Full paths of the calls that reached a servicer, with their requests.
         holds: Calls of these paths end only when they are cancelled.
         fails: Errors that the servicers of these paths raise.
+        repeats: Responses that the streams of these paths send until they are cancelled.
         address: host:port of the server.
     """
 
@@ -90,6 +91,7 @@ class Scene:
     served: list[tuple[str, Any]] = field(default_factory=list)
     holds: set[str] = field(default_factory=set)
     fails: dict[str, BatonError] = field(default_factory=dict)
+    repeats: dict[str, Message] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
     address: str = ""
 
@@ -277,6 +279,8 @@ def _handler(
     async def duplex(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for request in requests:
             yield await answer(request)
+            while path in made.repeats:
+                yield made.repeats[path]
 
     codec = (GetMessageClass(method.input_type).FromString, kind.SerializeToString)
     if method.client_streaming:

@@ -8,6 +8,7 @@ were read.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -18,6 +19,7 @@ from batonmq.errors import BatonError, Unauthenticated
 from batonmq_server.runtime.access.rules import COMMON_RULES
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.access.edge_scene import METHODS, TIMEOUT_S, Scene, request_of, scene
+from tests.support.conditions import until
 
 APPEND = "/baton.storage.v1.StorageService/Append"
 FOREIGN = [path for path in COMMON_RULES if not path.startswith("/baton.")]
@@ -56,7 +58,8 @@ async def test_request_of_an_unknown_caller_is_not_read(
         assert counted == len(PATHS)
         name, reason = APPEND.split("/")[2], "UNAUTHENTICATED"
         labels = {"service": "StorageService", "method": name, "reason": reason}
-        assert made.registry.get_sample_value("baton_rpc_calls_total", labels) == 1
+        value = partial(made.registry.get_sample_value, "baton_rpc_calls_total", labels)
+        await until(lambda: value() == 1)
 
 
 @pytest.mark.parametrize("path", [APPEND, *FOREIGN])

@@ -129,15 +129,30 @@ def classes_in(hint: object) -> Iterator[type]:
         yield from classes_in(argument)
 
 
+class _NotInstalled(type):
+    """Make a class whose every attribute is the class itself, as of a package of types."""
+
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+
+class _AnyType(metaclass=_NotInstalled):
+    """A package or class that is not installed, in an annotation."""
+
+
 class _Names(dict[str, object]):
-    """Names for annotations; a name of a package that is not installed is any object."""
+    """Names for annotations; a package that is not installed has any name."""
 
     def __init__(self, names: Mapping[str, object], module: str) -> None:
         super().__init__(names)
         self._module = vars(sys.modules[module]) | vars(builtins)
 
     def __missing__(self, name: str) -> object:
-        return self._module.get(name, object)
+        if name.startswith("__"):
+            raise KeyError(name)
+        return self._module.get(name, _AnyType)
 
 
 @cache

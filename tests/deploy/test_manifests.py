@@ -9,6 +9,7 @@ every combination of components.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -243,6 +244,31 @@ def test_pod_that_the_base_does_not_reach_is_found() -> None:
     label, image = ManifestChecker().problems(resources)
     assert "label" in label
     assert "without a version" in image
+
+
+@kubectl
+def test_image_of_others_without_a_digest_is_found() -> None:
+    resources = render_combination(("etcd", "insecure"))
+    etcd = next(
+        one
+        for one in resources
+        if one["metadata"]["name"] == "etcd" and "template" in one.get("spec", {})
+    )
+    container = etcd["spec"]["template"]["spec"]["containers"][0]
+    container["image"] = container["image"].partition("@")[0]
+    (problem,) = ManifestChecker().problems(resources)
+    assert "without a digest" in problem
+
+
+def test_dockerfiles_name_one_base_image_by_its_digest() -> None:
+    images = {
+        line.partition("=")[2]
+        for path in (REPO / "deploy").glob("*Dockerfile")
+        for line in path.read_text().splitlines()
+        if line.startswith(("ARG BASE_IMAGE", "FROM")) and "$" not in line and " AS " not in line
+    }
+    (image,) = images
+    assert re.fullmatch(r"python:[\w.-]+@sha256:[0-9a-f]{64}", image)
 
 
 def test_each_combination_has_one_etcd_and_a_security_level() -> None:

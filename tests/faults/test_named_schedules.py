@@ -75,6 +75,12 @@ def test_starvation_pauses_all_leaders_at_once_for_less_than_a_lease() -> None:
         assert {(one.kind, one.rank, one.hold_ms) for one in group.faults} == {("pause", 0, 2_000)}
 
 
+def test_busy_leaves_services_alone() -> None:
+    assert SCHEDULES["busy"].busy
+    assert not SCHEDULES["busy"].elects
+    assert {(fault.kind, fault.part) for fault in faults("busy")} == {("pause", MEMBER)}
+
+
 def test_power_is_cut_for_everything_and_for_each_set() -> None:
     parts = [fault.part for fault in faults("power-cuts")]
     assert parts[::2] == [EVERYTHING] * (len(parts) // 2)

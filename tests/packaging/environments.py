@@ -84,16 +84,15 @@ def new_environment(folder: Path, wheels: Path, *requirements: str) -> Environme
     constraints.write_text("\n".join(line.split(" \\")[0] for line in lock if "==" in line))
     venv = [find_uv_bin(), "venv", "--quiet", "--no-python-downloads", "--python", sys.executable]
     _output([*venv, str(folder)])
-    install = [
-        find_uv_bin(),
-        "pip",
-        "install",
-        "--quiet",
-        "--python",
-        environment.program("python"),
-    ]
+    pip = [find_uv_bin(), "pip", "install", "--quiet", "--python", environment.program("python")]
     options = ["--find-links", str(wheels), "--constraint", str(constraints)]
-    _output([*install, *options, *requirements])
+    # uv asks the index about all that it has cached. If the index has another date for the sources
+    # of pyspark (400 MB), uv downloads and builds them again.
+    cached = subprocess.run(
+        [*pip, "--offline", *options, *requirements], check=False, capture_output=True
+    )
+    if cached.returncode != 0:
+        _output([*pip, *options, *requirements])
     return environment
 
 

@@ -320,3 +320,22 @@ async def test_mirror_keeps_its_values_over_a_restart_of_etcd_and_follows_again(
             await reached(mirror, revision)
             assert shown(mirror) == {"a": b"2", "c": b"3"}
             assert frozenset[str]().union(*changes) == {"a", "b", "c"}
+
+
+async def test_watchers_see_a_change_in_the_order_in_which_they_began(etcd: EtcdSession) -> None:
+    began: list[int] = []
+    seen: list[int] = []
+
+    async def follow(mirror: EtcdMirror, number: int) -> None:
+        async with aclosing(mirror.watch()) as changes:
+            await anext(changes)
+            began.append(number)
+            await anext(changes)
+            seen.append(number)
+
+    async with following(etcd) as mirror, asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        for number in range(64):
+            tasks.create_task(follow(mirror, number))
+        await until(lambda: len(began) == 64)
+        await etcd.txn(compare=[], put=[Put("topics/orders", b"1")])
+    assert seen == began

@@ -108,9 +108,9 @@ async def test_process_serves_the_common_endpoints_and_stops_cleanly(
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.QueryGroup(request)
             assert type(from_rpc_error(refused.value)) is NoDeadline
-        shown = await _metrics(running.node.metrics_address)
-        assert 'baton_rpc_calls_total{method="QueryGroup",reason="OK"' in shown
-        assert 'method="QueryGroup",reason="NO_DEADLINE"' in shown
+        for reason in ("OK", "NO_DEADLINE"):
+            sample = f'baton_rpc_calls_total{{method="QueryGroup",reason="{reason}"'
+            await until(partial(_shows, running.node.metrics_address, sample))
         assert (await etcd.get(KEY)) is not None
         running.child.send(signal.SIGTERM)
         assert await running.child.ended() == 0
@@ -281,6 +281,10 @@ async def _listed(channel: grpc.aio.Channel) -> list[str]:
     async for answer in stub.ServerReflectionInfo(iter([request]), timeout=TIMEOUT_S):
         return [service.name for service in answer.list_services_response.service]
     return []
+
+
+async def _shows(metrics_address: str, sample: str) -> bool:
+    return sample in await _metrics(metrics_address)
 
 
 async def _metrics(address: str) -> str:

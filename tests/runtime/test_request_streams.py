@@ -49,8 +49,16 @@ ENDS_S = 5.0
 
 
 class Echo(pb_grpc.StorageServiceServicer):
-    """Answers each request, and rejects those of delivery 0."""
+    """Answers each request, and rejects those of delivery 0.
 
+    Attributes:
+        responses: Responses to each request; if there are more than 1, each has 1 MiB.
+        written: Responses that gRPC has written.
+        ended: Streams that have ended.
+    """
+
+    responses = 1
+    written = 0
     ended = 0
 
     async def Deliver(
@@ -61,7 +69,11 @@ class Echo(pb_grpc.StorageServiceServicer):
                 number = request.commands[0].delivery_id
                 if number == 0:
                     raise PermissionDenied("delivery 0", facts={"identity": "app"})
-                yield pb.DeliverResponse(frames=[pb.DeliveryFrame(delivery_id=number)])
+                payload = pb.PullResponse(batches=[bytes(1 << 20 if self.responses > 1 else 0)])
+                for _ in range(self.responses):
+                    frame = pb.DeliveryFrame(delivery_id=number, messages=payload)
+                    yield pb.DeliverResponse(frames=[frame])
+                    self.written += 1
         finally:
             self.ended += 1
 
@@ -164,7 +176,8 @@ async def test_undecodable_request_ends_the_stream_as_an_invalid_argument() -> N
         error = await refusal(call)
         assert isinstance(error, InvalidArgument)
         assert error.facts == {"field": "request"}
-        assert here.echo.ended == here.calls("INVALID_ARGUMENT") == 1
+        await until(lambda: here.calls("INVALID_ARGUMENT") == 1)
+        assert here.echo.ended == 1
 
 
 async def test_drain_ends_a_stream_and_refuses_the_next_one() -> None:
@@ -174,8 +187,20 @@ async def test_drain_ends_a_stream_and_refuses_the_next_one() -> None:
         here.edge.drain()
         assert isinstance(await refusal(call), NotServing)
         assert isinstance(await refusal(here.deliver()), NotServing)
+        await until(lambda: here.calls("NOT_SERVING") == 2)
         assert here.echo.ended == 1
-        assert here.calls("NOT_SERVING") == 2
+
+
+async def test_drain_ends_a_stream_with_a_reason_also_while_a_response_is_written() -> None:
+    async with served() as here:
+        here.echo.responses = 64
+        call = here.deliver()
+        await call.write(request(1))
+        await until(lambda: here.echo.written > 0)
+        here.edge.drain()
+        assert isinstance(await refusal(call), NotServing)
+        await until(lambda: here.calls("NOT_SERVING") == 1)
+        assert here.echo.ended == 1
 
 
 async def test_caller_without_a_grant_is_refused_before_it_writes(etcd: EtcdSession) -> None:
@@ -204,6 +229,22 @@ async def test_stream_ends_when_its_token_or_last_grant_is_revoked(
         async with asyncio.timeout(ENDS_S):
             error = await refusal(call)
         assert type(error) is (Unauthenticated if by == "token" else PermissionDenied)
+
+
+async def test_stream_that_is_not_read_ends_with_the_reason_when_its_token_is_revoked(
+    etcd: EtcdSession,
+) -> None:
+    async with scene(etcd) as made:
+        await made.know("app", ("consume", "topic:orders"))
+        payload = pb.PullResponse(batches=[bytes(1 << 20)])
+        made.repeats[DELIVER] = pb.DeliverResponse(frames=[pb.DeliveryFrame(messages=payload)])
+        raw: Any = made.channel.stream_stream(DELIVER, lambda m: m.SerializeToString())
+        call = raw(metadata=made.metadata("app"))
+        await call.write(request_of(METHODS[DELIVER]))
+        await next_answer(call)
+        await made.store.revoke_token(made.digest("app")[:16])
+        await until(lambda: not made.knows("app"))
+        assert isinstance(await refusal(call), Unauthenticated)
 
 
 async def test_stream_that_ends_during_a_write_ends_with_its_reason_or_as_unreachable() -> None:

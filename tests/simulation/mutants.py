@@ -156,18 +156,19 @@ MUTANTS = (
         broken_lockmgr.stored_token_on_renewal,
         CRASHES,
         ("V11", "V7", "V3"),
+        first=1,
     ),
-    Mutant("commit without token", broken_offsets.commit_without_token, ZOMBIES, ("V3",)),
-    Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=77),
-    Mutant("no deadline", broken_clients.no_deadline, ZOMBIES, ("V3", "V6", "V7"), first=3),
+    Mutant("commit without token", broken_offsets.commit_without_token, ZOMBIES, ("V3",), first=3),
+    Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=81),
+    Mutant("no deadline", broken_clients.no_deadline, ZOMBIES, ("V3", "V6", "V7"), first=26),
     Mutant("close without draining", broken_clients.close_without_draining, SLOW, ("V6", "V7")),
-    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=3),
+    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=13),
     Mutant(
         "token dropped at the deadline",
         broken_clients.token_dropped_at_the_deadline,
         OUTAGE,
         ("L4",),
-        first=4,
+        first=10,
     ),
     Mutant(
         "late close without unfinished",
@@ -204,10 +205,11 @@ MUTANTS = (
         broken_clients.gap_after_a_dropped_frame,
         FRAMES_OF_TWO_EPOCHS,
         ("V1", "V4", "L1", "L2"),
+        first=35,
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
     Mutant(
-        "renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",), first=5
+        "renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",), first=7
     ),
     Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",), first=4),
     Mutant(
@@ -215,7 +217,7 @@ MUTANTS = (
         broken_offsets.position_of_any_epoch,
         OLD_CALLS,
         ("V7", "V8"),
-        first=18,
+        first=27,
     ),
     Mutant(
         "position below recorded", broken_offsets.position_below_recorded, OLD_CALLS, ("V7", "V8")
@@ -254,7 +256,7 @@ MUTANTS = (
         broken_offsets.riding_acks_without_token,
         RIDING,
         ("V3",),
-        first=11,
+        first=15,
     ),
     Mutant(
         "delivery of any generation",
@@ -263,7 +265,9 @@ MUTANTS = (
         ("section 14",),
         first=3,
     ),
-    Mutant("grant without gate", broken_lockmgr.grant_without_gate, ROLLING, ("section 14",)),
+    Mutant(
+        "grant without gate", broken_lockmgr.grant_without_gate, ROLLING, ("section 14",), first=3
+    ),
     Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",), first=2),
     Mutant(
         "ack before replicate", broken_replicas.ack_before_replicate, REPLICATED, ("section 12",)
@@ -284,7 +288,7 @@ MUTANTS = (
         broken_replicas.histories_without_epochs,
         BUSY,
         ("section 12",),
-        first=6,
+        first=7,
     ),
     Mutant("adopt a lower version", broken_replicas.adopt_a_lower_version, SPLIT, ("section 12",)),
     Mutant(
@@ -325,9 +329,10 @@ MUTANTS = (
         broken_replicas.ignore_an_ended_lease,
         ENDED_LEASES,
         ("section 8", "section 12", "L2"),
+        first=7,
     ),
     Mutant(
-        "let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=108
+        "let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=121
     ),
     Mutant(
         "ack a message before it is replicated",
@@ -353,7 +358,7 @@ MUTANTS = (
         broken_stores.keep_the_longer_log,
         STORES_SPLIT,
         ("section 12",),
-        first=7,
+        first=12,
     ),
     Mutant(
         "show what is not confirmed",
@@ -373,6 +378,7 @@ MUTANTS = (
         broken_stores.take_an_empty_copy_for_whole,
         replace(STORES, lost_disks=8),
         ("section 12",),
+        first=13,
     ),
     Mutant(
         "forget the producers",
@@ -410,7 +416,7 @@ MUTANTS = (
         broken_moves.seal_by_a_lower_move,
         TO_AND_FRO,
         ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
-        first=27,
+        first=58,
     ),
     Mutant(
         "adopt a lower move",

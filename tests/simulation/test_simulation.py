@@ -131,7 +131,7 @@ def test_seed_determines_the_run() -> None:
     assert transcript(play("2", options_of(2), kept_max=None)) != first
 
 
-@pytest.mark.parametrize(("seed", "kind"), [(3, ""), (7, "storage")])
+@pytest.mark.parametrize(("seed", "kind"), [(3, ""), (5, "storage"), (7, "storage")])
 def test_seed_determines_the_run_in_another_process(seed: int, kind: str) -> None:
     runs = [
         subprocess.run(

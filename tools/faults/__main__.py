@@ -3,7 +3,7 @@
     BATON_FAULT_SEED=17 BATON_FAULT_MINUTES=3 python -m tools.faults
     python -m tools.faults selection        every kind of fault once, in about three minutes
     python -m tools.faults one-way-cuts     one class of faults (named_schedules.py): one-way-cuts,
-                                            two-steps, power-cuts, flipped-bits, starvation
+                                            two-steps, power-cuts, flipped-bits, busy, starvation
     python -m tools.faults page 17          the report of seed 17, in docs/explanation/faults/
 
 Without a seed one is drawn and printed. The report of a named schedule is `<schedule>-<seed>`. The
@@ -49,7 +49,7 @@ class FaultSettings(Settings):
     minutes: float = Field(3, gt=0)
     """Duration of the faults, in minutes."""
     busy: int = Field(BUSY, ge=0)
-    """Processes that keep the processors busy, for `starvation` only."""
+    """Processes that keep the processors busy, for `busy` and `starvation` only."""
 
 
 def play(name: str, folder: Path, *arguments: str) -> int:

@@ -34,7 +34,7 @@ CERTAIN = (
 PATIENT = ProducerSettings()
 HASTY = ProducerSettings(delivery_timeout_ms=2_500, request_timeout_ms=2_000)
 """Times out during a failover, so that some sends fail and some are indeterminate."""
-_BATCH, _EVERY_S, _KEYS = 10, 0.1, 20
+_BATCH, _EVERY_S, _KEYS = 20, 0.2, 20
 _WAITING_MAX = 5_000
 
 

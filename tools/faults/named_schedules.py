@@ -30,7 +30,7 @@ _AWAY_MS = 8_000
 """A node with a damaged file, and a leader that died, stay down at least this long."""
 STARVED_MS = 2_000
 BUSY = 60
-"""The load that `starvation` adds."""
+"""The load that `busy` and `starvation` add."""
 _ROUNDS = 50
 """More than fit into a run; the duration of a run ends a schedule."""
 
@@ -136,10 +136,22 @@ def _starvation(random: Random, names: Sequence[str]) -> list[FaultGroup]:
     return [FaultGroup(pauses, random.randrange(2_500, 4_000)) for _ in range(_ROUNDS * 20)]
 
 
+def _busy(random: Random, names: Sequence[str]) -> list[FaultGroup]:
+    """Only consumers are paused, shortly; services get too little CPU because of the load."""
+    return [
+        FaultGroup(
+            (Fault("pause", MEMBER, random.randrange(3), random.randrange(500, 3_000)),),
+            random.randrange(5_000, 15_000),
+        )
+        for _ in range(_ROUNDS * 20)
+    ]
+
+
 SCHEDULES = {
     "one-way-cuts": NamedSchedule(_one_way_cuts, sets_of_three, cuts=True),
     "two-steps": NamedSchedule(_two_steps, sets_of_three, cuts=True),
     "power-cuts": NamedSchedule(_power_cuts, sets_of_three, cuts=True, power=True),
     "flipped-bits": NamedSchedule(_flipped_bits, sets_of_three),
+    "busy": NamedSchedule(_busy, highly_available, busy=BUSY, elects=False),
     "starvation": NamedSchedule(_starvation, highly_available, busy=BUSY, elects=False),
 }

@@ -125,8 +125,11 @@ def _pod_problems(one: Resource) -> Iterator[str]:
     if template["metadata"].get("labels", {}).get("app.kubernetes.io/part-of") != "batonmq":
         yield "pods without the label that network policies and scrapes select"
     for container in template["spec"]["containers"]:
-        if ":" not in container["image"].rpartition("/")[2]:
-            yield f"image without a version: {container['image']}"
+        image = container["image"]
+        if ":" not in image.rpartition("/")[2].partition("@")[0]:
+            yield f"image without a version: {image}"
+        elif "batonmq/" not in image and "@sha256:" not in image:
+            yield f"image of others without a digest: {image}"
 
 
 def main() -> int:

@@ -41,7 +41,7 @@ class Admission:
     Args:
         guard: A guard that is on.
         long_polls: Names of the methods without a stream that are long polls.
-        pause: Pauses a connection whose caller ignores its quota; it is named by its client.
+        pause: Pauses a connection, named by its client, when its caller ignores its quota.
     """
 
     def __init__(

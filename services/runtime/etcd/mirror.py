@@ -39,7 +39,8 @@ class EtcdMirror:
         self.on_change: list[Callable[[frozenset[str]], None]] = []
         self._ready = asyncio.Event()
         self._advanced = asyncio.Event()
-        self._pending: set[_Watcher] = set()
+        # Ordered by arrival: a set would wake the watchers in an order of addresses.
+        self._pending: dict[_Watcher, None] = {}
         self._fragments: list[kv_pb2.Event] = []
 
     async def ready(self) -> None:
@@ -70,13 +71,13 @@ class EtcdMirror:
         """
         await self._ready.wait()
         watcher = _Watcher(set(self.values))
-        self._pending.add(watcher)
+        self._pending[watcher] = None
         try:
             while True:
                 yield watcher.take()
                 await watcher.changed.wait()
         finally:
-            self._pending.discard(watcher)
+            self._pending.pop(watcher, None)
 
     async def run(self) -> None:
         """Follow etcd until cancelled; run as one task."""
