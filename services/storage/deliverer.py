@@ -11,8 +11,11 @@ from batonmq._core.records import read_header
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.store import ReadResult, check_queue, check_readable
-from batonmq_server.storage.delivery_advance import RecordedDelivery
-from batonmq_server.storage.delivery_recorder import PendingDelivery
+from batonmq_server.storage.delivery_recorder import (
+    NO_ADVANCE,
+    PendingDelivery,
+    RecordedDelivery,
+)
 from batonmq_server.storage.metric_stream import PULL
 from batonmq_server.storage.servicer_parts import StorageServicerParts
 from batonmq_server.storage.validation import ParsedPull
@@ -109,16 +112,15 @@ class Deliverer:
     async def _record(
         self, key: QueueKey, pull: ParsedPull, reading: ReadResult
     ) -> RecordedDelivery:
-        """Record a delivery, unless it is recorded in advance and has no acks to pass on."""
-        range_, advance_to = (pull.spec.offset, reading.next_offset), 0
+        """Record a delivery, unless its advance covers it and there are no acks to pass on."""
+        range_, wish = (pull.spec.offset, reading.next_offset), NO_ADVANCE
         if (advance := pull.advance) is not None:
-            now_ms = self._parts.clock.monotonic_ms()
+            now_ms, parts = self._parts.clock.monotonic_ms(), self._parts
             if pull.progress is None:
-                epoch = self._parts.deliveries.seen_epoch(pull.owner.group)
-                covering = advance.covering(key, range_, epoch, now_ms)
-                if covering is not None:
+                seen = parts.deliveries.seen_epoch(pull.owner.group)
+                if (covering := advance.covering(key, range_, seen, now_ms)) is not None:
                     return covering
-            advance_to = advance.begin_call(key, range_, now_ms)
+            wish = advance.wish(range_, now_ms)
         delivery = PendingDelivery(
             pull.owner,
             pull.spec.offset,
@@ -128,14 +130,16 @@ class Deliverer:
             pull.progress,
             pull.offsets_set,
             pull.received_offset,
-            advance,
-            advance_to,
+            wish,
         )
         try:
-            return await self._parts.deliveries.record(delivery)
+            record = await self._parts.deliveries.record(delivery)
         except BatonError as error:
             self._parts.metrics.unrecorded_deliveries.labels(error.reason).inc()
             raise
+        if advance is None:
+            return record
+        return advance.recorded(key, range_, record)
 
     def _read(self, key: QueueKey, pull: ParsedPull) -> ReadResult | None:
         try:

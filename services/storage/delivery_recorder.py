@@ -8,27 +8,48 @@ Messages leave only with a result that is fresh and from the newest known epoch 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import grpc.aio
 
+from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.batcher import Batcher
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
-from batonmq.errors import BatonError, DeliveryUnrecorded, Overloaded
-from batonmq_server.storage.delivery_advance import (
-    DeliveryAdvance,
-    RecordedDelivery,
-    Settlement,
-)
+from batonmq.errors import BatonError, DeliveryUnrecorded
 from batonmq_server.storage.long_polls import QueueOwner
 
 ITEMS_MAX = 256
 CALL_BYTES_MAX = 8 * 1024 * 1024
 """Maximum size of a call; a single larger item is sent alone."""
 TOUCHES_MAX = 1_024
+
+
+class AdvanceWish(NamedTuple):
+    """The advance that a delivery asks for (protocol 6.8).
+
+    Attributes:
+        advance_id: Id of the advance; 0 for none.
+        advance_to: Offset up to which to record in advance; 0 for no more than there is.
+    """
+
+    advance_id: int = 0
+    advance_to: int = 0
+
+
+NO_ADVANCE = AdvanceWish()
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What was delivered in an advance that has ended: nothing at or above `sent_offset`."""
+
+    owner: QueueOwner
+    advance_id: int
+    sent_offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +62,7 @@ class PendingDelivery:
         progress: Acknowledgements that the pull carries.
         offsets_set: Offsets set that keeps the group, as the consumer knows it; empty if unknown.
         received_offset: Position of the consumer, stated under `offsets_epoch`; None for none.
-        advance: Advance of the delivery by stream; None for a pull.
-        advance_to: Offset up to which to record in advance; 0 for none.
+        advance: The advance to ask for.
     """
 
     owner: QueueOwner
@@ -53,8 +73,39 @@ class PendingDelivery:
     progress: pb.Acks | None = None
     offsets_set: str = ""
     received_offset: int | None = None
-    advance: DeliveryAdvance | None = None
+    advance: AdvanceWish = NO_ADVANCE
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedDelivery:
+    """A delivery that offsets has recorded.
+
+    Attributes:
+        redelivered: Offsets that an earlier owner may have started.
+        offsets_epoch: Epoch of `offsets_set` that recorded it.
+        sent_ms: Monotonic time at which the request was sent.
+        offsets_set: Name of the offsets set.
+        advance_to: End of the advance; 0 for none.
+    """
+
+    redelivered: Sequence[queue_pb2.OffsetRange]
+    offsets_epoch: int
+    sent_ms: int
+    offsets_set: str = ""
     advance_to: int = 0
+
+    def between(self, first_offset: int, next_offset: int) -> RecordedDelivery:
+        """Return the record with the redelivered offsets of a range only."""
+        if not self.redelivered:
+            return self
+        ranges = (
+            queue_pb2.OffsetRange(
+                first_offset=max(each.first_offset, first_offset),
+                next_offset=min(each.next_offset, next_offset),
+            )
+            for each in self.redelivered
+        )
+        return replace(self, redelivered=[r for r in ranges if r.first_offset < r.next_offset])
 
 
 class DeliveryRecorder:
@@ -100,12 +151,7 @@ class DeliveryRecorder:
             DeliveryUnrecorded: offsets did not answer, or the answer is too old or from an old
                 epoch.
         """
-        try:
-            result = await self._batcher.call(delivery)
-        except Overloaded:
-            if delivery.advance is not None:
-                delivery.advance.answered(None)
-            raise
+        result = await self._batcher.call(delivery)
         if isinstance(result, BatonError):
             raise result
         assert result is not None
@@ -117,7 +163,7 @@ class DeliveryRecorder:
         return result
 
     async def settle(self, settlement: Settlement) -> None:
-        """Tell offsets what was sent in an advance, in order with the records.
+        """Tell offsets what was delivered in an advance, after the records that asked for it.
 
         Raises:
             BatonError: offsets did not answer.
@@ -156,23 +202,30 @@ class DeliveryRecorder:
     async def _send(
         self, batch: Sequence[PendingDelivery | Settlement]
     ) -> list[RecordedDelivery | BatonError | None]:
-        """Send deliveries and settlements, and return their results in order."""
+        """Send a batch and return its results in order; None for a settlement.
+
+        Settlements go with the last call: offsets applies them after the items. The epoch that a
+        consumer claims to have seen is compared with its own result only: a wrong claim must not
+        fail the other deliveries.
+        """
         deliveries = [one for one in batch if isinstance(one, PendingDelivery)]
         settlements = [_settlement(one) for one in batch if isinstance(one, Settlement)]
-        error, results = None, list[RecordedDelivery | BatonError]()
-        for items in _calls([_item(one) for one in deliveries]) or [[]]:
-            answers = await self._record(items, settlements)
-            if settlements and isinstance(answers, BatonError):
-                error = answers
-            settlements = []
-            results += [answers] * len(items) if isinstance(answers, BatonError) else answers
+        results: list[RecordedDelivery | BatonError] = []
+        *first, last = _calls([_item(one) for one in deliveries]) or [[]]
+        for items in first:
+            results += _outcomes(await self._record(items), len(items))
+        answer = await self._record(last, settlements)
+        results += _outcomes(answer, len(last))
+        settled = answer if isinstance(answer, BatonError) else None
         checked = iter(map(_checked, deliveries, results))
-        return [error if isinstance(one, Settlement) else next(checked) for one in batch]
+        return [settled if isinstance(one, Settlement) else next(checked) for one in batch]
 
     async def _record(
-        self, items: Sequence[pb.DeliveryItem], settlements: Sequence[pb.AdvanceSettlement]
+        self,
+        items: Sequence[pb.DeliveryItem],
+        settlements: Sequence[pb.AdvanceSettlement] = (),
     ) -> Sequence[RecordedDelivery | BatonError] | BatonError:
-        """Make one call; return the results of its items, or the error of all."""
+        """Make one call; return the results of its items, or the error of the call."""
         request = pb.RecordDeliveredRequest(
             offsets_epoch=self._epoch, items=items, settlements=settlements
         )
@@ -192,7 +245,6 @@ class DeliveryRecorder:
                 answer.offsets_epoch,
                 sent_ms,
                 self._set,
-                outcome.delivered.advance,
                 outcome.delivered.advance_to,
             )
             for outcome in answer.outcomes
@@ -217,8 +269,8 @@ def _item(delivery: PendingDelivery) -> pb.DeliveryItem:
         caller=delivery.owner.caller,
         received_offset=delivery.received_offset,
         received_epoch=delivery.offsets_epoch,
-        advance=delivery.advance.number if delivery.advance is not None else 0,
-        advance_to=delivery.advance_to,
+        advance_id=delivery.advance.advance_id,
+        advance_to=delivery.advance.advance_to,
     )
 
 
@@ -226,26 +278,22 @@ def _settlement(settlement: Settlement) -> pb.AdvanceSettlement:
     return pb.AdvanceSettlement(
         queue=settlement.owner.queue(),
         token=settlement.owner.token,
-        advance=settlement.advance,
+        advance_id=settlement.advance_id,
         sent_offset=settlement.sent_offset,
     )
+
+
+def _outcomes(
+    answer: Sequence[RecordedDelivery | BatonError] | BatonError, count: int
+) -> Sequence[RecordedDelivery | BatonError]:
+    return [answer] * count if isinstance(answer, BatonError) else answer
 
 
 def _checked(
     delivery: PendingDelivery, result: RecordedDelivery | BatonError
 ) -> RecordedDelivery | BatonError:
-    """Return the result of one delivery, and note it in its advance.
-
-    The epoch that a consumer claims to have seen is compared with its own result only: a wrong
-    claim must not fail the other deliveries.
-    """
-    recorded = result if isinstance(result, RecordedDelivery) else None
-    if delivery.advance is not None:
-        delivery.advance.answered(recorded, delivery.next_offset)
-        if recorded is not None:
-            result = recorded.between(delivery.first_offset, delivery.next_offset)
-    if recorded is not None and recorded.offsets_epoch < delivery.offsets_epoch:
-        return unrecorded(_old_epoch(recorded.offsets_epoch))
+    if isinstance(result, RecordedDelivery) and result.offsets_epoch < delivery.offsets_epoch:
+        return unrecorded(_old_epoch(result.offsets_epoch))
     return result
 
 

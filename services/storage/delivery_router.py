@@ -11,10 +11,11 @@ from dataclasses import replace
 from batonmq.errors import BatonError, GroupMoved, NotServing
 from batonmq_server.runtime.group_placements import GroupPlacements
 from batonmq_server.runtime.per_replica_set import PerReplicaSet
-from batonmq_server.storage.delivery_advance import RecordedDelivery, Settlement
 from batonmq_server.storage.delivery_recorder import (
     DeliveryRecorder,
     PendingDelivery,
+    RecordedDelivery,
+    Settlement,
     unrecorded,
 )
 from batonmq_server.storage.long_polls import QueueOwner
@@ -68,9 +69,8 @@ class DeliveryRouter:
             raise unrecorded(error) from error
 
     async def settle(self, settlement: Settlement) -> None:
-        """As `DeliveryRecorder.settle`; no effect if the group has moved to another set."""
-        if settlement.offsets_set == self.set_of(settlement.owner.group):
-            await self._sets[settlement.offsets_set].settle(settlement)
+        """As `DeliveryRecorder.settle`; a set to which the group has moved ignores it."""
+        await self._sets[self.set_of(settlement.owner.group)].settle(settlement)
 
     async def touch(self, owners: Sequence[QueueOwner]) -> list[BatonError | None]:
         """As `DeliveryRecorder.touch`; the result is None also if the set does not answer."""

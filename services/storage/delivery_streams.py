@@ -21,8 +21,10 @@ from batonmq._common.rpc import error_to_pb
 from batonmq.errors import BatonError, InvalidArgument, NotServing, Overloaded
 from batonmq_server.runtime.access.rules import queue_permissions
 from batonmq_server.storage import validation
+from batonmq_server.storage.advance_settler import AdvanceSettler
 from batonmq_server.storage.deliverer import Deliverer
-from batonmq_server.storage.delivery_advance import DeliveryAdvance, Settlement
+from batonmq_server.storage.delivery_advance import DeliveryAdvance
+from batonmq_server.storage.long_polls import QueueOwner
 from batonmq_server.storage.servicer_parts import StorageServicerParts
 from batonmq_server.storage.validation import ParsedCredit, ParsedPull
 
@@ -39,10 +41,6 @@ SILENCE_MS_MAX = 5_000
 HOLD_ALIGNMENT_MS = 1_000
 """Deliveries without messages send their frames at multiples of this time, so that they share
 responses."""
-SETTLE_INTERVAL_S = 1.0
-"""Time between two looks for advances that are to be settled."""
-SETTLE_ATTEMPTS_MAX = 30
-"""After so many calls without an answer, an advance counts as delivered."""
 
 
 class DeliveryStreams:
@@ -57,50 +55,22 @@ class DeliveryStreams:
         self._open: dict[_DeliveryStream, None] = {}
         self.count = 0
         self._tasks: asyncio.TaskGroup | None = None
-        self._advances: dict[DeliveryAdvance, None] = {}
-        self._unsettled: list[tuple[Settlement, int]] = []
-        self._advancing = asyncio.Event()
+        self._settler = AdvanceSettler(parts.deliveries.settle, parts.clock)
 
     async def run(self) -> None:
         """Run the tasks of all streams until cancelled; run it as one task."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                await self._settle_advances()
+                await self._settler.run()
         finally:
             self._tasks = None
 
-    def note_advance(self, advance: DeliveryAdvance) -> None:
-        """Settle an advance as soon as it is due."""
-        self._advances[advance] = None
-        self._advancing.set()
+    def new_advance(self, owner: QueueOwner) -> DeliveryAdvance:
+        """Return the advance of a new delivery."""
+        return DeliveryAdvance(owner, self._new_advance_id, self._settler.watch)
 
-    async def _settle_advances(self) -> None:
-        while True:
-            await self._advancing.wait()
-            await asyncio.sleep(SETTLE_INTERVAL_S)
-            await self.settle_due()
-            if not self._advances and not self._unsettled:
-                self._advancing.clear()
-
-    async def settle_due(self) -> None:
-        """Tell offsets what was sent in the advances that have ended, or were not used for long."""
-        now_ms = self.parts.clock.monotonic_ms()
-        due = [advance for advance in self._advances if advance.is_due(now_ms)]
-        unsettled = self._unsettled + [(advance.settle(), 0) for advance in due]
-        self._advances = {advance: None for advance in self._advances if not advance.idle}
-        self._unsettled = []
-        if not unsettled:
-            return
-        async with asyncio.TaskGroup() as tasks:
-            for settlement, attempts in unsettled:
-                tasks.create_task(self._settle(settlement, attempts + 1))
-
-    async def _settle(self, settlement: Settlement, attempts: int) -> None:
-        try:
-            await self.parts.deliveries.settle(settlement)
-        except BatonError:
-            if attempts < SETTLE_ATTEMPTS_MAX:
-                self._unsettled.append((settlement, attempts))
+    def _new_advance_id(self) -> int:
+        return self.parts.random.getrandbits(63) or 1
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task of a stream; it must not raise an error.
@@ -142,7 +112,7 @@ class _Delivery:
     Attributes:
         queue: The queue, for the check of its permission.
         advance: What offsets has recorded in advance.
-        recorded_credit: Number of the credit that the last record included.
+        credit_number: Number of the credit that the last record included.
         funded: Set while there is credit.
     """
 
@@ -155,8 +125,8 @@ class _Delivery:
     ) -> None:
         self.queue, self._credit, self.advance = queue, credit, advance
         self._pull = replace(pull, advance=advance)
-        self._stated = 0
-        self.messages_sent = self.bytes_sent = self.recorded_credit = self._credit_number = 0
+        self._stated = self._named = 0
+        self.messages_sent = self.bytes_sent = self.credit_number = 0
         self.funded = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self._note_credit()
@@ -184,7 +154,7 @@ class _Delivery:
             bytes_max: Limit of the caller's quota; None for none.
         """
         pull, credit = self._pull, self._credit
-        spec, self._credit_number = pull.spec, credit.number
+        spec, self._named = pull.spec, credit.number
         messages_max = min(spec.messages_max, credit.messages_limit - self.messages_sent)
         limit = min(spec.bytes_max, credit.bytes_limit - self.bytes_sent)
         if bytes_max is not None:
@@ -201,11 +171,11 @@ class _Delivery:
     def sent(
         self, answer: pb.PullResponse, message_count: int, byte_count: int, *, recorded: bool
     ) -> None:
-        """Note that a frame with `answer` is sent; `recorded` unless it had nothing to record."""
+        """Note that a frame with `answer` is sent; `recorded` if its record was just made."""
         if answer.progress_taken:
-            self._stated = self._credit_number
-        if recorded and not self.advance.covered:
-            self.recorded_credit = self._credit_number
+            self._stated = self._named
+        if recorded:
+            self.credit_number = self._named
         self.messages_sent += message_count
         self.bytes_sent += byte_count
         self._pull = replace(self._pull, spec=replace(self._pull.spec, offset=answer.next_offset))
@@ -327,8 +297,9 @@ class _DeliveryStream:
                 facts={"limit": count},
             )
         self._owner.count += 1
-        advance = DeliveryAdvance(pull.owner, self._owner.note_advance)
-        delivery = self._deliveries[number] = _Delivery(start.pull.queue, pull, credit, advance)
+        delivery = self._deliveries[number] = _Delivery(
+            start.pull.queue, pull, credit, self._owner.new_advance(pull.owner)
+        )
         delivery.task = self._owner.spawn(self._run(number, delivery, pull.hold_ms))
 
     def _stop(self, number: int) -> None:
@@ -382,13 +353,14 @@ class _DeliveryStream:
         frame, byte_count, message_count = frames[0], 0, 0
         if reading is not None:
             byte_count, message_count = sum(map(len, reading.batches)), reading.message_count
-        delivery.sent(answer, message_count, byte_count, recorded=reading is not None)
+        recorded = reading is not None and not delivery.advance.covered
+        delivery.sent(answer, message_count, byte_count, recorded=recorded)
         access.charge_read(byte_count)
         self._bytes += byte_count
         self._unsent_bytes += byte_count
         if self._unsent_bytes > UNSENT_BYTES_MAX:
             self._taken.clear()
-        frame.credit_number = delivery.recorded_credit
+        frame.credit_number = delivery.credit_number
         frame.messages_sent, frame.bytes_sent = delivery.messages_sent, delivery.bytes_sent
         frame.last = deliverer.names_another_node(answer.next_node_id)
         return not frame.last

@@ -17,6 +17,7 @@ from batonmq_server.offsets.core.ranges import EMPTY
 from batonmq_server.offsets.core.values import Acks as TableAcks
 from batonmq_server.offsets.core.values import (
     AckState,
+    AdvanceSettlement,
     CommitResult,
     DeliveryResult,
     FenceAttempt,
@@ -249,10 +250,11 @@ def advance_not_in_flight(patch: pytest.MonkeyPatch) -> None:
     """Offsets permits an advance and does not count it as delivered."""
     real = Progress._advance
 
-    def advance(self: Progress, end_offset: int, number: int) -> None:
+    def advance(self: Progress, advance_id: int, end_offset: int, limits: QueueLimits) -> int:
         delivered_offset = self.delivered_offset
-        real(self, end_offset, number)
+        permitted = real(self, advance_id, end_offset, limits)
         self.delivered_offset = delivered_offset
+        return permitted
 
     patch.setattr(Progress, "_advance", advance)
 
@@ -261,27 +263,31 @@ def settle_any_advance(patch: pytest.MonkeyPatch) -> None:
     """A settlement is accepted for whatever advance the queue has."""
     real = Progress.settle_advance
 
-    def settle_advance(self: Progress, token: int, number: int, sent_offset: int) -> None:
+    def settle_advance(self: Progress, token: int, settlement: AdvanceSettlement) -> None:
         if self.advance is not None:
-            number = self.advance.number
-        real(self, token, number, sent_offset)
+            settlement = settlement._replace(advance_id=self.advance.id)
+        real(self, token, settlement)
 
     patch.setattr(Progress, "settle_advance", settle_advance)
 
 
-def continue_the_advance_of_another(patch: pytest.MonkeyPatch) -> None:
-    """A delivery continues the advance of an earlier delivery, and settles it."""
-    patch.setattr(Progress, "_end_advance_of_another", lambda *_: None)
+def advance_of_two_deliveries(patch: pytest.MonkeyPatch) -> None:
+    """A delivery continues the advance of another one, which settles it."""
+    real = Progress._advance
+
+    def advance(self: Progress, advance_id: int, end_offset: int, limits: QueueLimits) -> int:
+        return real(self, self.advance.id if self.advance else advance_id, end_offset, limits)
+
+    patch.setattr(Progress, "_advance", advance)
 
 
 def position_below_an_advance(patch: pytest.MonkeyPatch) -> None:
     """A position of the holder lowers D below an advance."""
 
-    def bounded(self: Progress, end: int) -> int:
-        lowest = max(end, self.delivered_known, self.committed_offset)
-        return min(self.delivered_offset, lowest)
+    def may_bound(self: Progress, token: int) -> bool:
+        return token == self.token and not self.closed and self.provable and not self.exact
 
-    patch.setattr(Progress, "_bounded", bounded)
+    patch.setattr(Progress, "_may_bound", may_bound)
 
 
 def end_of_the_log_during_an_advance(patch: pytest.MonkeyPatch) -> None:

@@ -106,19 +106,11 @@ def credit_of_an_earlier_delivery(patch: pytest.MonkeyPatch) -> None:
 
 def settle_at_the_last_record(patch: pytest.MonkeyPatch) -> None:
     """An advance is settled without the frames that needed no call."""
-    real_answered, real_settle = DeliveryAdvance.answered, DeliveryAdvance.settle
-    recorded = dict[DeliveryAdvance, int]()
-
-    def answered(
-        self: DeliveryAdvance, record: RecordedDelivery | None, next_offset: int = 0
-    ) -> None:
-        recorded[self] = max(recorded.get(self, 0), next_offset)
-        real_answered(self, record, next_offset)
+    real = DeliveryAdvance.settle
 
     def settle(self: DeliveryAdvance) -> Settlement:
-        return replace(real_settle(self), sent_offset=recorded[self])
+        return replace(real(self), sent_offset=self._call_offset)
 
-    patch.setattr(DeliveryAdvance, "answered", answered)
     patch.setattr(DeliveryAdvance, "settle", settle)
 
 
@@ -127,10 +119,10 @@ def deliver_after_the_settlement(patch: pytest.MonkeyPatch) -> None:
     real = DeliveryAdvance.settle
 
     def settle(self: DeliveryAdvance) -> Settlement:
-        record, number = self._record, self.number
+        record = self._record
         settlement = real(self)
-        if not self.ended and record is not None:
-            self._record, self.number = replace(record, sent_ms=record.sent_ms + 5_000), number
+        if record is not None:
+            self._record = replace(record, sent_ms=record.sent_ms + 5_000)
         return settlement
 
     patch.setattr(DeliveryAdvance, "settle", settle)

@@ -37,6 +37,7 @@ from batonmq_server.offsets.core.values import (
     Acks,
     AckState,
     Advance,
+    AdvanceSettlement,
     CommitResult,
     DeliveryRange,
     DeliveryResult,
@@ -72,8 +73,8 @@ class Progress:
         delivered_reserved: Durable upper bound of D, not below D.
         delivered_known: Known lower bound of the true D; below D only after a restart or with an
             advance: end of what was recorded under T in this epoch, or received by the holder.
-        advance: What storage may deliver without another record; it counts as delivered until it
-            is settled. In memory only.
+        advance: Offsets that storage may deliver without another record; D includes them. In memory
+            only.
         provable: Whether an inexact D may be replaced; not if deliveries may still arrive that
             another replica set recorded.
         reserve: Step by which `delivered_reserved` is ahead of an exact D; in memory only.
@@ -123,7 +124,7 @@ class Progress:
 
     @property
     def drained(self) -> bool:
-        """Whether no message is in flight."""
+        """Whether no message is in flight, and no advance is open."""
         return self.delivered_offset == self.committed_offset
 
     @property
@@ -131,9 +132,21 @@ class Progress:
         """Whether D is the true end of the deliveries under T, not an upper bound of it."""
         return max(self.delivered_known, self.committed_offset) >= self.delivered_offset
 
+    @property
+    def delivered_without_advance(self) -> int:
+        """D without the offsets of an advance that are not known to be delivered, for people."""
+        if self.advance is None:
+            return self.delivered_offset
+        return max(self.delivered_known, self.committed_offset, self.acked.next_offset)
+
     def in_flight(self) -> RangeSet:
         """Return the offsets in flight: delivered under T and not acked, [C, D) minus A."""
         return RangeSet.of(self.committed_offset, self.delivered_offset).difference(self.acked)
+
+    def in_flight_without_advance(self) -> RangeSet:
+        """Return the offsets in flight, without those of an advance, for people."""
+        delivered = RangeSet.of(self.committed_offset, self.delivered_without_advance)
+        return delivered.difference(self.acked)
 
     def known_in_flight(self) -> RangeSet:
         """Return the offsets that are in flight even if no more than the known ones are."""
@@ -141,8 +154,9 @@ class Progress:
         return RangeSet.of(self.committed_offset, known).difference(self.acked)
 
     def lowest_unacked(self) -> int | None:
-        """Return the lowest offset in flight: C, as C is never acked; None if drained."""
-        return None if self.drained else self.committed_offset
+        """Return the lowest offset in flight: C, as C is never acked; None if there is none."""
+        in_flight = self.delivered_without_advance > self.committed_offset
+        return self.committed_offset if in_flight else None
 
     @property
     def reach(self) -> DeliveryReach:
@@ -236,13 +250,12 @@ class Progress:
     def _check_condition(self, attempt: FenceAttempt, now: Instant) -> None:
         match attempt.condition:
             case FenceCondition.CLOSED_OR_DRAINED if not self.closed and not self.drained:
-                in_flight = self.in_flight()
+                unacked = self.in_flight_without_advance().count
                 raise Unacked(
-                    f"{in_flight.count} delivered messages are not acked",
-                    facts={
-                        "unacked": in_flight.count,
-                        "lowest_offset": in_flight.runs[0][0],
-                    },
+                    f"{unacked} delivered messages are not acked"
+                    if unacked
+                    else f"messages below offset {self.delivered_offset} may be on their way",
+                    facts={"unacked": unacked, "lowest_offset": self.committed_offset},
                 )
             case FenceCondition.SAME_HOLDER if self.closed or not self._held_by(attempt.holder):
                 raise NotHolder(
@@ -279,20 +292,12 @@ class Progress:
         )
 
     def record_delivered(
-        self,
-        token: int,
-        delivery: DeliveryRange,
-        limits: QueueLimits,
-        now: Instant,
-        advance_number: int = 0,
+        self, token: int, delivery: DeliveryRange, limits: QueueLimits, now: Instant
     ) -> DeliveryResult:
         """Record a range that is about to be delivered (protocol 3, 6.3, 6.8).
 
         While the ack window is full, only offsets below the end of A may be delivered. They fill
         the gaps between the ranges of A; without them a new holder could never shrink A.
-
-        Args:
-            advance_number: Number of the advance, if a new one begins.
 
         Raises:
             Fenced: `token` is not T, or T is closed or of another subscription (protocol 14).
@@ -300,7 +305,7 @@ class Progress:
             AckCap: the ack window is full.
         """
         self._check_open(token)
-        first_offset, next_offset, generation, advance, advance_to = delivery
+        first_offset, next_offset, generation, advance_id, advance_to = delivery
         if self.subscription_generation not in (0, generation):
             raise self._fenced(token, FenceCause.SUBSCRIPTION)
         expected = self.acked.first_missing(self.delivered_offset)
@@ -324,54 +329,44 @@ class Progress:
                 self.delivered_reserved = next_offset + self.reserve.step
                 self.update_unix_ms = now.unix_ms
         self.delivered_known = max(self.delivered_known, next_offset)
-        self._end_advance_of_another(advance)
-        reach = min(advance_to, self.committed_offset + limits.span_max)
-        if reach > next_offset and not self.ack_window_full(limits):
-            self._advance(reach, advance_number)
-            if self.delivered_offset > self.delivered_reserved:
-                self.delivered_reserved, changed = self.delivered_offset, True
-                self.update_unix_ms = now.unix_ms
+        permitted = self._advance(advance_id, advance_to, limits)
+        if self.delivered_offset > self.delivered_reserved:
+            self.delivered_reserved, changed = self.delivered_offset, True
+            self.update_unix_ms = now.unix_ms
         self.last_call_monotonic_ms, self.waiting_at = now.monotonic_ms, ""
-        end = max(next_offset, self.advance.end_offset if self.advance else 0)
-        return DeliveryResult(self.maybe_seen.between(first_offset, end), changed, self.advance)
+        maybe_seen = self.maybe_seen.between(first_offset, max(next_offset, permitted))
+        return DeliveryResult(maybe_seen, changed, permitted)
 
-    def _advance(self, end_offset: int, number: int) -> None:
-        """Extend the advance to `end_offset`, or begin one with `number`."""
-        without = self.delivered_offset
-        if self.advance is not None:
-            number, end_offset = self.advance.number, max(end_offset, self.advance.end_offset)
-            without = max(self.advance.delivered_offset, self.delivered_known)
-        self.advance = Advance(number, end_offset, without)
-        self.delivered_offset = max(self.delivered_offset, end_offset)
+    def _advance(self, advance_id: int, end_offset: int, limits: QueueLimits) -> int:
+        """Begin or extend an advance (protocol 6.8); return its end, 0 if there is none.
 
-    def _end_advance_of_another(self, number: int) -> None:
-        """Count an advance as delivered unless the delivery with its number continues.
-
-        Another delivery of the queue has begun: what was sent in the advance is not known.
+        A queue has one advance at a time. While D is inexact for another reason, none begins.
         """
-        if self.advance is not None and self.advance.number != number:
-            self.delivered_known = max(self.delivered_known, self.advance.end_offset)
+        if self.advance is not None and self.advance.end_offset <= self.delivered_known:
             self.advance = None
+        if self.advance is not None and self.advance.id != advance_id:
+            return 0
+        end_offset = min(end_offset, self.committed_offset + limits.span_max)
+        if end_offset > self.delivered_known and not self.ack_window_full(limits):
+            if self.advance is not None:
+                end_offset = max(end_offset, self.advance.end_offset)
+            elif not advance_id or not self.exact:
+                return 0
+            self.advance = Advance(advance_id, end_offset)
+            self.delivered_offset = max(self.delivered_offset, end_offset)
+        return self.advance.end_offset if self.advance is not None else 0
 
-    def settle_advance(self, token: int, number: int, sent_offset: int) -> None:
+    def settle_advance(self, token: int, settlement: AdvanceSettlement) -> None:
         """Replace an advance by what was delivered in it (protocol 6.8).
 
-        Another token or another advance: no effect. Nothing may be delivered in the advance after
-        the caller has sent the call.
-
-        Args:
-            sent_offset: One past the last offset that was delivered.
+        Another token or another advance: no effect. Storage delivers nothing in the advance after
+        it has sent the settlement.
         """
         advance = self.advance
-        if token != self.token or self.closed or advance is None or advance.number != number:
+        if token != self.token or advance is None or advance.id != settlement.advance_id:
             return
-        self.delivered_known = max(self.delivered_known, sent_offset)
-        self.delivered_offset = max(
-            advance.delivered_offset,
-            self.delivered_known,
-            self.committed_offset,
-            self.acked.next_offset,
-        )
+        self.delivered_known = max(self.delivered_known, settlement.sent_offset)
+        self.delivered_offset = self.delivered_known = self.delivered_without_advance
         self.advance = None
 
     def note_received(self, token: int, received_offset: int) -> None:
@@ -384,11 +379,7 @@ class Progress:
             received_offset: As in `HolderPosition`, of this epoch.
         """
         if self._may_bound(token):
-            self.delivered_offset = self._bounded(received_offset)
-            without = self.delivered_offset
-            if self.advance is not None:
-                without = self.advance.delivered_offset
-            self.delivered_known = max(self.delivered_known, without)
+            self.delivered_offset = self.delivered_known = self._bounded(received_offset)
 
     def note_log_end(self, token: int, log_end: int) -> None:
         """Lower an inexact D to the end of the log (protocol 6.8); no effect for another token.
@@ -400,15 +391,12 @@ class Progress:
             self.delivered_offset = self._bounded(log_end)
 
     def _may_bound(self, token: int) -> bool:
-        return token == self.token and not self.closed and self.provable and not self.exact
+        if token != self.token or self.closed or self.advance is not None:
+            return False
+        return self.provable and not self.exact
 
     def _bounded(self, end: int) -> int:
-        lowest = max(end, self.delivered_known, self.committed_offset)
-        if self.advance is not None:
-            without = min(self.advance.delivered_offset, lowest)
-            self.advance = self.advance._replace(delivered_offset=without)
-            lowest = max(lowest, self.advance.end_offset)
-        return min(self.delivered_offset, lowest)
+        return min(self.delivered_offset, max(end, self.delivered_known, self.committed_offset))
 
     def touch(self, token: int, now: Instant, waiting_at: str = "") -> None:
         """Record that a long poll of the holder is waiting (protocol 6.5).

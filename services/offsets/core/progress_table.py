@@ -26,6 +26,7 @@ from batonmq_server.offsets.core.ranges import RangeSet
 from batonmq_server.offsets.core.values import (
     Acks,
     AckState,
+    AdvanceSettlement,
     CommitResult,
     DeliveryRange,
     DeliveryResult,
@@ -39,8 +40,6 @@ from batonmq_server.offsets.core.values import (
     Tombstone,
 )
 
-_ADVANCES_BITS = 36
-"""Numbers of advances of one epoch; those of another epoch differ from them."""
 _NOTHING = Tombstone(token=0, reset_epoch=0, update_unix_ms=0)
 
 
@@ -59,7 +58,6 @@ class ProgressTable:
     def __init__(self, limits: QueueLimits, epoch: int, term: int, now: Instant) -> None:
         self.limits, self.epoch, self.term, self._start = limits, epoch, term, now
         self.placements = LocalPlacements()
-        self._advance_number = epoch << _ADVANCES_BITS
         self._queues: dict[GroupQueue, Progress] = {}
         self._groups: dict[str, dict[GroupQueue, Progress]] = {}
         self._tombstones: dict[GroupQueue, Tombstone] = {}
@@ -224,15 +222,12 @@ class ProgressTable:
             UnknownQueue: the queue never had progress.
             Fenced: see there, or the topic or group was deleted.
         """
-        self._advance_number += 1
-        return self._progress_of(key, token).record_delivered(
-            token, delivery, self.limits, now, self._advance_number
-        )
+        return self._progress_of(key, token).record_delivered(token, delivery, self.limits, now)
 
-    def settle_advance(self, key: GroupQueue, token: int, number: int, sent_offset: int) -> None:
+    def settle_advance(self, key: GroupQueue, token: int, settlement: AdvanceSettlement) -> None:
         """Settle an advance as `Progress.settle_advance` does; no effect without progress."""
         if (progress := self._queues.get(key)) is not None:
-            progress.settle_advance(token, number, sent_offset)
+            progress.settle_advance(token, settlement)
 
     def note_received(self, key: GroupQueue, token: int, position: HolderPosition) -> None:
         """Note the position of a holder that names this epoch, as `Progress.note_received` does."""

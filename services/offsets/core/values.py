@@ -92,15 +92,15 @@ class DeliveryRange(NamedTuple):
     """The range `[first_offset, next_offset)` to be delivered, and its filter's generation.
 
     Attributes:
-        advance: Number of the advance in which the delivery was recorded so far; 0 for none.
-        advance_to: Offset up to which it is to be recorded in advance; not above `next_offset` for
-            none.
+        advance_id: Id of the advance that is to begin, or to be extended; 0 for none.
+        advance_to: Offset up to which to record in advance; not above `next_offset` for no more
+            than there is.
     """
 
     first_offset: int
     next_offset: int
     subscription_generation: int = 0
-    advance: int = 0
+    advance_id: int = 0
     advance_to: int = 0
 
 
@@ -108,14 +108,19 @@ class Advance(NamedTuple):
     """Offsets that are recorded as delivered before storage has read them (protocol 6.8).
 
     Attributes:
-        number: Never used twice.
+        id: Drawn by storage at random, for one advance.
         end_offset: One past the last of them.
-        delivered_offset: D without the advance.
     """
 
-    number: int
+    id: int
     end_offset: int
-    delivered_offset: int
+
+
+class AdvanceSettlement(NamedTuple):
+    """What was delivered in an advance that has ended: nothing at or above `sent_offset`."""
+
+    advance_id: int
+    sent_offset: int
 
 
 class HolderPosition(NamedTuple):
@@ -199,12 +204,12 @@ class DeliveryResult(NamedTuple):
     """The maybe-seen offsets of a recorded delivery; `changed` if the state must become durable.
 
     Attributes:
-        advance: What is recorded in advance beyond the delivery; None for nothing.
+        advance_to: End of the advance of the delivery; 0 for none.
     """
 
     maybe_seen: RangeSet
     changed: bool
-    advance: Advance | None = None
+    advance_to: int = 0
 
 
 class CommitResult(NamedTuple):
