@@ -70,7 +70,7 @@ class DeliveryStreams:
         return DeliveryAdvance(owner, self._new_advance_id, self._settler.watch)
 
     def _new_advance_id(self) -> int:
-        return self.parts.random.getrandbits(63) or 1
+        return self.parts.random.getrandbits(62) or 1
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task of a stream; it must not raise an error.

@@ -10,7 +10,6 @@ import pytest
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.queue_acquirer import AcquiredQueue
 from batonmq._core.queues import GroupQueue
-from batonmq_server.offsets import log_end_reader
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.ranges import EMPTY
@@ -271,16 +270,6 @@ def settle_any_advance(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Progress, "settle_advance", settle_advance)
 
 
-def advance_of_two_deliveries(patch: pytest.MonkeyPatch) -> None:
-    """A delivery continues the advance of another one, which settles it."""
-    real = Progress._advance
-
-    def advance(self: Progress, advance_id: int, end_offset: int, limits: QueueLimits) -> int:
-        return real(self, self.advance.id if self.advance else advance_id, end_offset, limits)
-
-    patch.setattr(Progress, "_advance", advance)
-
-
 def position_below_an_advance(patch: pytest.MonkeyPatch) -> None:
     """A position of the holder lowers D below an advance."""
 
@@ -288,8 +277,3 @@ def position_below_an_advance(patch: pytest.MonkeyPatch) -> None:
         return token == self.token and not self.closed and self.provable and not self.exact
 
     patch.setattr(Progress, "_may_bound", may_bound)
-
-
-def end_of_the_log_during_an_advance(patch: pytest.MonkeyPatch) -> None:
-    """A new epoch takes the end of the log while storage may use an advance of the last one."""
-    patch.setattr(log_end_reader, "ADVANCE_MS", 0)
