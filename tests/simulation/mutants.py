@@ -78,6 +78,10 @@ FRAMES_OF_TWO_EPOCHS = RunOptions(
 HANGING = RunOptions(
     steps=120, queues=1, consumers=2, slow_handlers=0.6, forces=4, leaves=4, joins=4
 )  # fmt: skip
+HOT = RunOptions(
+    steps=120, queues=1, consumers=2, joins=1, leaves=1,
+    faults=Faults(duplicate=0.8, slow=0.2, slow_ms_max=5_000),
+)  # fmt: skip
 RESETS = RunOptions(steps=60, resets=10, faults=Faults(slow=0.05, duplicate=0.3), slow_handlers=0.1)
 FORCES = RunOptions(steps=60, forces=10, slow_handlers=0.1)
 RIDING = RunOptions(
@@ -228,6 +232,28 @@ MUTANTS = (
         OLD_CALLS,
         ("V6", "V7", "V8"),
         first=16,
+    ),
+    Mutant("advance not in flight", broken_offsets.advance_not_in_flight, FORCES, ("V8", "V7")),
+    Mutant(
+        "position below an advance",
+        broken_offsets.position_below_an_advance,
+        OLD_CALLS,
+        ("V7", "V8"),
+        first=1,
+    ),
+    Mutant("settle any advance", broken_offsets.settle_any_advance, HOT, ("V7", "V8")),
+    Mutant(
+        "settle at the last record",
+        broken_serving.settle_at_the_last_record,
+        HOT,
+        ("V7", "V8"),
+        first=5,
+    ),
+    Mutant(
+        "deliver after the settlement",
+        broken_serving.deliver_after_the_settlement,
+        HOT,
+        ("V7", "V8"),
     ),
     Mutant("idle untested", broken_offsets.idle_untested, ZOMBIES, ("section 4", "V6")),
     Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",), first=3),

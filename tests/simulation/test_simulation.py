@@ -41,7 +41,7 @@ ENOUGH = {
     "jumps": 1, "lost": 40, "slow": 40, "duplicated": 40, "late": 40, "back resets": 4,
     "forces": 1, "drains": 1, "changes of the filter": 1, "pauses known": 1, "watch breaks": 1,
     "acks by pull": 4, "questions": 4, "sent back": 20, "elections": 10, "shrinks": 10,
-    "leader faults": 1, "lost disks": 1,
+    "leader faults": 1, "lost disks": 1, "advances": 40, "settled advances": 2,
 }  # fmt: skip
 """Minimum number of events of each kind in the runs of one test."""
 STORAGE_BUNCH = 15

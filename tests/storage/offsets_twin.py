@@ -30,6 +30,8 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
         maybe_seen: Ranges returned as possibly seen with every delivery.
         recorded: Accepted deliveries: group, queue id, first and next offset.
         items: Accepted deliveries as protobuf messages.
+        advances: Whether an advance is accepted, as far as it is asked for.
+        settlements: Advance id and sent offset of the settlements.
     """
 
     def __init__(self) -> None:
@@ -43,6 +45,8 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
         self.items: list[pb.DeliveryItem] = []
         self.touched: list[tuple[str, int, int]] = []
         self.calls: list[int] = []
+        self.advances = False
+        self.settlements: list[tuple[int, int]] = []
 
     async def RecordDelivered(
         self, request: pb.RecordDeliveredRequest, context: Context
@@ -50,9 +54,10 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
         self.calls.append(len(request.items))
         await self.answering.wait()
         self._check_epoch(request.offsets_epoch)
+        outcomes = [self._record(item) for item in request.items]
+        self.settlements += [(one.advance_id, one.sent_offset) for one in request.settlements]
         return pb.RecordDeliveredResponse(
-            offsets_epoch=self.claimed_epoch or self.epoch,
-            outcomes=[self._record(item) for item in request.items],
+            offsets_epoch=self.claimed_epoch or self.epoch, outcomes=outcomes
         )
 
     async def Touch(self, request: pb.TouchRequest, context: Context) -> pb.TouchResponse:
@@ -77,7 +82,8 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
                 maybe_seen=[
                     queue_pb2.OffsetRange(first_offset=first, next_offset=next_)
                     for first, next_ in self.maybe_seen
-                ]
+                ],
+                advance_to=item.advance_to if self.advances else 0,
             )
         )
 
