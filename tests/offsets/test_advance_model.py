@@ -196,4 +196,4 @@ def _all(some: Iterable[int]) -> RangeSet:
 
 
 TestAdvances = Machine.TestCase
-TestAdvances.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAdvances.settings = settings(max_examples=500, stateful_step_count=50, deadline=None)

@@ -126,25 +126,3 @@ def deliver_after_the_settlement(patch: pytest.MonkeyPatch) -> None:
         return settlement
 
     patch.setattr(DeliveryAdvance, "settle", settle)
-
-
-def advance_outlives_its_time(patch: pytest.MonkeyPatch) -> None:
-    """An advance is used without a limit of time, and under any epoch."""
-    real = DeliveryAdvance.covering
-
-    def covering(
-        self: DeliveryAdvance,
-        key: QueueKey,
-        range_: tuple[int, int],
-        epoch: tuple[str, int],
-        now_ms: int,
-    ) -> RecordedDelivery | None:
-        record = self._record
-        if record is None:
-            return None
-        recorded = real(
-            self, key, range_, (record.offsets_set, record.offsets_epoch), record.sent_ms
-        )
-        return recorded and replace(recorded, offsets_set=epoch[0], offsets_epoch=epoch[1])
-
-    patch.setattr(DeliveryAdvance, "covering", covering)

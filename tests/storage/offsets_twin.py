@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -32,6 +32,7 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
         items: Accepted deliveries as protobuf messages.
         advances: Whether an advance is accepted, as far as it is asked for.
         settlements: Advance id and sent offset of the settlements.
+        on_settlement: Called with each settlement.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,7 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
         self.calls: list[int] = []
         self.advances = False
         self.settlements: list[tuple[int, int]] = []
+        self.on_settlement: Callable[[pb.AdvanceSettlement], None] = lambda _: None
 
     async def RecordDelivered(
         self, request: pb.RecordDeliveredRequest, context: Context
@@ -55,7 +57,9 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
         await self.answering.wait()
         self._check_epoch(request.offsets_epoch)
         outcomes = [self._record(item) for item in request.items]
-        self.settlements += [(one.advance_id, one.sent_offset) for one in request.settlements]
+        for settlement in request.settlements:
+            self.settlements.append((settlement.advance_id, settlement.sent_offset))
+            self.on_settlement(settlement)
         return pb.RecordDeliveredResponse(
             offsets_epoch=self.claimed_epoch or self.epoch, outcomes=outcomes
         )
