@@ -12,7 +12,6 @@ import pytest
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq.errors import AckCap, Fenced, InvalidArgument, Unacked
 from batonmq_server.offsets import log_end_reader
-from batonmq_server.offsets.codec import decode_progress
 from batonmq_server.offsets.core.ranges import EMPTY
 from batonmq_server.offsets.core.values import HolderPosition, QueueLimits
 from batonmq_server.offsets.log_end_reader import LogEndReader
@@ -42,11 +41,12 @@ def test_advance_counts_as_delivered() -> None:
 
 def test_advance_is_durable_before_its_answer() -> None:
     scene = advanced()
-    assert scene.stored is not None
-    assert decode_progress(KEY, scene.stored).delivered_offset >= 50
-    extended = scene.record(1, 10, 20, advance=(ID, 400))
-    assert extended.changed
-    assert decode_progress(KEY, scene.stored).delivered_offset >= 400
+    scene.restart()
+    assert scene.queue.delivered_offset >= 50
+    scene.table.note_received(KEY, 1, HolderPosition(10, 2))
+    assert scene.record(1, 10, 20, advance=(OTHER, 400)).changed
+    scene.restart()
+    assert scene.queue.delivered_offset >= 400
 
 
 def test_advance_does_not_exceed_the_span_above_the_committed_offset() -> None:

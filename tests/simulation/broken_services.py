@@ -15,12 +15,13 @@ from batonmq_server.runtime.group_record import HEAD, Parts, changed_parts
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.store import ReadResult
 from batonmq_server.storage.deliverer import Deliverer
-from batonmq_server.storage.delivery_advance import (
-    DeliveryAdvance,
+from batonmq_server.storage.delivery_advance import DeliveryAdvance
+from batonmq_server.storage.delivery_recorder import (
+    DeliveryRecorder,
+    PendingDelivery,
     RecordedDelivery,
     Settlement,
 )
-from batonmq_server.storage.delivery_recorder import DeliveryRecorder, PendingDelivery
 from batonmq_server.storage.delivery_streams import _DeliveryStream
 from batonmq_server.storage.long_polls import QueueOwner
 from batonmq_server.storage.validation import ParsedPull

@@ -163,10 +163,10 @@ MUTANTS = (
         first=1,
     ),
     Mutant("commit without token", broken_offsets.commit_without_token, ZOMBIES, ("V3",), first=3),
-    Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=81),
+    Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=94),
     Mutant("no deadline", broken_clients.no_deadline, ZOMBIES, ("V3", "V6", "V7"), first=26),
     Mutant("close without draining", broken_clients.close_without_draining, SLOW, ("V6", "V7")),
-    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=13),
+    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=17),
     Mutant(
         "token dropped at the deadline",
         broken_clients.token_dropped_at_the_deadline,
@@ -209,7 +209,7 @@ MUTANTS = (
         broken_clients.gap_after_a_dropped_frame,
         FRAMES_OF_TWO_EPOCHS,
         ("V1", "V4", "L1", "L2"),
-        first=35,
+        first=55,
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
     Mutant(
@@ -231,7 +231,7 @@ MUTANTS = (
         broken_clients.answer_of_an_older_epoch,
         OLD_CALLS,
         ("V6", "V7", "V8"),
-        first=16,
+        first=153,
     ),
     Mutant("advance not in flight", broken_offsets.advance_not_in_flight, FORCES, ("V8", "V7")),
     Mutant(
@@ -274,7 +274,11 @@ MUTANTS = (
         first=2,
     ),
     Mutant(
-        "handlers outlive a reset", broken_clients.handlers_outlive_a_reset, RESETS, ("section 13",)
+        "handlers outlive a reset",
+        broken_clients.handlers_outlive_a_reset,
+        RESETS,
+        ("section 13",),
+        first=1,
     ),
     Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",), first=6),
     Mutant(
@@ -282,7 +286,7 @@ MUTANTS = (
         broken_offsets.riding_acks_without_token,
         RIDING,
         ("V3",),
-        first=15,
+        first=41,
     ),
     Mutant(
         "delivery of any generation",
@@ -294,7 +298,7 @@ MUTANTS = (
     Mutant(
         "grant without gate", broken_lockmgr.grant_without_gate, ROLLING, ("section 14",), first=3
     ),
-    Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",), first=2),
+    Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",), first=3),
     Mutant(
         "ack before replicate", broken_replicas.ack_before_replicate, REPLICATED, ("section 12",)
     ),
@@ -384,7 +388,7 @@ MUTANTS = (
         broken_stores.keep_the_longer_log,
         STORES_SPLIT,
         ("section 12",),
-        first=12,
+        first=13,
     ),
     Mutant(
         "show what is not confirmed",
@@ -442,7 +446,7 @@ MUTANTS = (
         broken_moves.seal_by_a_lower_move,
         TO_AND_FRO,
         ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
-        first=58,
+        first=84,
     ),
     Mutant(
         "adopt a lower move",
@@ -473,6 +477,7 @@ MUTANTS = (
         broken_identities.unknown_owner_matches_no_owner,
         SWITCHING,
         ("L4", "unexpected"),
+        first=1,
     ),
     Mutant(
         "incarnation of every identity",
