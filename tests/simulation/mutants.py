@@ -52,6 +52,7 @@ class Mutant:
 CALM = RunOptions(steps=30)
 CRASHES = RunOptions(steps=40, kills=6, pauses=4, slow_handlers=0.05)
 ZOMBIES = RunOptions(steps=40, pauses=8, kills=2, pause_ms_max=40_000, slow_handlers=0.1)
+SLOW_ZOMBIES = replace(ZOMBIES, steps=60, queues=2, parallel=1, slow_handlers=0.4)
 SLOW = RunOptions(steps=40, joins=6, leaves=6, slow_handlers=0.2)
 LOSSY = replace(SLOW, faults=Faults(loss=0.08), slow_handlers=0.5, joins=8, leaves=8, steps=80)
 NAPS = RunOptions(
@@ -164,7 +165,7 @@ MUTANTS = (
     ),
     Mutant("commit without token", broken_offsets.commit_without_token, ZOMBIES, ("V3",), first=3),
     Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=94),
-    Mutant("no deadline", broken_clients.no_deadline, ZOMBIES, ("V3", "V6", "V7"), first=26),
+    Mutant("no deadline", broken_clients.no_deadline, SLOW_ZOMBIES, ("V3", "V6", "V7")),
     Mutant("close without draining", broken_clients.close_without_draining, SLOW, ("V6", "V7")),
     Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=17),
     Mutant(
@@ -270,7 +271,7 @@ MUTANTS = (
         "reset without resume check",
         broken_offsets.reset_no_resume_check,
         RESETS,
-        ("V4", "V5"),
+        ("V4", "V5", "section 13"),
         first=2,
     ),
     Mutant(

@@ -38,7 +38,7 @@ BUNCH = 20
 ENOUGH = {
     "hand-overs": 60, "closes": 30, "grants": 100, "starts": 400, "repeated": 5, "joins": 60,
     "leaves": 10, "kills": 1, "pauses": 1, "service kills": 1, "service pauses": 1, "cuts": 1,
-    "jumps": 1, "lost": 40, "slow": 40, "duplicated": 40, "late": 40, "back resets": 4,
+    "jumps": 1, "lost": 40, "slow": 40, "duplicated": 40, "late": 40, "back resets": 2,
     "forces": 1, "drains": 1, "changes of the filter": 1, "pauses known": 1, "watch breaks": 1,
     "acks by pull": 4, "questions": 4, "sent back": 20, "elections": 10, "shrinks": 10,
     "leader faults": 1, "lost disks": 1, "advances": 40, "settled advances": 2,
