@@ -217,6 +217,6 @@ def _observation(progress: pb.Progress) -> Observation:
         token=progress.token,
         closed=progress.closed,
         committed=progress.committed_offset,
-        delivered=progress.delivered_offset,
+        delivered=max(progress.delivered_offset, progress.advance_to),
         unacked_count=progress.unacked_count,
     )

@@ -77,7 +77,11 @@ class EventPublisher:
         if key.topic != METRICS_TOPIC:
             holder = progress.holder if progress.token == token else None
             self._committed[key, token] = _Committed(
-                progress.committed_offset, closed, holder, progress.acked, progress.delivered_offset
+                progress.committed_offset,
+                closed,
+                holder,
+                progress.acked,
+                progress.delivered_without_advance,
             )
 
     def record_fenced(self, op: str, key: GroupQueue, token: int, error: Fenced) -> None:

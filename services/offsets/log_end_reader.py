@@ -32,6 +32,8 @@ StorageStub: TypeAlias = "Callable[[str], storage_grpc.StorageServiceAsyncStub]"
 QUEUES_MAX = 1_000
 """Queues of one call."""
 TIMEOUT_S = 2.0
+ADVANCE_MS = 2_000
+"""Storage uses an advance for less than this, counted from the request of its record."""
 RETRY_S = 2.0
 """Pause before the brokers that have not answered are called again."""
 
@@ -42,13 +44,15 @@ class LogEndReader:
     Args:
         table: Table of the epoch, at its begin.
         settle_ms: After this time no older epoch answers any more: the lease of a leader, 0 for a
-            node without replicas.
+            node without replicas. For `ADVANCE_MS` more, storage may send what an older epoch has
+            recorded in advance, and what was not in the log then.
     """
 
     def __init__(
         self, table: ProgressTable, storage: StorageStub, clock: Clock, settle_ms: int
     ) -> None:
         self._table, self._storage, self._clock = table, storage, clock
+        settle_ms += ADVANCE_MS
         self._settled_ms = clock.monotonic_ms() + settle_ms
         self._settle_s = settle_ms / 1000
 

@@ -12,6 +12,7 @@ from batonmq.errors import BatonError
 from batonmq_server.offsets.core.ranges import RangeSet
 from batonmq_server.offsets.core.values import (
     Acks,
+    AdvanceSettlement,
     CommitResult,
     DeliveryRange,
     DeliveryResult,
@@ -32,9 +33,12 @@ class OwnerCalls(OffsetsCalls):
     ) -> pb.RecordDeliveredResponse:
         """See the proto."""
         self._check_change(request.offsets_epoch)
-        items, malformed = self._reader.shared_batch(request.items, self._reader.delivery)
+        items, malformed = self._reader.deliveries(request)
+        settlements = self._reader.settlements(request.settlements)
         now = self._now()
         results = [self._deliver(*item, now) for item in items]
+        for settlement in settlements:
+            self._settle(*settlement)
         await self._commits.wait_durable(item[0] for item in items)
         acked = [
             ((item[0], item[1].token), each[1])
@@ -136,6 +140,7 @@ class OwnerCalls(OffsetsCalls):
         answer = pb.Delivered(
             maybe_seen=ranges_pb(delivered.maybe_seen),
             progress=committed_pb(committed) if committed is not None else None,
+            advance_to=delivered.advance_to,
         )
         return pb.DeliveryOutcome(delivered=answer), committed
 
@@ -149,6 +154,11 @@ class OwnerCalls(OffsetsCalls):
         if delivered.changed:
             self._commits.mark_changed(key)
         return delivered
+
+    def _settle(self, key: GroupQueue, token: int, settlement: AdvanceSettlement) -> None:
+        """Settle an advance, if this set keeps the group."""
+        if not isinstance(attempt(self._resolver.check, key.group), BatonError):
+            self._table.settle_advance(key, token, settlement)
 
     def _check_holder(self, key: GroupQueue, holder: HolderCall) -> None:
         """Check the identity of a holder, and note its position."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
@@ -20,6 +20,7 @@ from batonmq_server.offsets.core.resets import QueueReset, ResetOrder
 from batonmq_server.offsets.core.values import (
     Acks,
     AckState,
+    AdvanceSettlement,
     DeliveryRange,
     FenceAttempt,
     FenceCondition,
@@ -29,6 +30,7 @@ from batonmq_server.offsets.core.values import (
 )
 from batonmq_server.runtime.paging import key_of_token, malformed_token
 
+DeliveryCall: TypeAlias = tuple[GroupQueue, HolderCall, DeliveryRange, Acks | None]
 ITEMS_MAX = 1_024
 NUMBER_MAX = 1 << 62
 """Upper bound of offsets, tokens, epochs and times, so that sums fit in 64 bits."""
@@ -124,19 +126,38 @@ class RequestReader:
             number(key.queue_id, "queue_id", largest=QUEUE_ID_MAX)
         return key
 
-    def delivery(
-        self, item: pb.DeliveryItem
-    ) -> tuple[GroupQueue, HolderCall, DeliveryRange, Acks | None]:
+    def delivery(self, item: pb.DeliveryItem) -> DeliveryCall:
         """Return queue, token, delivery, and the acks sent with it, if any."""
         first, next_ = item.first_offset, item.next_offset
         if not 0 <= first < next_ <= NUMBER_MAX:
             raise _bad_range(first, next_, "next_offset")
         generation = number(item.subscription_generation, "subscription_generation")
         acks = self._acks(item.progress, "progress.") if item.HasField("progress") else None
-        delivery = DeliveryRange(first, next_, generation)
+        advance_id = number(item.advance_id, "advance_id")
+        advance_to = number(item.advance_to, "advance_to")
+        delivery = DeliveryRange(first, next_, generation, advance_id, advance_to)
         position = _position(item, number(item.received_epoch, "received_epoch"))
         holder = HolderCall(_token(item.token), item.caller, position)
         return self.queue(item.queue), holder, delivery, acks
+
+    def deliveries(
+        self, request: pb.RecordDeliveredRequest
+    ) -> tuple[list[DeliveryCall], dict[int, BatonError]]:
+        """Return the deliveries as `shared_batch` does; there may be none beside settlements."""
+        if request.settlements and not request.items:
+            return [], {}
+        return self.shared_batch(request.items, self.delivery)
+
+    def settlements(
+        self, items: Sequence[pb.AdvanceSettlement]
+    ) -> list[tuple[GroupQueue, int, AdvanceSettlement]]:
+        """Return queues, tokens, and what was delivered in the advances."""
+        return self.batch(items, self._settlement) if items else []
+
+    def _settlement(self, item: pb.AdvanceSettlement) -> tuple[GroupQueue, int, AdvanceSettlement]:
+        advance_id = number(item.advance_id, "advance_id")
+        settlement = AdvanceSettlement(advance_id, number(item.sent_offset, "sent_offset"))
+        return self.queue(item.queue), _token(item.token), settlement
 
     def touch(self, item: pb.TouchItem) -> tuple[GroupQueue, int, int]:
         """Return queue, token, and the puller's number."""

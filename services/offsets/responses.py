@@ -71,9 +71,9 @@ def progress_pb(
         holder=_holder_pb(progress.holder),
         closed=progress.closed,
         committed_offset=progress.committed_offset,
-        delivered_offset=progress.delivered_offset,
+        delivered_offset=progress.delivered_without_advance,
         acked_count=progress.acked.count,
-        unacked_count=progress.in_flight().count,
+        unacked_count=progress.in_flight_without_advance().count,
         maybe_seen_count=progress.maybe_seen.count,
         reset_epoch=progress.reset_epoch,
         idle_ms=progress.idle_ms(now),
@@ -88,6 +88,7 @@ def progress_pb(
         acked=ranges_pb(RangeSet(progress.acked.runs[:ACKED_MAX])),
         waiting_at=progress.waiting_at,
         unacked_count_min=progress.known_in_flight().count,
+        advance_to=progress.advance.end_offset if progress.advance is not None else 0,
     )
 
 

@@ -210,6 +210,7 @@ def build_components(
             metrics=metrics,
             stream=stream,
             clock=runtime.clock,
+            random=runtime.random,
             identity_of=runtime.guard.caller_identity,
             access_of=partial(StreamAccess, runtime.guard, DELIVER),
         )

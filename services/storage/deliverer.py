@@ -11,7 +11,11 @@ from batonmq._core.records import read_header
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.store import ReadResult, check_queue, check_readable
-from batonmq_server.storage.delivery_recorder import PendingDelivery, RecordedDelivery
+from batonmq_server.storage.delivery_recorder import (
+    NO_ADVANCE,
+    PendingDelivery,
+    RecordedDelivery,
+)
 from batonmq_server.storage.metric_stream import PULL
 from batonmq_server.storage.servicer_parts import StorageServicerParts
 from batonmq_server.storage.validation import ParsedPull
@@ -86,7 +90,7 @@ class Deliverer:
             await self._parts.pulls.wait(key, pull.owner, hold_ms)
             begin_s = stream.now_s()
             pull = after_wait(pull)
-        verdict = await self._record(pull, reading) if pull.owner.token else None
+        verdict = await self._record(key, pull, reading) if pull.owner.token else None
         self._count(pull, key, reading, verdict)
         if stream.hub.watched and pull.owner.topic != METRICS_TOPIC:
             stream.observe_since(PULL, begin_s)
@@ -105,7 +109,18 @@ class Deliverer:
             gates.check_unowned(group)
         gates.check_running(group)
 
-    async def _record(self, pull: ParsedPull, reading: ReadResult) -> RecordedDelivery:
+    async def _record(
+        self, key: QueueKey, pull: ParsedPull, reading: ReadResult
+    ) -> RecordedDelivery:
+        """Record a delivery, unless its advance covers it and there are no acks to pass on."""
+        range_, wish = (pull.spec.offset, reading.next_offset), NO_ADVANCE
+        if (advance := pull.advance) is not None:
+            now_ms, parts = self._parts.clock.monotonic_ms(), self._parts
+            if pull.progress is None:
+                seen = parts.deliveries.seen_epoch(pull.owner.group)
+                if (covering := advance.covering(key, range_, seen, now_ms)) is not None:
+                    return covering
+            wish = advance.wish(range_, now_ms)
         delivery = PendingDelivery(
             pull.owner,
             pull.spec.offset,
@@ -115,12 +130,16 @@ class Deliverer:
             pull.progress,
             pull.offsets_set,
             pull.received_offset,
+            wish,
         )
         try:
-            return await self._parts.deliveries.record(delivery)
+            record = await self._parts.deliveries.record(delivery)
         except BatonError as error:
             self._parts.metrics.unrecorded_deliveries.labels(error.reason).inc()
             raise
+        if advance is None:
+            return record
+        return advance.recorded(key, range_, record)
 
     def _read(self, key: QueueKey, pull: ParsedPull) -> ReadResult | None:
         try:

@@ -8,7 +8,8 @@ Messages leave only with a result that is fresh and from the newest known epoch 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import grpc.aio
 
@@ -27,6 +28,30 @@ CALL_BYTES_MAX = 8 * 1024 * 1024
 TOUCHES_MAX = 1_024
 
 
+class AdvanceWish(NamedTuple):
+    """The advance that a delivery asks for (protocol 6.8).
+
+    Attributes:
+        advance_id: Id of the advance; 0 for none.
+        advance_to: Offset up to which to record in advance; 0 for no more than there is.
+    """
+
+    advance_id: int = 0
+    advance_to: int = 0
+
+
+NO_ADVANCE = AdvanceWish()
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What was delivered in an advance that has ended: nothing at or above `sent_offset`."""
+
+    owner: QueueOwner
+    advance_id: int
+    sent_offset: int
+
+
 @dataclass(frozen=True, slots=True)
 class PendingDelivery:
     """A range of offsets that storage is about to deliver.
@@ -37,6 +62,7 @@ class PendingDelivery:
         progress: Acknowledgements that the pull carries.
         offsets_set: Offsets set that keeps the group, as the consumer knows it; empty if unknown.
         received_offset: Position of the consumer, stated under `offsets_epoch`; None for none.
+        advance: The advance to ask for.
     """
 
     owner: QueueOwner
@@ -47,6 +73,7 @@ class PendingDelivery:
     progress: pb.Acks | None = None
     offsets_set: str = ""
     received_offset: int | None = None
+    advance: AdvanceWish = NO_ADVANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +85,27 @@ class RecordedDelivery:
         offsets_epoch: Epoch of `offsets_set` that recorded it.
         sent_ms: Monotonic time at which the request was sent.
         offsets_set: Name of the offsets set.
+        advance_to: End of the advance; 0 for none.
     """
 
     redelivered: Sequence[queue_pb2.OffsetRange]
     offsets_epoch: int
     sent_ms: int
     offsets_set: str = ""
+    advance_to: int = 0
+
+    def between(self, first_offset: int, next_offset: int) -> RecordedDelivery:
+        """Return the record with the redelivered offsets of a range only."""
+        if not self.redelivered:
+            return self
+        ranges = (
+            queue_pb2.OffsetRange(
+                first_offset=max(each.first_offset, first_offset),
+                next_offset=min(each.next_offset, next_offset),
+            )
+            for each in self.redelivered
+        )
+        return replace(self, redelivered=[r for r in ranges if r.first_offset < r.next_offset])
 
 
 class DeliveryRecorder:
@@ -88,9 +130,9 @@ class DeliveryRecorder:
         self._stub, self._clock, self._age_ms_max = stub, clock, age_ms_max
         self._set, self._node_id = offsets_set, node_id
         self._epoch = 0
-        self._batcher: Batcher[PendingDelivery, RecordedDelivery | BatonError] = Batcher(
-            self._send, items_max=ITEMS_MAX
-        )
+        self._batcher: Batcher[
+            PendingDelivery | Settlement, RecordedDelivery | BatonError | None
+        ] = Batcher(self._send, items_max=ITEMS_MAX)
 
     @property
     def epoch(self) -> int:
@@ -112,12 +154,22 @@ class DeliveryRecorder:
         result = await self._batcher.call(delivery)
         if isinstance(result, BatonError):
             raise result
+        assert result is not None
         age_ms = self._clock.monotonic_ms() - result.sent_ms
         if age_ms > self._age_ms_max:
             raise DeliveryUnrecorded(
                 f"the answer of offsets is {age_ms} ms old; the limit is {self._age_ms_max} ms"
             )
         return result
+
+    async def settle(self, settlement: Settlement) -> None:
+        """Tell offsets what was delivered in an advance, after the records that asked for it.
+
+        Raises:
+            BatonError: offsets did not answer.
+        """
+        if isinstance(error := await self._batcher.call(settlement), BatonError):
+            raise error
 
     async def touch(self, owners: Sequence[QueueOwner]) -> list[BatonError | None]:
         """Tell offsets that `owners` are alive; return None or the error of each.
@@ -148,40 +200,52 @@ class DeliveryRecorder:
         return results
 
     async def _send(
-        self, deliveries: Sequence[PendingDelivery]
-    ) -> list[RecordedDelivery | BatonError]:
-        """Send `deliveries` and return their results in order.
+        self, batch: Sequence[PendingDelivery | Settlement]
+    ) -> list[RecordedDelivery | BatonError | None]:
+        """Send a batch and return its results in order; None for a settlement.
 
-        The epoch that a consumer claims to have seen is compared with its own result only: a wrong
-        claim must not fail the other deliveries.
+        Settlements go with the last call: offsets applies them after the items. The epoch that a
+        consumer claims to have seen is compared with its own result only: a wrong claim must not
+        fail the other deliveries.
         """
+        deliveries = [one for one in batch if isinstance(one, PendingDelivery)]
+        settlements = [_settlement(one) for one in batch if isinstance(one, Settlement)]
         results: list[RecordedDelivery | BatonError] = []
-        for items in _calls([_item(one) for one in deliveries]):
-            results += await self._record(items)
-        return [
-            unrecorded(_old_epoch(result.offsets_epoch))
-            if isinstance(result, RecordedDelivery) and result.offsets_epoch < one.offsets_epoch
-            else result
-            for one, result in zip(deliveries, results, strict=True)
-        ]
+        *first, last = _calls([_item(one) for one in deliveries]) or [[]]
+        for items in first:
+            results += _outcomes(await self._record(items), len(items))
+        answer = await self._record(last, settlements)
+        results += _outcomes(answer, len(last))
+        settled = answer if isinstance(answer, BatonError) else None
+        checked = iter(map(_checked, deliveries, results))
+        return [settled if isinstance(one, Settlement) else next(checked) for one in batch]
 
     async def _record(
-        self, items: Sequence[pb.DeliveryItem]
-    ) -> Sequence[RecordedDelivery | BatonError]:
-        request = pb.RecordDeliveredRequest(offsets_epoch=self._epoch, items=items)
+        self,
+        items: Sequence[pb.DeliveryItem],
+        settlements: Sequence[pb.AdvanceSettlement] = (),
+    ) -> Sequence[RecordedDelivery | BatonError] | BatonError:
+        """Make one call; return the results of its items, or the error of the call."""
+        request = pb.RecordDeliveredRequest(
+            offsets_epoch=self._epoch, items=items, settlements=settlements
+        )
         sent_ms = self._clock.monotonic_ms()
         try:
             answer = await self._stub().RecordDelivered(request, timeout=self._age_ms_max / 1000)
             self._check_answer(answer.offsets_epoch, len(answer.outcomes), len(items))
         except grpc.aio.AioRpcError as error:
-            return [unrecorded(from_rpc_error(error)) for _ in items]
+            return unrecorded(from_rpc_error(error))
         except BatonError as error:
-            return [unrecorded(error) for _ in items]
+            return unrecorded(error)
         return [
             error_from_pb(outcome.error)
             if outcome.HasField("error")
             else RecordedDelivery(
-                outcome.delivered.maybe_seen, answer.offsets_epoch, sent_ms, self._set
+                outcome.delivered.maybe_seen,
+                answer.offsets_epoch,
+                sent_ms,
+                self._set,
+                outcome.delivered.advance_to,
             )
             for outcome in answer.outcomes
         ]
@@ -205,7 +269,32 @@ def _item(delivery: PendingDelivery) -> pb.DeliveryItem:
         caller=delivery.owner.caller,
         received_offset=delivery.received_offset,
         received_epoch=delivery.offsets_epoch,
+        advance_id=delivery.advance.advance_id,
+        advance_to=delivery.advance.advance_to,
     )
+
+
+def _settlement(settlement: Settlement) -> pb.AdvanceSettlement:
+    return pb.AdvanceSettlement(
+        queue=settlement.owner.queue(),
+        token=settlement.owner.token,
+        advance_id=settlement.advance_id,
+        sent_offset=settlement.sent_offset,
+    )
+
+
+def _outcomes(
+    answer: Sequence[RecordedDelivery | BatonError] | BatonError, count: int
+) -> Sequence[RecordedDelivery | BatonError]:
+    return [answer] * count if isinstance(answer, BatonError) else answer
+
+
+def _checked(
+    delivery: PendingDelivery, result: RecordedDelivery | BatonError
+) -> RecordedDelivery | BatonError:
+    if isinstance(result, RecordedDelivery) and result.offsets_epoch < delivery.offsets_epoch:
+        return unrecorded(_old_epoch(result.offsets_epoch))
+    return result
 
 
 def _calls(items: Sequence[pb.DeliveryItem]) -> list[list[pb.DeliveryItem]]:

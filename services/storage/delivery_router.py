@@ -15,6 +15,7 @@ from batonmq_server.storage.delivery_recorder import (
     DeliveryRecorder,
     PendingDelivery,
     RecordedDelivery,
+    Settlement,
     unrecorded,
 )
 from batonmq_server.storage.long_polls import QueueOwner
@@ -66,6 +67,10 @@ class DeliveryRouter:
             return await self._sets[name].record(delivery)
         except _NOT_KEPT_HERE as error:
             raise unrecorded(error) from error
+
+    async def settle(self, settlement: Settlement) -> None:
+        """As `DeliveryRecorder.settle`; a set to which the group has moved ignores it."""
+        await self._sets[self.set_of(settlement.owner.group)].settle(settlement)
 
     async def touch(self, owners: Sequence[QueueOwner]) -> list[BatonError | None]:
         """As `DeliveryRecorder.touch`; the result is None also if the set does not answer."""

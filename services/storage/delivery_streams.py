@@ -21,7 +21,10 @@ from batonmq._common.rpc import error_to_pb
 from batonmq.errors import BatonError, InvalidArgument, NotServing, Overloaded
 from batonmq_server.runtime.access.rules import queue_permissions
 from batonmq_server.storage import validation
+from batonmq_server.storage.advance_settler import AdvanceSettler
 from batonmq_server.storage.deliverer import Deliverer
+from batonmq_server.storage.delivery_advance import DeliveryAdvance
+from batonmq_server.storage.long_polls import QueueOwner
 from batonmq_server.storage.servicer_parts import StorageServicerParts
 from batonmq_server.storage.validation import ParsedCredit, ParsedPull
 
@@ -52,14 +55,22 @@ class DeliveryStreams:
         self._open: dict[_DeliveryStream, None] = {}
         self.count = 0
         self._tasks: asyncio.TaskGroup | None = None
+        self._settler = AdvanceSettler(parts.deliveries.settle, parts.clock)
 
     async def run(self) -> None:
         """Run the tasks of all streams until cancelled; run it as one task."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                await asyncio.Event().wait()
+                await self._settler.run()
         finally:
             self._tasks = None
+
+    def new_advance(self, owner: QueueOwner) -> DeliveryAdvance:
+        """Return the advance of a new delivery."""
+        return DeliveryAdvance(owner, self._new_advance_id, self._settler.watch)
+
+    def _new_advance_id(self) -> int:
+        return self.parts.random.getrandbits(62) or 1
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task of a stream; it must not raise an error.
@@ -100,12 +111,21 @@ class _Delivery:
 
     Attributes:
         queue: The queue, for the check of its permission.
+        advance: What offsets has recorded in advance.
+        credit_number: Number of the credit that the last record included.
         funded: Set while there is credit.
     """
 
-    def __init__(self, queue: queue_pb2.GroupQueue, pull: ParsedPull, credit: ParsedCredit) -> None:
-        self.queue, self._pull, self._credit = queue, pull, credit
-        self._stated = 0
+    def __init__(
+        self,
+        queue: queue_pb2.GroupQueue,
+        pull: ParsedPull,
+        credit: ParsedCredit,
+        advance: DeliveryAdvance,
+    ) -> None:
+        self.queue, self._credit, self.advance = queue, credit, advance
+        self._pull = replace(pull, advance=advance)
+        self._stated = self._named = 0
         self.messages_sent = self.bytes_sent = self.credit_number = 0
         self.funded = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
@@ -134,7 +154,7 @@ class _Delivery:
             bytes_max: Limit of the caller's quota; None for none.
         """
         pull, credit = self._pull, self._credit
-        spec, self.credit_number = pull.spec, credit.number
+        spec, self._named = pull.spec, credit.number
         messages_max = min(spec.messages_max, credit.messages_limit - self.messages_sent)
         limit = min(spec.bytes_max, credit.bytes_limit - self.bytes_sent)
         if bytes_max is not None:
@@ -148,10 +168,14 @@ class _Delivery:
             received_offset=credit.received_offset,
         )
 
-    def sent(self, answer: pb.PullResponse, message_count: int, byte_count: int) -> None:
-        """Note that a frame with `answer` is sent."""
+    def sent(
+        self, answer: pb.PullResponse, message_count: int, byte_count: int, *, recorded: bool
+    ) -> None:
+        """Note that a frame with `answer` is sent; `recorded` if its record was just made."""
         if answer.progress_taken:
-            self._stated = self.credit_number
+            self._stated = self._named
+        if recorded:
+            self.credit_number = self._named
         self.messages_sent += message_count
         self.bytes_sent += byte_count
         self._pull = replace(self._pull, spec=replace(self._pull.spec, offset=answer.next_offset))
@@ -273,7 +297,9 @@ class _DeliveryStream:
                 facts={"limit": count},
             )
         self._owner.count += 1
-        delivery = self._deliveries[number] = _Delivery(start.pull.queue, pull, credit)
+        delivery = self._deliveries[number] = _Delivery(
+            start.pull.queue, pull, credit, self._owner.new_advance(pull.owner)
+        )
         delivery.task = self._owner.spawn(self._run(number, delivery, pull.hold_ms))
 
     def _stop(self, number: int) -> None:
@@ -285,6 +311,12 @@ class _DeliveryStream:
 
     async def _run(self, number: int, delivery: _Delivery, hold_ms: int) -> None:
         """Deliver until the delivery ends."""
+        try:
+            await self._deliver_frames(number, delivery, hold_ms)
+        finally:
+            delivery.advance.ended = True
+
+    async def _deliver_frames(self, number: int, delivery: _Delivery, hold_ms: int) -> None:
         try:
             while True:
                 await delivery.funded.wait()
@@ -321,7 +353,8 @@ class _DeliveryStream:
         frame, byte_count, message_count = frames[0], 0, 0
         if reading is not None:
             byte_count, message_count = sum(map(len, reading.batches)), reading.message_count
-        delivery.sent(answer, message_count, byte_count)
+        recorded = reading is not None and not delivery.advance.covered
+        delivery.sent(answer, message_count, byte_count, recorded=recorded)
         access.charge_read(byte_count)
         self._bytes += byte_count
         self._unsent_bytes += byte_count

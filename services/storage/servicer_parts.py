@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import grpc.aio
@@ -68,5 +69,6 @@ class StorageServicerParts:
     metrics: StorageMetrics
     stream: StorageMetricStream
     clock: Clock
+    random: Random
     identity_of: Callable[[Context], str]
     access_of: Callable[[Context], StreamAccess]

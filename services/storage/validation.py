@@ -15,6 +15,7 @@ from batonmq._core.subscription import SqlFilter, parse_filter
 from batonmq.errors import InvalidArgument, LimitExceeded, WrongBroker
 from batonmq_server.storage.core.store import ReadSpec
 from batonmq_server.storage.core.tag_filter import HashFilter
+from batonmq_server.storage.delivery_advance import DeliveryAdvance
 from batonmq_server.storage.long_polls import QueueOwner
 
 APPEND_BATCHES_MAX = 1_024
@@ -38,6 +39,7 @@ class ParsedPull:
         progress: Acknowledgements for offsets, which checks them; None for none.
         client_id: Client id as the caller states it: for events only, not verified.
         received_offset: Position of the caller, stated under `offsets_epoch`; None for none.
+        advance: Advance of the delivery by stream; None for a pull.
     """
 
     owner: QueueOwner
@@ -49,6 +51,7 @@ class ParsedPull:
     offsets_set: str
     client_id: str = ""
     received_offset: int | None = None
+    advance: DeliveryAdvance | None = None
 
 
 @dataclass(frozen=True, slots=True)

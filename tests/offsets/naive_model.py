@@ -17,7 +17,7 @@ from batonmq_server.offsets.core.values import (
     QueueLimits,
 )
 
-SPAN = 5
+SPAN = 12
 RANGES_MAX = 2
 LIMITS = QueueLimits(span_max=SPAN, ack_ranges_max=RANGES_MAX)
 
@@ -61,6 +61,8 @@ class Naive:
     acked: set[int] = field(default_factory=set)
     delivered: int = 0
     reserved: int = 0
+    known: int = 0
+    advance: tuple[int, int] | None = None
     maybe_seen: set[int] = field(default_factory=set)
     reset_epoch: int = 0
     first_reset_epoch: int = 0
@@ -146,6 +148,8 @@ class Naive:
             self.maybe_seen |= self.in_flight - (live if same else frozenset())
         end = max(live, default=-1) + 1
         self.delivered = max(self.delivered if same else self.committed, end)
+        self.known = max(self.known if same else 0, self.committed if same else 0, end)
+        self.advance = None
         self.ever_delivered |= set(range(self.delivered))
         self.reserved = self.delivered
         self.holder, self.closed = attempt.holder, attempt.holder is None
@@ -185,6 +189,7 @@ class Naive:
         before, committed = self.acked, self.committed
         started = max([committed, self.delivered, *(o + 1 for o in before | self.maybe_seen)])
         self.acked, self.maybe_seen = after, set(range(started)) - after
+        self.known, self.advance = 0, None
         self.delivered = self.reserved = self.committed
         self.token, self.reset_epoch = self.token + 1, self.reset_epoch + 1
         self.holder, self.closed, self.answer = None, True, None
@@ -205,9 +210,11 @@ class Naive:
             self.add(new, ProgressSource.COMMIT)
         return self.committed, is_change
 
-    def record(self, token: int, delivery: DeliveryRange, now_ms: int) -> frozenset[int]:
+    def record(
+        self, token: int, delivery: DeliveryRange, now_ms: int
+    ) -> tuple[frozenset[int], int]:
         self.check(token)
-        first, next_, generation = delivery
+        first, next_, generation, advance_id, advance_to = delivery
         if self.generation and generation != self.generation:
             raise Refused("FENCED")
         if any(o not in self.acked for o in range(self.delivered, first)):
@@ -218,9 +225,39 @@ class Naive:
         if runs >= RANGES_MAX and is_beyond:
             raise Refused("ACK_CAP")
         self.delivered = max(self.delivered, next_)
-        self.ever_delivered |= set(range(first, next_))
+        self.known = max(self.known, next_)
+        permitted = 0 if runs >= RANGES_MAX else self.permit(advance_id, advance_to)
+        if self.advance is not None:
+            if self.advance[1] <= self.known:
+                self.advance = None
+            elif self.advance[0] == advance_id:
+                permitted = self.advance[1]
+        self.ever_delivered |= set(range(first, max(next_, permitted)))
         self.access_ms = now_ms
-        return frozenset(self.maybe_seen & set(range(first, next_)))
+        return frozenset(self.maybe_seen & set(range(first, max(next_, permitted)))), permitted
+
+    def permit(self, advance_id: int, end: int) -> int:
+        """Begin or extend an advance; return its end if it is the one with this id."""
+        end = min(end, self.committed + SPAN)
+        is_open = self.advance is not None and self.advance[1] > self.known
+        if is_open and self.advance is not None and self.advance[0] != advance_id:
+            return 0
+        if end <= self.known or (not is_open and (not advance_id or self.inexact)):
+            return 0
+        if is_open and self.advance is not None:
+            end = max(end, self.advance[1])
+        self.advance, self.delivered = (advance_id, end), max(self.delivered, end)
+        return end
+
+    @property
+    def inexact(self) -> bool:
+        return max(self.known, self.committed) < self.delivered
+
+    def settle(self, token: int, advance_id: int, sent: int) -> None:
+        if token == self.token and self.advance is not None and self.advance[0] == advance_id:
+            acked = max(self.acked, default=-1) + 1
+            self.known = self.delivered = max(self.known, sent, acked)
+            self.advance = None
 
     def acknowledge(self, acks: Acks) -> set[int]:
         new = (set(range(acks.committed_offset)) | members(acks.acked)) - self.acked
@@ -249,7 +286,7 @@ class Naive:
         self.add(new, ProgressSource.COMMIT)
         self.maybe_seen |= remaining
         self.delivered = self.reserved = self.committed
-        self.closed = True
+        self.closed, self.advance = True, None
         return self.committed, True
 
     def add(self, new: set[int], source: ProgressSource) -> None:

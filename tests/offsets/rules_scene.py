@@ -24,6 +24,7 @@ from batonmq_server.offsets.core.resets import (
 from batonmq_server.offsets.core.values import (
     Acks,
     AckState,
+    AdvanceSettlement,
     CommitResult,
     DeliveryRange,
     DeliveryResult,
@@ -103,12 +104,20 @@ class Scene:
         return grant
 
     def record(
-        self, token: int, first_offset: int, next_offset: int, generation: int = 0
+        self,
+        token: int,
+        first_offset: int,
+        next_offset: int,
+        generation: int = 0,
+        advance: tuple[int, int] = (0, 0),
     ) -> DeliveryResult:
-        delivery = DeliveryRange(first_offset, next_offset, generation)
+        delivery = DeliveryRange(first_offset, next_offset, generation, *advance)
         delivered = self.table.record_delivered(KEY, token, delivery, self.now)
         self._store(delivered.changed)
         return delivered
+
+    def settle(self, token: int, advance_id: int, sent_offset: int) -> None:
+        self.table.settle_advance(KEY, token, AdvanceSettlement(advance_id, sent_offset))
 
     def touch(self, token: int) -> None:
         self.table.touch(KEY, token, self.now)

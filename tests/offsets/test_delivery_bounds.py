@@ -218,12 +218,12 @@ async def test_reader_calls_no_broker_if_all_bounds_are_exact(
     assert broker.queue_counts == []
 
 
-async def test_reader_waits_for_the_lease_of_an_older_epoch(
+async def test_reader_waits_for_the_lease_and_the_advances_of_an_older_epoch(
     pauses: tuple[SetClock, list[float]],
 ) -> None:
     scene = restarted()
     await read(scene, Broker([(0, 20)]), pauses[0], 5_000)
-    assert pauses[1] == [5.0]
+    assert pauses[1] == [7.0]
 
 
 async def test_story_24_end_of_the_log_from_a_deposed_leader_is_not_taken(
@@ -235,7 +235,7 @@ async def test_story_24_end_of_the_log_from_a_deposed_leader_is_not_taken(
     broker = Broker([(500, 12), (500, 20)])
     await read(scene, broker, pauses[0], 5_000)
     assert scene.queue.in_flight() == offsets((10, 20))
-    assert pauses[1] == [5.0, log_end_reader.RETRY_S]
+    assert pauses[1] == [7.0, log_end_reader.RETRY_S]
 
 
 async def test_reader_repeats_the_call_to_a_broker_that_did_not_answer(

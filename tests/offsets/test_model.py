@@ -19,7 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from batonmq._core.queues import GroupQueue
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, UnknownQueue
 from batonmq_server.offsets.codec import (
     decode_progress,
@@ -40,6 +40,7 @@ from batonmq_server.offsets.core.resets import (
 from batonmq_server.offsets.core.values import (
     Acks,
     AckState,
+    AdvanceSettlement,
     CommitResult,
     DeliveryRange,
     DeliveryResult,
@@ -72,7 +73,7 @@ def granted(grant: FenceGrant) -> tuple[object, bool]:
 
 
 def recorded(delivered: DeliveryResult) -> tuple[object, bool]:
-    return members(delivered.maybe_seen), delivered.changed
+    return (members(delivered.maybe_seen), delivered.advance_to), delivered.changed
 
 
 def committed(done: CommitResult) -> tuple[object, bool]:
@@ -114,6 +115,11 @@ class Machine(RuleBasedStateMachine):
         self.attempts = 0
         self.tokens_issued: set[int] = set()
         self.committed_before = 0
+        self.sent: dict[int, int] = {}
+        """One past the last offset that a node has sent in each advance, by its id."""
+        self.settled: set[int] = set()
+        self.usable: tuple[int, int, int] | None = None
+        """Token, id and end of the advance that a node may use."""
         self.acked_before: set[int] = set()
         self.started: set[int] = set()
         """Offsets that the holder may have started under the current token."""
@@ -157,13 +163,79 @@ class Machine(RuleBasedStateMachine):
         back=st.integers(-2, 6),
         size=st.integers(1, 7),
         generation=st.one_of(st.none(), st.none(), GENERATION),
+        advance=st.sampled_from(["none", "none", "own", "own", "own", "another"]),
+        ahead=st.integers(-1, 9),
         survives=st.integers(0, 19),
     )
-    def record(self, age: int, back: int, size: int, generation: int | None, survives: int) -> None:
+    def record(  # noqa: PLR0917
+        self,
+        age: int,
+        back: int,
+        size: int,
+        generation: int | None,
+        advance: str,
+        ahead: int,
+        survives: int,
+    ) -> None:
         first = max(0, min(self.model.delivered, 30) - back)
         filtered_by = self.model.generation if generation is None else generation
-        delivery = DeliveryRange(first, first + size, filtered_by)
+        advance_id, advance_to = 0, 0
+        if advance != "none":
+            advance_id, advance_to = len(self.calls) + 1, first + size + ahead
+            if advance == "own" and self.usable is not None:
+                advance_id = self.usable[1]
+        delivery = DeliveryRange(first, first + size, filtered_by, advance_id, advance_to)
         self.call(("record", (self.model.token - age, delivery)), bool(survives))
+
+    @precondition(lambda self: self.model.closed)
+    @rule(holder=st.sampled_from([A, B]))
+    def a_member_takes_a_closed_queue(self, holder: Incarnation) -> None:
+        self.attempts += 1
+        call = FenceAttempt(
+            attempt=f"attempt-{self.attempts}",
+            expected_token=self.model.token,
+            condition=FenceCondition.CLOSED_OR_DRAINED,
+            holder=holder,
+            resume=RangeSet(),
+            reset_epoch=self.model.reset_epoch,
+            idle_ms=LEASE_MS,
+            token_min=0,
+            initial_offset=0,
+            subscription_generation=0,
+        )
+        self.call(("fence", call), True)
+
+    @precondition(lambda self: not self.model.closed)
+    @rule(size=st.integers(1, 3), own=st.booleans(), ahead=st.integers(0, 9))
+    def the_holder_reads_on(self, size: int, own: bool, ahead: int) -> None:
+        first = self.model.known
+        advance_id, end = len(self.calls) + 1, first + size + ahead
+        if own and self.usable is not None:
+            advance_id, first = self.usable[1], self.sent[self.usable[1]]
+            end = first + size + ahead
+        delivery = DeliveryRange(first, first + size, self.model.generation, advance_id, end)
+        self.call(("record", (self.model.token, delivery)), True)
+
+    @precondition(lambda self: self.usable is not None)
+    @rule(data=st.data())
+    def send_in_the_advance(self, data: st.DataObject) -> None:
+        """A node sends without a record; the holder starts it, if its token is current."""
+        assert self.usable is not None
+        token, advance_id, end = self.usable
+        sent = max(self.sent[advance_id], data.draw(st.integers(0, end)))
+        if token == self.model.token and not self.model.closed:
+            self.started |= set(range(self.sent[advance_id], sent))
+        self.sent[advance_id] = sent
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data(), age=AGE)
+    def settle(self, data: st.DataObject, age: int) -> None:
+        advance_id = data.draw(st.sampled_from(sorted(self.sent)[-3:]))
+        self.settled.add(advance_id)
+        if self.usable is not None and self.usable[1] == advance_id:
+            self.usable = None
+        token, sent = self.model.token - age, self.sent[advance_id]
+        self.call(("settle", (token, advance_id, sent)), True)
 
     @rule(age=AGE)
     def touch(self, age: int) -> None:
@@ -295,6 +367,7 @@ class Machine(RuleBasedStateMachine):
         if self.stored is not None:
             self.table.restore(KEY, decode_progress(KEY, self.stored))
             self.model.delivered = self.model.reserved  # both 0 if the topic was deleted
+            self.model.known, self.model.advance = 0, None
             self.model.ever_delivered |= set(range(self.model.delivered))
         records = ResetHistory()
         for stored in self.stored_moves.values():
@@ -326,6 +399,7 @@ class Machine(RuleBasedStateMachine):
         self.check_acceptance(call, answer, model)
         if not isinstance(answer, str):
             self.note_started(call, model)
+            self.note_advance(call, answer)
         self.model = model
 
     def call_model(self, model: Naive, call: Call) -> object:
@@ -334,6 +408,7 @@ class Machine(RuleBasedStateMachine):
         calls: dict[str, Callable[[], object]] = {
             "fence": lambda: model.fence(args, self.now_ms),
             "record": lambda: model.record(args[0], args[1], self.now_ms),
+            "settle": lambda: model.settle(*args),
             "commit": lambda: model.commit(args[0], args[1], args[2], self.now_ms),
             "commit_unowned": lambda: model.commit_unowned(args),
             "close": lambda: model.close(*args),
@@ -364,6 +439,7 @@ class Machine(RuleBasedStateMachine):
             "commit_unowned": lambda: committed(self.table.commit_unowned(KEY, args, self.now)),
             "close": lambda: committed(self.table.close(KEY, args[0], args[1], args[2], self.now)),
             "touch": lambda: self.touch_table(args),
+            "settle": lambda: self.settle_table(*args),
             "delete": lambda: ended(self.table.delete_topic(KEY.topic, args, self.now)),
             "delete_group": lambda: ended(self.table.delete_group(KEY.group, "", self.now) or None),
             "reset": lambda: self.move_table(args, before),
@@ -373,6 +449,10 @@ class Machine(RuleBasedStateMachine):
         except BatonError as error:
             assert self.copy() == before, "a rejected call changes nothing"
             return error.reason, False
+
+    def settle_table(self, token: int, advance_id: int, sent: int) -> tuple[object, bool]:
+        self.table.settle_advance(KEY, token, AdvanceSettlement(advance_id, sent))
+        return None, False
 
     def touch_table(self, token: int) -> tuple[object, bool]:
         self.table.touch(KEY, token, self.now)
@@ -404,7 +484,7 @@ class Machine(RuleBasedStateMachine):
         if after.token != before.token:
             assert after.token > max(self.tokens_issued, default=0), "V1"
             self.tokens_issued.add(after.token)
-        if name in ("reset", "commit_unowned", "delete", "delete_group"):
+        if name in ("reset", "commit_unowned", "delete", "delete_group", "settle"):
             return
         if name != "fence":
             token = args if name == "touch" else args[0]
@@ -414,6 +494,17 @@ class Machine(RuleBasedStateMachine):
         new = after.acked - before.acked
         skipped = set(range(args.initial_offset)) if name == "fence" else set()
         assert new <= before.ever_delivered | skipped, "V4"
+
+    def note_advance(self, call: Call, answer: Any) -> None:
+        """Note what a node may send without a record, unless it has settled the advance."""
+        if call[0] != "record":
+            return
+        token, delivery = call[1]
+        if delivery.advance_id and delivery.advance_id not in self.settled:
+            sent = max(self.sent.get(delivery.advance_id, 0), delivery.next_offset)
+            self.sent[delivery.advance_id] = sent
+            if answer[1]:
+                self.usable = (token, delivery.advance_id, answer[1])
 
     def note_started(self, call: Call, after: Naive) -> None:
         before, (name, args) = self.model, call
@@ -457,7 +548,9 @@ class Machine(RuleBasedStateMachine):
         assert queue.committed_offset == model.committed
         assert members(queue.acked) == model.above
         assert queue.delivered_offset == model.delivered
-        assert queue.delivered_offset <= queue.delivered_reserved <= queue.delivered_offset + SPAN
+        assert (
+            queue.delivered_offset <= queue.delivered_reserved <= queue.delivered_offset + 2 * SPAN
+        )
         assert members(queue.maybe_seen) == model.maybe_seen
         assert self.table.ack_ranges.get(KEY, 0) == len(queue.acked.runs)
         assert (KEY in self.table.capped) == (len(queue.acked.runs) >= RANGES_MAX)
@@ -477,6 +570,8 @@ class Machine(RuleBasedStateMachine):
         assert queue.delivered_offset >= queue.committed_offset, "V10"
         assert not members(queue.maybe_seen) & acked
         assert self.must_flag - acked <= members(queue.maybe_seen), "V7: M lacks a started offset"
+        beyond = {offset for offset in self.started - acked if offset >= queue.delivered_offset}
+        assert queue.closed or not beyond, "V8: D does not cover a started offset"
         self.committed_before, self.acked_before = queue.committed_offset, acked
 
 

@@ -36,16 +36,21 @@ class AnswerChecks:
 
     def called(self, node: str, request: Any) -> None:
         """Check a call: storage records no delivery once it has seen the pause."""
-        group = self._expected.group
         if not isinstance(request, offsets_pb.RecordDeliveredRequest):
             return
         for item in request.items:
             self._check_span(node, item)
+        if request.items:
+            self._check_pause(node, request)
+
+    def _check_pause(self, node: str, delivery: Any) -> None:
+        """Check that storage records and sends no delivery once it has seen the pause."""
+        group = self._expected.group
         if node not in group.pause_known_ms:
             return
         known_ms = self._expected.now_ms() - group.pause_known_ms[node]
         if known_ms > RECORD_MS:
-            self._expected.fail("pause", f"{node} delivers {known_ms} ms after it knew: {request}")
+            self._expected.fail("pause", f"{node} delivers {known_ms} ms after it knew: {delivery}")
 
     def _check_span(self, node: str, item: offsets_pb.DeliveryItem) -> None:
         """Check that a member gets no more messages than may be delivered again after a crash."""
@@ -75,6 +80,8 @@ class AnswerChecks:
             for frame in answer.frames:
                 if isinstance(error := error_from_pb(frame.error), Paused):
                     self._paused(node, error)
+                elif frame.messages.batches:
+                    self._check_pause(node, frame)
             return
         if isinstance(answer, lockmgr_pb.AcquireResponse | lockmgr_pb.KeepAliveResponse):
             self._lock_answered(node, request, answer)

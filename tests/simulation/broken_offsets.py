@@ -16,6 +16,7 @@ from batonmq_server.offsets.core.ranges import EMPTY
 from batonmq_server.offsets.core.values import Acks as TableAcks
 from batonmq_server.offsets.core.values import (
     AckState,
+    AdvanceSettlement,
     CommitResult,
     DeliveryResult,
     FenceAttempt,
@@ -242,3 +243,37 @@ def position_below_recorded(patch: pytest.MonkeyPatch) -> None:
             self.delivered_known = self.delivered_offset
 
     patch.setattr(Progress, "note_received", noted)
+
+
+def advance_not_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """Offsets permits an advance and does not count it as delivered."""
+    real = Progress._advance
+
+    def advance(self: Progress, advance_id: int, end_offset: int, limits: QueueLimits) -> int:
+        delivered_offset = self.delivered_offset
+        permitted = real(self, advance_id, end_offset, limits)
+        self.delivered_offset = delivered_offset
+        return permitted
+
+    patch.setattr(Progress, "_advance", advance)
+
+
+def settle_any_advance(patch: pytest.MonkeyPatch) -> None:
+    """A settlement is accepted for whatever advance the queue has."""
+    real = Progress.settle_advance
+
+    def settle_advance(self: Progress, token: int, settlement: AdvanceSettlement) -> None:
+        if self.advance is not None:
+            settlement = settlement._replace(advance_id=self.advance.id)
+        real(self, token, settlement)
+
+    patch.setattr(Progress, "settle_advance", settle_advance)
+
+
+def position_below_an_advance(patch: pytest.MonkeyPatch) -> None:
+    """A position of the holder lowers D below an advance."""
+
+    def may_bound(self: Progress, token: int) -> bool:
+        return token == self.token and not self.closed and self.provable and not self.exact
+
+    patch.setattr(Progress, "_may_bound", may_bound)

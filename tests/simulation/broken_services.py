@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -11,12 +12,15 @@ from batonmq_server.nameserver import group_store
 from batonmq_server.nameserver.group_store import GroupStore
 from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.runtime.group_record import HEAD, Parts, changed_parts
+from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.store import ReadResult
 from batonmq_server.storage.deliverer import Deliverer
+from batonmq_server.storage.delivery_advance import DeliveryAdvance
 from batonmq_server.storage.delivery_recorder import (
     DeliveryRecorder,
     PendingDelivery,
     RecordedDelivery,
+    Settlement,
 )
 from batonmq_server.storage.delivery_streams import _DeliveryStream
 from batonmq_server.storage.long_polls import QueueOwner
@@ -77,9 +81,11 @@ def stream_outlives_its_token(patch: pytest.MonkeyPatch) -> None:
     """Storage records only the first frame that it delivers under a token."""
     real, recorded = Deliverer._record, dict[QueueOwner, RecordedDelivery]()
 
-    async def record(self: Deliverer, pull: ParsedPull, reading: ReadResult) -> RecordedDelivery:
+    async def record(
+        self: Deliverer, key: QueueKey, pull: ParsedPull, reading: ReadResult
+    ) -> RecordedDelivery:
         if pull.owner not in recorded:
-            recorded[pull.owner] = await real(self, pull, reading)
+            recorded[pull.owner] = await real(self, key, pull, reading)
         return recorded[pull.owner]
 
     patch.setattr(Deliverer, "_record", record)
@@ -97,3 +103,27 @@ def credit_of_an_earlier_delivery(patch: pytest.MonkeyPatch) -> None:
         start(self, number, delivery)
 
     patch.setattr(_DeliveryStream, "_start", begin)
+
+
+def settle_at_the_last_record(patch: pytest.MonkeyPatch) -> None:
+    """An advance is settled without the frames that needed no call."""
+    real = DeliveryAdvance.settle
+
+    def settle(self: DeliveryAdvance) -> Settlement:
+        return replace(real(self), sent_offset=self._call_offset)
+
+    patch.setattr(DeliveryAdvance, "settle", settle)
+
+
+def deliver_after_the_settlement(patch: pytest.MonkeyPatch) -> None:
+    """Storage goes on to use an advance that it has settled."""
+    real = DeliveryAdvance.settle
+
+    def settle(self: DeliveryAdvance) -> Settlement:
+        record = self._record
+        settlement = real(self)
+        if record is not None:
+            self._record = replace(record, sent_ms=record.sent_ms + 5_000)
+        return settlement
+
+    patch.setattr(DeliveryAdvance, "settle", settle)

@@ -52,6 +52,7 @@ class Mutant:
 CALM = RunOptions(steps=30)
 CRASHES = RunOptions(steps=40, kills=6, pauses=4, slow_handlers=0.05)
 ZOMBIES = RunOptions(steps=40, pauses=8, kills=2, pause_ms_max=40_000, slow_handlers=0.1)
+SLOW_ZOMBIES = replace(ZOMBIES, steps=60, queues=2, parallel=1, slow_handlers=0.4)
 SLOW = RunOptions(steps=40, joins=6, leaves=6, slow_handlers=0.2)
 LOSSY = replace(SLOW, faults=Faults(loss=0.08), slow_handlers=0.5, joins=8, leaves=8, steps=80)
 NAPS = RunOptions(
@@ -77,6 +78,10 @@ FRAMES_OF_TWO_EPOCHS = RunOptions(
 )  # fmt: skip
 HANGING = RunOptions(
     steps=120, queues=1, consumers=2, slow_handlers=0.6, forces=4, leaves=4, joins=4
+)  # fmt: skip
+HOT = RunOptions(
+    steps=120, queues=1, consumers=2, joins=1, leaves=1,
+    faults=Faults(duplicate=0.8, slow=0.2, slow_ms_max=5_000),
 )  # fmt: skip
 RESETS = RunOptions(steps=60, resets=10, faults=Faults(slow=0.05, duplicate=0.3), slow_handlers=0.1)
 FORCES = RunOptions(steps=60, forces=10, slow_handlers=0.1)
@@ -159,10 +164,10 @@ MUTANTS = (
         first=1,
     ),
     Mutant("commit without token", broken_offsets.commit_without_token, ZOMBIES, ("V3",), first=3),
-    Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=81),
-    Mutant("no deadline", broken_clients.no_deadline, ZOMBIES, ("V3", "V6", "V7"), first=26),
+    Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=94),
+    Mutant("no deadline", broken_clients.no_deadline, SLOW_ZOMBIES, ("V3", "V6", "V7")),
     Mutant("close without draining", broken_clients.close_without_draining, SLOW, ("V6", "V7")),
-    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=13),
+    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=17),
     Mutant(
         "token dropped at the deadline",
         broken_clients.token_dropped_at_the_deadline,
@@ -205,7 +210,7 @@ MUTANTS = (
         broken_clients.gap_after_a_dropped_frame,
         FRAMES_OF_TWO_EPOCHS,
         ("V1", "V4", "L1", "L2"),
-        first=35,
+        first=55,
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
     Mutant(
@@ -227,7 +232,29 @@ MUTANTS = (
         broken_clients.answer_of_an_older_epoch,
         OLD_CALLS,
         ("V6", "V7", "V8"),
-        first=16,
+        first=153,
+    ),
+    Mutant("advance not in flight", broken_offsets.advance_not_in_flight, FORCES, ("V8", "V7")),
+    Mutant(
+        "position below an advance",
+        broken_offsets.position_below_an_advance,
+        OLD_CALLS,
+        ("V7", "V8"),
+        first=1,
+    ),
+    Mutant("settle any advance", broken_offsets.settle_any_advance, HOT, ("V7", "V8")),
+    Mutant(
+        "settle at the last record",
+        broken_serving.settle_at_the_last_record,
+        HOT,
+        ("V7", "V8"),
+        first=5,
+    ),
+    Mutant(
+        "deliver after the settlement",
+        broken_serving.deliver_after_the_settlement,
+        HOT,
+        ("V7", "V8"),
     ),
     Mutant("idle untested", broken_offsets.idle_untested, ZOMBIES, ("section 4", "V6")),
     Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",), first=3),
@@ -244,11 +271,15 @@ MUTANTS = (
         "reset without resume check",
         broken_offsets.reset_no_resume_check,
         RESETS,
-        ("V4", "V5"),
+        ("V4", "V5", "section 13"),
         first=2,
     ),
     Mutant(
-        "handlers outlive a reset", broken_clients.handlers_outlive_a_reset, RESETS, ("section 13",)
+        "handlers outlive a reset",
+        broken_clients.handlers_outlive_a_reset,
+        RESETS,
+        ("section 13",),
+        first=1,
     ),
     Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",), first=6),
     Mutant(
@@ -256,7 +287,7 @@ MUTANTS = (
         broken_offsets.riding_acks_without_token,
         RIDING,
         ("V3",),
-        first=15,
+        first=41,
     ),
     Mutant(
         "delivery of any generation",
@@ -268,7 +299,7 @@ MUTANTS = (
     Mutant(
         "grant without gate", broken_lockmgr.grant_without_gate, ROLLING, ("section 14",), first=3
     ),
-    Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",), first=2),
+    Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",), first=3),
     Mutant(
         "ack before replicate", broken_replicas.ack_before_replicate, REPLICATED, ("section 12",)
     ),
@@ -358,7 +389,7 @@ MUTANTS = (
         broken_stores.keep_the_longer_log,
         STORES_SPLIT,
         ("section 12",),
-        first=12,
+        first=13,
     ),
     Mutant(
         "show what is not confirmed",
@@ -416,7 +447,7 @@ MUTANTS = (
         broken_moves.seal_by_a_lower_move,
         TO_AND_FRO,
         ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
-        first=58,
+        first=84,
     ),
     Mutant(
         "adopt a lower move",
@@ -447,6 +478,7 @@ MUTANTS = (
         broken_identities.unknown_owner_matches_no_owner,
         SWITCHING,
         ("L4", "unexpected"),
+        first=1,
     ),
     Mutant(
         "incarnation of every identity",

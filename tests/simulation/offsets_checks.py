@@ -13,6 +13,7 @@ from batonmq_server.offsets.core.ranges import RangeSet
 from batonmq_server.offsets.core.values import (
     Acks,
     AckState,
+    AdvanceSettlement,
     DeliveryRange,
     FenceAttempt,
     FenceCondition,
@@ -118,7 +119,12 @@ class OffsetsChecks:
             real["note_log_end"](key, token, log_end)
             self._bounded(key, before, table, "ends of logs that lowered a bound")
 
-        for wrapped in (note_received, note_log_end):
+        def settle_advance(key: GroupQueue, token: int, settlement: AdvanceSettlement) -> None:
+            before = copy_of(table, key)
+            real["settle_advance"](key, token, settlement)
+            self._bounded(key, before, table, "settled advances")
+
+        for wrapped in (note_received, note_log_end, settle_advance):
             self._watch(table, wrapped)
 
     def _watch(self, table: ProgressTable, watched: Callable[..., Any]) -> None:
@@ -184,6 +190,7 @@ class OffsetsChecks:
             self._expected.excuse(key, f"lease of token {before.token} ran out")
         if not before.closed and not before.drained:
             self._expected.counts["steals"] += 1
+            self._expected.counts["steals with an advance"] += before.advance is not None
 
     def _fenced_quietly(
         self, key: GroupQueue, before: Progress, wish: FenceAttempt, text: str, now: Instant
@@ -217,6 +224,9 @@ class OffsetsChecks:
         """Section 14: two filters are never active at once; acked messages are filtered already."""
         expected, group = self._expected, self._expected.group
         queue, generation = expected.queues[key], run.subscription_generation
+        if now.advance is not None and now.advance.id == run.advance_id:
+            run = run._replace(next_offset=max(run.next_offset, now.advance.end_offset))
+            expected.counts["advances"] += 1
         for first, end in RangeSet.of(run[0], run[1]).difference(done(now)).runs:
             for offset in range(first, end):
                 queue.judged[offset].append(generation)
@@ -316,7 +326,7 @@ class OffsetsChecks:
         self._expected.fail(rule, text)
 
 
-_BOUNDS = ("note_received", "note_log_end")
+_BOUNDS = ("note_received", "note_log_end", "settle_advance")
 _WATCHED = ("fence", "record_delivered", *_BOUNDS, "touch", "commit", "close", "reset")
 
 

@@ -41,9 +41,9 @@ LEAST = {
     "hand-overs": 300, "closes": 200, "grants": 500, "starts": 2_000, "repeated": 50, "joins": 300,
     "leaves": 100, "kills": 50, "pauses": 40, "service kills": 80, "service pauses": 50,
     "cuts": 100, "jumps": 25, "lost": 1_000, "slow": 1_000, "duplicated": 400, "late": 1_000,
-    "back resets": 30, "forces": 10, "drains": 20, "changes of the filter": 15, "pauses known": 15, "watch breaks": 15,
-    "acks by pull": 150, "questions": 30, "sent back": 300, "elections": 60, "shrinks": 60,
-    "leader faults": 20, "lost disks": 10,
+    "back resets": 30, "forces": 10, "drains": 20, "changes of the filter": 15, "pauses known": 15,
+    "watch breaks": 15, "acks by pull": 150, "questions": 30, "sent back": 300, "elections": 60,
+    "shrinks": 60, "leader faults": 20, "lost disks": 10, "advances": 400, "settled advances": 40,
 }  # fmt: skip
 """Minimum number of events of each kind in 100 runs with faults, judged over a whole session."""
 LEAST_OF_STORAGE = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -30,6 +30,9 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
         maybe_seen: Ranges returned as possibly seen with every delivery.
         recorded: Accepted deliveries: group, queue id, first and next offset.
         items: Accepted deliveries as protobuf messages.
+        advances: Whether an advance is accepted, as far as it is asked for.
+        settlements: Advance id and sent offset of the settlements.
+        on_settlement: Called with each settlement.
     """
 
     def __init__(self) -> None:
@@ -43,6 +46,9 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
         self.items: list[pb.DeliveryItem] = []
         self.touched: list[tuple[str, int, int]] = []
         self.calls: list[int] = []
+        self.advances = False
+        self.settlements: list[tuple[int, int]] = []
+        self.on_settlement: Callable[[pb.AdvanceSettlement], None] = lambda _: None
 
     async def RecordDelivered(
         self, request: pb.RecordDeliveredRequest, context: Context
@@ -50,9 +56,12 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
         self.calls.append(len(request.items))
         await self.answering.wait()
         self._check_epoch(request.offsets_epoch)
+        outcomes = [self._record(item) for item in request.items]
+        for settlement in request.settlements:
+            self.settlements.append((settlement.advance_id, settlement.sent_offset))
+            self.on_settlement(settlement)
         return pb.RecordDeliveredResponse(
-            offsets_epoch=self.claimed_epoch or self.epoch,
-            outcomes=[self._record(item) for item in request.items],
+            offsets_epoch=self.claimed_epoch or self.epoch, outcomes=outcomes
         )
 
     async def Touch(self, request: pb.TouchRequest, context: Context) -> pb.TouchResponse:
@@ -77,7 +86,8 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
                 maybe_seen=[
                     queue_pb2.OffsetRange(first_offset=first, next_offset=next_)
                     for first, next_ in self.maybe_seen
-                ]
+                ],
+                advance_to=item.advance_to if self.advances else 0,
             )
         )
 

@@ -36,6 +36,8 @@ from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
 from batonmq_server.offsets.core.values import (
     Acks,
     AckState,
+    Advance,
+    AdvanceSettlement,
     CommitResult,
     DeliveryRange,
     DeliveryResult,
@@ -69,8 +71,10 @@ class Progress:
         acked: A, all above C.
         delivered_offset: D, not below C.
         delivered_reserved: Durable upper bound of D, not below D.
-        delivered_known: Known lower bound of the true D; below D only after a restart: end of what
-            was recorded under T in this epoch, or received by the holder.
+        delivered_known: Known lower bound of the true D; below D only after a restart or with an
+            advance: end of what was recorded under T in this epoch, or received by the holder.
+        advance: Offsets that storage may deliver without another record; D includes them. In memory
+            only.
         provable: Whether an inexact D may be replaced; not if deliveries may still arrive that
             another replica set recorded.
         reserve: Step by which `delivered_reserved` is ahead of an exact D; in memory only.
@@ -98,6 +102,7 @@ class Progress:
     delivered_offset: int = 0
     delivered_reserved: int = 0
     delivered_known: int = 0
+    advance: Advance | None = None
     provable: bool = field(default=True, compare=False)
     reserve: DeliveryReserve = field(default=DeliveryReserve(), compare=False)
     closed_reach: DeliveryReach | None = None
@@ -119,7 +124,7 @@ class Progress:
 
     @property
     def drained(self) -> bool:
-        """Whether no message is in flight."""
+        """Whether no message is in flight, and no advance is open."""
         return self.delivered_offset == self.committed_offset
 
     @property
@@ -127,9 +132,21 @@ class Progress:
         """Whether D is the true end of the deliveries under T, not an upper bound of it."""
         return max(self.delivered_known, self.committed_offset) >= self.delivered_offset
 
+    @property
+    def delivered_without_advance(self) -> int:
+        """D without the offsets of an advance that are not known to be delivered, for people."""
+        if self.advance is None:
+            return self.delivered_offset
+        return max(self.delivered_known, self.committed_offset, self.acked.next_offset)
+
     def in_flight(self) -> RangeSet:
         """Return the offsets in flight: delivered under T and not acked, [C, D) minus A."""
         return RangeSet.of(self.committed_offset, self.delivered_offset).difference(self.acked)
+
+    def in_flight_without_advance(self) -> RangeSet:
+        """Return the offsets in flight, without those of an advance, for people."""
+        delivered = RangeSet.of(self.committed_offset, self.delivered_without_advance)
+        return delivered.difference(self.acked)
 
     def known_in_flight(self) -> RangeSet:
         """Return the offsets that are in flight even if no more than the known ones are."""
@@ -137,8 +154,9 @@ class Progress:
         return RangeSet.of(self.committed_offset, known).difference(self.acked)
 
     def lowest_unacked(self) -> int | None:
-        """Return the lowest offset in flight: C, as C is never acked; None if drained."""
-        return None if self.drained else self.committed_offset
+        """Return the lowest offset in flight: C, as C is never acked; None if there is none."""
+        in_flight = self.delivered_without_advance > self.committed_offset
+        return self.committed_offset if in_flight else None
 
     @property
     def reach(self) -> DeliveryReach:
@@ -194,7 +212,7 @@ class Progress:
         lowest = self.delivered_offset if same_holder else self.committed_offset
         self.delivered_offset = self.delivered_reserved = max(lowest, resumed.next_offset)
         kept = ended.reach.delivered_offset if same_holder else 0
-        self.delivered_known = max(kept, resumed.next_offset)
+        self.delivered_known, self.advance = max(kept, resumed.next_offset), None
         holder = attempt.holder
         self.holder = holder.known_as(self.holder) if holder is not None else None
         self.closed = holder is None
@@ -232,13 +250,12 @@ class Progress:
     def _check_condition(self, attempt: FenceAttempt, now: Instant) -> None:
         match attempt.condition:
             case FenceCondition.CLOSED_OR_DRAINED if not self.closed and not self.drained:
-                in_flight = self.in_flight()
+                unacked = self.in_flight_without_advance().count
                 raise Unacked(
-                    f"{in_flight.count} delivered messages are not acked",
-                    facts={
-                        "unacked": in_flight.count,
-                        "lowest_offset": in_flight.runs[0][0],
-                    },
+                    f"{unacked} delivered messages are not acked"
+                    if unacked
+                    else f"messages below offset {self.delivered_offset} may be on their way",
+                    facts={"unacked": unacked, "lowest_offset": self.committed_offset},
                 )
             case FenceCondition.SAME_HOLDER if self.closed or not self._held_by(attempt.holder):
                 raise NotHolder(
@@ -288,7 +305,7 @@ class Progress:
             AckCap: the ack window is full.
         """
         self._check_open(token)
-        first_offset, next_offset, generation = delivery
+        first_offset, next_offset, generation, advance_id, advance_to = delivery
         if self.subscription_generation not in (0, generation):
             raise self._fenced(token, FenceCause.SUBSCRIPTION)
         expected = self.acked.first_missing(self.delivered_offset)
@@ -312,8 +329,45 @@ class Progress:
                 self.delivered_reserved = next_offset + self.reserve.step
                 self.update_unix_ms = now.unix_ms
         self.delivered_known = max(self.delivered_known, next_offset)
+        permitted = self._advance(advance_id, advance_to, limits)
+        if self.delivered_offset > self.delivered_reserved:
+            self.delivered_reserved, changed = self.delivered_offset, True
+            self.update_unix_ms = now.unix_ms
         self.last_call_monotonic_ms, self.waiting_at = now.monotonic_ms, ""
-        return DeliveryResult(self.maybe_seen.between(first_offset, next_offset), changed)
+        maybe_seen = self.maybe_seen.between(first_offset, max(next_offset, permitted))
+        return DeliveryResult(maybe_seen, changed, permitted)
+
+    def _advance(self, advance_id: int, end_offset: int, limits: QueueLimits) -> int:
+        """Begin or extend an advance (protocol 6.8); return its end, 0 if there is none.
+
+        A queue has one advance at a time. While D is inexact for another reason, none begins.
+        """
+        if self.advance is not None and self.advance.end_offset <= self.delivered_known:
+            self.advance = None
+        if self.advance is not None and self.advance.id != advance_id:
+            return 0
+        end_offset = min(end_offset, self.committed_offset + limits.span_max)
+        if end_offset > self.delivered_known and not self.ack_window_full(limits):
+            if self.advance is not None:
+                end_offset = max(end_offset, self.advance.end_offset)
+            elif not advance_id or not self.exact:
+                return 0
+            self.advance = Advance(advance_id, end_offset)
+            self.delivered_offset = max(self.delivered_offset, end_offset)
+        return self.advance.end_offset if self.advance is not None else 0
+
+    def settle_advance(self, token: int, settlement: AdvanceSettlement) -> None:
+        """Replace an advance by what was delivered in it (protocol 6.8).
+
+        Another token or another advance: no effect. Storage delivers nothing in the advance after
+        it has sent the settlement.
+        """
+        advance = self.advance
+        if token != self.token or advance is None or advance.id != settlement.advance_id:
+            return
+        self.delivered_known = max(self.delivered_known, settlement.sent_offset)
+        self.delivered_offset = self.delivered_known = self.delivered_without_advance
+        self.advance = None
 
     def note_received(self, token: int, received_offset: int) -> None:
         """Replace an inexact D by what the holder of T has received (protocol 6.8).
@@ -337,7 +391,9 @@ class Progress:
             self.delivered_offset = self._bounded(log_end)
 
     def _may_bound(self, token: int) -> bool:
-        return token == self.token and not self.closed and self.provable and not self.exact
+        if token != self.token or self.closed or self.advance is not None:
+            return False
+        return self.provable and not self.exact
 
     def _bounded(self, end: int) -> int:
         return min(self.delivered_offset, max(end, self.delivered_known, self.committed_offset))
@@ -403,7 +459,7 @@ class Progress:
         self.maybe_seen = self.maybe_seen.union(cut_off.at_or_above(self.committed_offset))
         self.closed_reach = self.reach
         self.delivered_offset = self.delivered_reserved = self.committed_offset
-        self.closed = True
+        self.closed, self.advance = True, None
         return CommitResult(self.committed_offset, True)
 
     # ---- protocol 13
@@ -422,7 +478,7 @@ class Progress:
         self.maybe_seen = RangeSet.of(to.committed_offset, started).difference(to.acked)
         self.committed_offset, self.acked = to
         self.delivered_offset = self.delivered_reserved = to.committed_offset
-        self.delivered_known = 0
+        self.delivered_known, self.advance = 0, None
         self.token += 1
         self.reset_epoch += 1
         self.holder, self.closed, self.grant = None, True, None

@@ -26,6 +26,7 @@ from batonmq_server.offsets.core.ranges import RangeSet
 from batonmq_server.offsets.core.values import (
     Acks,
     AckState,
+    AdvanceSettlement,
     CommitResult,
     DeliveryRange,
     DeliveryResult,
@@ -222,6 +223,11 @@ class ProgressTable:
             Fenced: see there, or the topic or group was deleted.
         """
         return self._progress_of(key, token).record_delivered(token, delivery, self.limits, now)
+
+    def settle_advance(self, key: GroupQueue, token: int, settlement: AdvanceSettlement) -> None:
+        """Settle an advance as `Progress.settle_advance` does; no effect without progress."""
+        if (progress := self._queues.get(key)) is not None:
+            progress.settle_advance(token, settlement)
 
     def note_received(self, key: GroupQueue, token: int, position: HolderPosition) -> None:
         """Note the position of a holder that names this epoch, as `Progress.note_received` does."""

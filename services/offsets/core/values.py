@@ -89,11 +89,38 @@ class FenceAttempt:
 
 
 class DeliveryRange(NamedTuple):
-    """The range `[first_offset, next_offset)` to be delivered, and its filter's generation."""
+    """The range `[first_offset, next_offset)` to be delivered, and its filter's generation.
+
+    Attributes:
+        advance_id: Id of the advance that is to begin, or to be extended; 0 for none.
+        advance_to: Offset up to which to record in advance; not above `next_offset` for no more
+            than there is.
+    """
 
     first_offset: int
     next_offset: int
     subscription_generation: int = 0
+    advance_id: int = 0
+    advance_to: int = 0
+
+
+class Advance(NamedTuple):
+    """Offsets that are recorded as delivered before storage has read them (protocol 6.8).
+
+    Attributes:
+        id: Drawn by storage at random, for one advance.
+        end_offset: One past the last of them.
+    """
+
+    id: int
+    end_offset: int
+
+
+class AdvanceSettlement(NamedTuple):
+    """What was delivered in an advance that has ended: nothing at or above `sent_offset`."""
+
+    advance_id: int
+    sent_offset: int
 
 
 class HolderPosition(NamedTuple):
@@ -174,10 +201,15 @@ class Tombstone(NamedTuple):
 
 
 class DeliveryResult(NamedTuple):
-    """The maybe-seen offsets of a recorded delivery; `changed` if the state must become durable."""
+    """The maybe-seen offsets of a recorded delivery; `changed` if the state must become durable.
+
+    Attributes:
+        advance_to: End of the advance of the delivery; 0 for none.
+    """
 
     maybe_seen: RangeSet
     changed: bool
+    advance_to: int = 0
 
 
 class CommitResult(NamedTuple):

@@ -621,25 +621,69 @@ class RecordDeliveredRequest(_message.Message):
 
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    SETTLEMENTS_FIELD_NUMBER: _builtins.int
     offsets_epoch: _builtins.int
     """Highest epoch of offsets the caller has seen; 0 for none."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeliveryItem]:
-        """Deliveries; those of one queue are in order."""
+        """Deliveries; those of one queue are in order. May be empty if there are settlements."""
+
+    @_builtins.property
+    def settlements(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdvanceSettlement]:
+        """Ends of advances, applied after the items; they have no outcomes. A malformed one rejects the call."""
 
     def __init__(
         self,
         *,
         offsets_epoch: _builtins.int = ...,
         items: _abc.Iterable[Global___DeliveryItem] | None = ...,
+        settlements: _abc.Iterable[Global___AdvanceSettlement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "offsets_epoch", b"offsets_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "offsets_epoch", b"offsets_epoch", "settlements", b"settlements"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecordDeliveredRequest: _TypeAlias = RecordDeliveredRequest  # noqa: Y015
+
+@_typing.final
+class AdvanceSettlement(_message.Message):
+    """The end of an advance: what was delivered in it. Without effect unless this advance of the current
+    token is open: then D is `sent_offset`, or what else is known to be delivered.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    ADVANCE_ID_FIELD_NUMBER: _builtins.int
+    SENT_OFFSET_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """Token of the deliveries. Required."""
+    advance_id: _builtins.int
+    """Id of the advance; storage delivers nothing in it any more. Required."""
+    sent_offset: _builtins.int
+    """One past the last offset that storage has delivered."""
+    @_builtins.property
+    def queue(self) -> _queue_pb2.GroupQueue:
+        """Group and queue. Required."""
+
+    def __init__(
+        self,
+        *,
+        queue: _queue_pb2.GroupQueue | None = ...,
+        token: _builtins.int = ...,
+        advance_id: _builtins.int = ...,
+        sent_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advance_id", b"advance_id", "queue", b"queue", "sent_offset", b"sent_offset", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdvanceSettlement: _TypeAlias = AdvanceSettlement  # noqa: Y015
 
 @_typing.final
 class DeliveryItem(_message.Message):
@@ -656,6 +700,8 @@ class DeliveryItem(_message.Message):
     CALLER_FIELD_NUMBER: _builtins.int
     RECEIVED_OFFSET_FIELD_NUMBER: _builtins.int
     RECEIVED_EPOCH_FIELD_NUMBER: _builtins.int
+    ADVANCE_ID_FIELD_NUMBER: _builtins.int
+    ADVANCE_TO_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Token of the puller. Required."""
     first_offset: _builtins.int
@@ -674,6 +720,12 @@ class DeliveryItem(_message.Message):
     """Epoch of this replica set that the holder names with `received_offset`: it uses no delivery that an
     older epoch recorded.
     """
+    advance_id: _builtins.int
+    """Id of the advance that is to begin, or to be extended; random, and used for one advance only.
+    0 for none.
+    """
+    advance_to: _builtins.int
+    """If above `next_offset`: record up to here in advance, as far as the limits allow."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -694,10 +746,12 @@ class DeliveryItem(_message.Message):
         caller: _builtins.int = ...,
         received_offset: _builtins.int | None = ...,
         received_epoch: _builtins.int = ...,
+        advance_id: _builtins.int = ...,
+        advance_to: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset", "progress", b"progress", "queue", b"queue", "received_offset", b"received_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset", "caller", b"caller", "first_offset", b"first_offset", "next_offset", b"next_offset", "progress", b"progress", "queue", b"queue", "received_epoch", b"received_epoch", "received_offset", b"received_offset", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset", "advance_id", b"advance_id", "advance_to", b"advance_to", "caller", b"caller", "first_offset", b"first_offset", "next_offset", b"next_offset", "progress", b"progress", "queue", b"queue", "received_epoch", b"received_epoch", "received_offset", b"received_offset", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__received_offset: _TypeAlias = _typing.Literal["received_offset"]  # noqa: Y015
     _WhichOneofArgType__received_offset: _TypeAlias = _typing.Literal["_received_offset", b"_received_offset"]  # noqa: Y015
@@ -805,9 +859,14 @@ class Delivered(_message.Message):
 
     MAYBE_SEEN_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    ADVANCE_TO_FIELD_NUMBER: _builtins.int
+    advance_to: _builtins.int
+    """End of the advance: for less than 2 s after it has sent the request, storage may deliver what is
+    below, under the same token, without another record. 0 for none.
+    """
     @_builtins.property
     def maybe_seen(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """Maybe-seen offsets inside the delivered range."""
+        """Maybe-seen offsets inside the delivered range and the advance."""
 
     @_builtins.property
     def progress(self) -> Global___Committed:
@@ -818,10 +877,11 @@ class Delivered(_message.Message):
         *,
         maybe_seen: _abc.Iterable[_queue_pb2.OffsetRange] | None = ...,
         progress: Global___Committed | None = ...,
+        advance_to: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["maybe_seen", b"maybe_seen", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advance_to", b"advance_to", "maybe_seen", b"maybe_seen", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1365,6 +1425,7 @@ class Progress(_message.Message):
     ACKED_FIELD_NUMBER: _builtins.int
     WAITING_AT_FIELD_NUMBER: _builtins.int
     UNACKED_COUNT_MIN_FIELD_NUMBER: _builtins.int
+    ADVANCE_TO_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Current token."""
     closed: _builtins.bool
@@ -1409,6 +1470,10 @@ class Progress(_message.Message):
     """Lower bound of `unacked_count`. Smaller only after a restart of offsets, until the holder or the log
     shows what was delivered.
     """
+    advance_to: _builtins.int
+    """End of the advance: storage may deliver what is below without another record, and the queue is
+    not drained. `delivered_offset` and the counts leave it out. 0 for none.
+    """
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
@@ -1446,10 +1511,11 @@ class Progress(_message.Message):
         acked: _abc.Iterable[_queue_pb2.OffsetRange] | None = ...,
         waiting_at: _builtins.str = ...,
         unacked_count_min: _builtins.int = ...,
+        advance_to: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_capped", b"ack_capped", "acked", b"acked", "acked_count", b"acked_count", "acked_range_count", b"acked_range_count", "closed", b"closed", "committed_offset", b"committed_offset", "delivered_offset", b"delivered_offset", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "idle_ms", b"idle_ms", "lowest_unacked_offset", b"lowest_unacked_offset", "maybe_seen_count", b"maybe_seen_count", "queue", b"queue", "reset_epoch", b"reset_epoch", "source", b"source", "subscription_generation", b"subscription_generation", "token", b"token", "unacked_count", b"unacked_count", "unacked_count_min", b"unacked_count_min", "update_unix_ms", b"update_unix_ms", "waiting_at", b"waiting_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_capped", b"ack_capped", "acked", b"acked", "acked_count", b"acked_count", "acked_range_count", b"acked_range_count", "advance_to", b"advance_to", "closed", b"closed", "committed_offset", b"committed_offset", "delivered_offset", b"delivered_offset", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "idle_ms", b"idle_ms", "lowest_unacked_offset", b"lowest_unacked_offset", "maybe_seen_count", b"maybe_seen_count", "queue", b"queue", "reset_epoch", b"reset_epoch", "source", b"source", "subscription_generation", b"subscription_generation", "token", b"token", "unacked_count", b"unacked_count", "unacked_count_min", b"unacked_count_min", "update_unix_ms", b"update_unix_ms", "waiting_at", b"waiting_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
