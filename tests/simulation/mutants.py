@@ -74,7 +74,7 @@ UNDERWAY = RunOptions(
 FAILING = RunOptions(steps=40, fails=0.5, faults=Faults(loss=0.05))
 FAILOVER = RunOptions(steps=40, service_kills=8, service_pauses=4, joins=6, leaves=2)
 FRAMES_OF_TWO_EPOCHS = RunOptions(
-    steps=80, service_kills=16, faults=Faults(slow=0.2, slow_ms_max=2_000), queues=6
+    steps=160, service_kills=16, faults=Faults(slow=0.2, slow_ms_max=2_000), queues=6
 )  # fmt: skip
 HANGING = RunOptions(
     steps=120, queues=1, consumers=2, slow_handlers=0.6, forces=4, leaves=4, joins=4
@@ -164,7 +164,7 @@ MUTANTS = (
         first=1,
     ),
     Mutant("commit without token", broken_offsets.commit_without_token, ZOMBIES, ("V3",), first=3),
-    Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=94),
+    Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=59),
     Mutant("no deadline", broken_clients.no_deadline, SLOW_ZOMBIES, ("V3", "V6", "V7")),
     Mutant("close without draining", broken_clients.close_without_draining, SLOW, ("V6", "V7")),
     Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=17),
@@ -173,7 +173,7 @@ MUTANTS = (
         broken_clients.token_dropped_at_the_deadline,
         OUTAGE,
         ("L4",),
-        first=10,
+        first=12,
     ),
     Mutant(
         "late close without unfinished",
@@ -210,13 +210,13 @@ MUTANTS = (
         broken_clients.gap_after_a_dropped_frame,
         FRAMES_OF_TWO_EPOCHS,
         ("V1", "V4", "L1", "L2"),
-        first=55,
+        first=6,
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
     Mutant(
-        "renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",), first=7
+        "renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",), first=8
     ),
-    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",), first=4),
+    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",), first=7),
     Mutant(
         "position of any epoch",
         broken_offsets.position_of_any_epoch,
@@ -234,7 +234,9 @@ MUTANTS = (
         ("V6", "V7", "V8"),
         first=153,
     ),
-    Mutant("advance not in flight", broken_offsets.advance_not_in_flight, FORCES, ("V8", "V7")),
+    Mutant(
+        "advance not in flight", broken_offsets.advance_not_in_flight, FORCES, ("V8", "V7"), first=2
+    ),
     Mutant(
         "position below an advance",
         broken_offsets.position_below_an_advance,
@@ -242,7 +244,7 @@ MUTANTS = (
         ("V7", "V8"),
         first=1,
     ),
-    Mutant("settle any advance", broken_offsets.settle_any_advance, HOT, ("V7", "V8")),
+    Mutant("settle any advance", broken_offsets.settle_any_advance, HOT, ("V7", "V8"), first=3),
     Mutant(
         "settle at the last record",
         broken_serving.settle_at_the_last_record,
@@ -257,7 +259,7 @@ MUTANTS = (
         ("V7", "V8"),
     ),
     Mutant("idle untested", broken_offsets.idle_untested, ZOMBIES, ("section 4", "V6")),
-    Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",), first=3),
+    Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",), first=5),
     Mutant(
         "acked ranges forgotten", broken_offsets.acked_ranges_forgotten, ZOMBIES, ("V9",), first=2
     ),
@@ -287,7 +289,7 @@ MUTANTS = (
         broken_offsets.riding_acks_without_token,
         RIDING,
         ("V3",),
-        first=41,
+        first=5,
     ),
     Mutant(
         "delivery of any generation",
@@ -299,7 +301,7 @@ MUTANTS = (
     Mutant(
         "grant without gate", broken_lockmgr.grant_without_gate, ROLLING, ("section 14",), first=3
     ),
-    Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",), first=3),
+    Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",), first=4),
     Mutant(
         "ack before replicate", broken_replicas.ack_before_replicate, REPLICATED, ("section 12",)
     ),
@@ -327,6 +329,7 @@ MUTANTS = (
         broken_replicas.shrink_before_etcd_knows,
         SPLIT,
         ("section 12",),
+        first=1,
     ),
     Mutant(
         "shrink below the minimum",
@@ -363,7 +366,7 @@ MUTANTS = (
         first=7,
     ),
     Mutant(
-        "let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=121
+        "let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=130
     ),
     Mutant(
         "ack a message before it is replicated",
@@ -376,6 +379,7 @@ MUTANTS = (
         broken_replicas.elect_out_of_sync,
         STORES_SPLIT,
         ("section 12",),
+        first=2,
     ),
     Mutant(
         "compare positions only",
@@ -428,6 +432,7 @@ MUTANTS = (
         broken_stores.wait_at_a_cut_off_node,
         STORES_CUT_OFF,
         ("readers",),
+        first=3,
     ),
     Mutant(
         "adopt a group without seal",
@@ -447,7 +452,7 @@ MUTANTS = (
         broken_moves.seal_by_a_lower_move,
         TO_AND_FRO,
         ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
-        first=84,
+        first=20,
     ),
     Mutant(
         "adopt a lower move",
@@ -503,6 +508,6 @@ MUTANTS = (
         broken_serving.pause_known_now_and_then,
         PAUSES,
         ("pause",),
-        first=3,
+        first=5,
     ),
 )

@@ -27,8 +27,6 @@ class RunCounts:
     def add(
         self, kind: str, runs: int, counts: Mapping[str, int], least: Mapping[str, int]
     ) -> None:
-        self, kind: str, runs: int, counts: Mapping[str, int], least: Mapping[str, int]
-    ) -> None:
         """Add runs.
 
         Args:
