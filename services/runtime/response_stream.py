@@ -19,11 +19,30 @@ async def write_responses(
     yielded, and its client would wait on. Here the cancellation of a write is raised in
     `responses`, which may turn it into an error with a reason.
     """
+    begun = False
     async with aclosing(responses):
         async for response in responses:
             try:
+                if not begun:
+                    begun = True
+                    await _send_initial_metadata(context)
                 await context.write(response)
             except asyncio.CancelledError as cancelled:
                 with suppress(StopAsyncIteration):
                     await responses.athrow(cancelled)
                 raise
+
+
+async def _send_initial_metadata(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Send the initial metadata to the end, even if the call is cancelled meanwhile.
+
+    gRPC notes that it has sent them only when the write that carries them returns. If that write is
+    cancelled, the status carries them a second time, which gRPC refuses: the client would wait on.
+    They are not subject to flow control, so this can't be blocked by a client that doesn't read.
+    """
+    sent = asyncio.ensure_future(context.send_initial_metadata(()))
+    try:
+        await asyncio.shield(sent)
+    except asyncio.CancelledError:
+        await asyncio.wait({sent})
+        raise

@@ -52,12 +52,16 @@ class Echo(pb_grpc.StorageServiceServicer):
     """Answers each request, and rejects those of delivery 0.
 
     Attributes:
-        responses: Responses to each request; if there are more than 1, each has 1 MiB.
+        responses: Responses to each request.
+        payload_bytes: Size of each.
+        yielded: Responses given to gRPC.
         written: Responses that gRPC has written.
         ended: Streams that have ended.
     """
 
     responses = 1
+    payload_bytes = 0
+    yielded = 0
     written = 0
     ended = 0
 
@@ -69,9 +73,10 @@ class Echo(pb_grpc.StorageServiceServicer):
                 number = request.commands[0].delivery_id
                 if number == 0:
                     raise PermissionDenied("delivery 0", facts={"identity": "app"})
-                payload = pb.PullResponse(batches=[bytes(1 << 20 if self.responses > 1 else 0)])
+                payload = pb.PullResponse(batches=[bytes(self.payload_bytes)])
                 for _ in range(self.responses):
                     frame = pb.DeliveryFrame(delivery_id=number, messages=payload)
+                    self.yielded += 1
                     yield pb.DeliverResponse(frames=[frame])
                     self.written += 1
         finally:
@@ -193,7 +198,7 @@ async def test_drain_ends_a_stream_and_refuses_the_next_one() -> None:
 
 async def test_drain_ends_a_stream_with_a_reason_also_while_a_response_is_written() -> None:
     async with served() as here:
-        here.echo.responses = 64
+        here.echo.responses, here.echo.payload_bytes = 64, 1 << 20
         call = here.deliver()
         await call.write(request(1))
         await until(lambda: here.echo.written > 0)
@@ -201,6 +206,17 @@ async def test_drain_ends_a_stream_with_a_reason_also_while_a_response_is_writte
         assert isinstance(await refusal(call), NotServing)
         await until(lambda: here.calls("NOT_SERVING") == 1)
         assert here.echo.ended == 1
+
+
+async def test_drain_ends_a_stream_with_a_reason_while_its_first_response_is_written() -> None:
+    async with served() as here:
+        here.echo.payload_bytes = 16 << 20
+        call = here.deliver()
+        await call.write(request(1))
+        await until(lambda: here.echo.yielded > 0)
+        here.edge.drain()
+        assert isinstance(await refusal(call), NotServing)
+        assert here.echo.written == 0
 
 
 async def test_caller_without_a_grant_is_refused_before_it_writes(etcd: EtcdSession) -> None:
