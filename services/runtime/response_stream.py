@@ -40,7 +40,8 @@ async def _send_initial_metadata(context: grpc.aio.ServicerContext[Any, Any]) ->
     cancelled, the status carries them a second time, which gRPC refuses: the client would wait on.
     They are not subject to flow control, so this can't be blocked by a client that doesn't read.
     """
-    sent = asyncio.ensure_future(context.send_initial_metadata(()))
+    metadata = context.send_initial_metadata(())
+    sent = asyncio.ensure_future(metadata)  # noqa: TID251  ends within this call
     try:
         await asyncio.shield(sent)
     except asyncio.CancelledError:
