@@ -233,6 +233,13 @@ class _Context:
         self.end_s = None if timeout_s is None else loop.time() + timeout_s
         self.send: Callable[[Any], None] | None = None
 
+    def send_initial_metadata(self, metadata: Metadata) -> asyncio.Future[None]:
+        """Return a future that is done: clients of this network read no metadata."""
+        assert not metadata, "servicers send none"
+        sent = self._loop.create_future()
+        sent.set_result(None)
+        return sent
+
     async def write(self, response: Any) -> None:
         assert self.send is not None, "only streams write"
         self.send(response)
