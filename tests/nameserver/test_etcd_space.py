@@ -49,7 +49,7 @@ LEASE_MS = 600_000
 TOPIC_COUNT = 16
 CHUNK = os.urandom(256 * 1024)
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.etcd, pytest.mark.timeout(120)]
 
 
 @pytest_asyncio.fixture
