@@ -268,7 +268,7 @@ MUTANTS = (
         "ack without sending back", broken_clients.ack_without_sending_back, FAILING, ("V4", "L2")
     ),
     Mutant("ids of their own", broken_clients.ids_of_their_own, FAILING, ("V4", "T5")),
-    Mutant("reset without epoch", broken_offsets.reset_no_epoch, RESETS, ("V4",)),
+    Mutant("reset without epoch", broken_offsets.reset_no_epoch, RESETS, ("V4", "V8")),
     Mutant(
         "reset without resume check",
         broken_offsets.reset_no_resume_check,

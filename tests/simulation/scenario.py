@@ -48,6 +48,11 @@ class RunResult:
     trace: Trace
     violation: Violation | None
 
+    @property
+    def broken_rule(self) -> str | None:
+        """The broken property, such as "V3"."""
+        return None if self.violation is None else str(self.violation).partition(":")[0]
+
     def lines(self) -> list[str]:
         """Return the kept lines of the transcript."""
         return self.trace.lines()

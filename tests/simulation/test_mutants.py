@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.mutants import MUTANTS, Mutant
-from tests.simulation.scenario import RunResult, play
+from tests.simulation.scenario import play
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
 
@@ -21,8 +21,8 @@ def test_mutant_of_the_protocol_is_found(mutant: Mutant, monkeypatch: pytest.Mon
         outcome = play(f"{mutant.name}/{number}", mutant.options)
         if outcome.violation is not None:
             break
-    rule = broken_rule(outcome)
-    assert rule in mutant.rules, f"{mutant.name} broke {rule or 'nothing'}"
+    rule = outcome.broken_rule
+    assert rule in mutant.rules, f"{mutant.name} broke {rule}"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
@@ -43,8 +43,3 @@ def test_violation_shows_seed_options_and_previous_events(
     assert "VIOLATION V1" in text
     assert "Acquire to lock-" in text
     assert len(text.splitlines()) > 20
-
-
-def broken_rule(outcome: RunResult) -> str:
-    """Return the broken property, such as "V3"."""
-    return str(outcome.violation).partition(":")[0] if outcome.violation else ""

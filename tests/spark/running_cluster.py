@@ -82,7 +82,7 @@ class RunningCluster:
         settings: ProducerSettings | None = None,
         queue: QueueRef | None = None,
     ) -> None:
-        """Store messages, distributed over the queues of the topic unless `queue` is given."""
+        """Store messages in `queue`, or in queues that the producer chooses: one may get all."""
 
         async def send() -> None:
             async with Producer(self.nameserver, settings) as producer:
@@ -93,6 +93,12 @@ class RunningCluster:
                     await outcome
 
         self.call(send())
+
+    def send_numbers(self, topic: str, numbers: range, queue_count: int) -> None:
+        """Store a message with each number as its body, evenly spread over the queues."""
+        for queue_id in range(queue_count):
+            messages = [Message(str(n).encode()) for n in numbers[queue_id::queue_count]]
+            self.send(topic, messages, queue=QueueRef(topic, "broker-0", queue_id))
 
     def options(self, topic: str, **more: object) -> Mapping[str, str]:
         """Return options of `format("baton")` for the topic."""

@@ -14,7 +14,6 @@ import deltalake
 import pyarrow.parquet as pq
 import pytest
 
-from batonmq._core.records import Message
 from tests.spark import executors_child
 from tests.spark.running_cluster import JAVA_OPTIONS, TEST_CONFIG, RunningCluster
 
@@ -25,7 +24,7 @@ def test_executors_read_and_write_without_the_driver_environment(
     cluster: RunningCluster, tmp_path: Path
 ) -> None:
     topic = cluster.create("executors", 4)
-    cluster.send(topic, [Message(str(n).encode()) for n in range(1_000)])
+    cluster.send_numbers(topic, range(1_000), 4)
     away, table = tmp_path / "away", tmp_path / "table"
     away.mkdir()
     options = json.dumps(dict(cluster.options(topic)))
