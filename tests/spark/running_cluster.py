@@ -94,11 +94,17 @@ class RunningCluster:
 
         self.call(send())
 
-    def send_numbers(self, topic: str, numbers: range, queue_count: int) -> None:
+    def send_numbers(self, topic: str, numbers: range) -> None:
         """Store a message with each number as its body, evenly spread over the queues."""
-        for queue_id in range(queue_count):
-            messages = [Message(str(n).encode()) for n in numbers[queue_id::queue_count]]
-            self.send(topic, messages, queue=QueueRef(topic, "broker-0", queue_id))
+
+        async def queues() -> Sequence[QueueRef]:
+            async with Admin(self.nameserver, timeout_s=START_S) as admin:
+                return (await admin.describe_topic(topic)).topic.queues
+
+        all_queues = self.call(queues())
+        for place, queue in enumerate(all_queues):
+            messages = [Message(str(n).encode()) for n in numbers[place :: len(all_queues)]]
+            self.send(topic, messages, queue=queue)
 
     def options(self, topic: str, **more: object) -> Mapping[str, str]:
         """Return options of `format("baton")` for the topic."""

@@ -24,7 +24,7 @@ def test_executors_read_and_write_without_the_driver_environment(
     cluster: RunningCluster, tmp_path: Path
 ) -> None:
     topic = cluster.create("executors", 4)
-    cluster.send_numbers(topic, range(1_000), 4)
+    cluster.send_numbers(topic, range(1_000))
     away, table = tmp_path / "away", tmp_path / "table"
     away.mkdir()
     options = json.dumps(dict(cluster.options(topic)))

@@ -107,7 +107,7 @@ def test_pushed_filters_skip_partitions_and_keep_all_rows(
     spark: SparkSession, cluster: RunningCluster
 ) -> None:
     topic = cluster.create("pushed", 4)
-    cluster.send_numbers(topic, range(400), 4)
+    cluster.send_numbers(topic, range(400))
     whole = read(spark, cluster, topic)
     middle = whole.orderBy("store_time").collect()[200].store_time
     for condition in (
@@ -128,12 +128,12 @@ def test_stream_limits_its_micro_batches_and_resumes_at_its_checkpoint(
     spark: SparkSession, cluster: RunningCluster, tmp_path: Path
 ) -> None:
     topic = cluster.create("limited", 2)
-    cluster.send_numbers(topic, range(250), 2)
+    cluster.send_numbers(topic, range(250))
     batches = drain(spark, cluster, topic, tmp_path, maxRowsPerTrigger=100)
     rows = [batch["numInputRows"] for batch in batches if batch["numInputRows"]]
     assert sum(rows) == 250
     assert max(rows) <= 100
-    cluster.send_numbers(topic, range(250, 300), 2)
+    cluster.send_numbers(topic, range(250, 300))
     drain(spark, cluster, topic, tmp_path, maxRowsPerTrigger=100)
     table = spark.read.parquet(str(tmp_path / "table"))
     assert numbers(table) == list(range(300))
@@ -154,9 +154,9 @@ def test_starting_offsets_fix_the_start_of_a_stream(
     spark: SparkSession, cluster: RunningCluster, tmp_path: Path
 ) -> None:
     topic = cluster.create("pinned", 2)
-    cluster.send_numbers(topic, range(20), 2)
+    cluster.send_numbers(topic, range(20))
     pinned = starting_offsets(cluster.options(topic, startingOffsets="latest"))
-    cluster.send_numbers(topic, range(20, 30), 2)
+    cluster.send_numbers(topic, range(20, 30))
     drain(spark, cluster, topic, tmp_path, startingOffsets=pinned)
     assert numbers(spark.read.parquet(str(tmp_path / "table"))) == list(range(20, 30))
 
