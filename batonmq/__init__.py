@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from batonmq._consumer.session import OwnershipEvent
     from batonmq._core.queues import QueueRef
     from batonmq._core.records import Message
+    from batonmq._core.requests import Reply
     from batonmq._core.retries import Origin
     from batonmq._producer.message_columns import ArrowColumn
     from batonmq._producer.producer import Producer
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         Receipt,
         ReceiptRange,
     )
+    from batonmq._producer.requester import RequestFailed, RequestTimedOut
     from batonmq._producer.scheduled_sender import PendingSchedule, ScheduleReceipt
     from batonmq._producer.send_buffer import ProducerClosed
     from batonmq._telemetry.client_metrics import ClientMetrics
@@ -81,6 +83,9 @@ __all__ = [
     "Receipt",
     "ReceiptRange",
     "ReceivedMessage",
+    "Reply",
+    "RequestFailed",
+    "RequestTimedOut",
     "Retry",
     "RetryLater",
     "ScheduleReceipt",
@@ -113,6 +118,9 @@ _HOMES = {
     "PendingReceipt": "batonmq._producer.receipts",
     "ReceiptRange": "batonmq._producer.receipts",
     "PendingSchedule": "batonmq._producer.scheduled_sender",
+    "Reply": "batonmq._core.requests",
+    "RequestFailed": "batonmq._producer.requester",
+    "RequestTimedOut": "batonmq._producer.requester",
     "Producer": "batonmq._producer.producer",
     "ProducerClosed": "batonmq._producer.send_buffer",
     "ProducerSettings": "batonmq._producer.producer_settings",

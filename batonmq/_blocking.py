@@ -23,6 +23,7 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import Puller, PullerSettings, SeekTarget
 from batonmq._core.flow_control import FlowReason
 from batonmq._core.queues import QueueRef
+from batonmq._core.requests import Reply
 from batonmq._producer.message_columns import Bodies, Keys
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
@@ -200,6 +201,32 @@ class BlockingProducer:
         )
         return receipt
 
+    def request(  # noqa: PLR0913  keyword-only, each with a default
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        timeout_ms: int = 3_000,
+        tag: str = "",
+        keys: Sequence[str] = (),
+        properties: Mapping[str, str] | None = None,
+        ordering_key: str | None = None,
+        queue: QueueRef | None = None,
+    ) -> Reply:
+        """See `Producer.request`."""
+        return self._thread.call(
+            self._producer.request(
+                topic,
+                body,
+                timeout_ms=timeout_ms,
+                tag=tag,
+                keys=keys,
+                properties=properties,
+                ordering_key=ordering_key,
+                queue=queue,
+            )
+        )
+
     def send_many(
         self,
         topic: str,
@@ -320,6 +347,10 @@ class BlockingConsumer:
     def stop(self) -> None:
         """Start no more messages: `run`, `run_batches` and the iteration end."""
         self._thread.call(_done(self._consumer.stop))
+
+    def reply(self, message: ReceivedMessage, reply: Reply | bytes) -> None:
+        """See `Consumer.reply`."""
+        self._thread.call(_done(lambda: self._consumer.reply(message, reply)))
 
     def close(self, *, drain_ms: int | None) -> None:
         """See `Consumer.close`."""

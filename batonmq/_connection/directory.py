@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # for administration only: these methods import them when the
     from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
     from baton.storage.v1 import query_service_pb2_grpc as query_grpc
     from baton.storage.v1 import replication_service_pb2_grpc as storage_replication_grpc
+    from baton.storage.v1 import reply_service_pb2_grpc as reply_grpc
 
 log = logging.getLogger(__name__)
 
@@ -279,6 +280,33 @@ class Directory:
             address = self._random.choice(followers).address
         return query_grpc.QueryServiceStub(self._channel(address))
 
+    async def reply_nodes(self) -> list[str]:
+        """Return the ids of all storage nodes, leaders and followers; any of them keeps inboxes.
+
+        Raises:
+            Unreachable: No nameserver responds.
+        """
+        nodes = await self.refresh() if self._outdated else self._nodes
+        return sorted(node.node_id for node in nodes if node.service == pb.SERVICE_KIND_STORAGE)
+
+    async def replies(self, node_id: str) -> reply_grpc.ReplyServiceAsyncStub:
+        """Return a stub for the reply inboxes of a storage node.
+
+        Raises:
+            Unreachable: The node is not registered, or no nameserver responds.
+        """
+        from baton.storage.v1 import reply_service_pb2_grpc as reply_grpc  # noqa: PLC0415
+
+        address = None if self._outdated else self._storage_address(node_id)
+        if address is None:
+            await self.refresh()
+            address = self._storage_address(node_id)
+        if address is None:
+            raise Unreachable(
+                f"no storage node {node_id} is registered", facts={"service": "storage"}
+            )
+        return reply_grpc.ReplyServiceStub(self._channel(address))
+
     async def followers(self, broker: str) -> list[str]:
         """Ask a nameserver for the node ids of the followers of `broker`; ascending.
 
@@ -468,6 +496,12 @@ class Directory:
                 facts={"service": name},
             )
         return address
+
+    def _storage_address(self, node_id: str) -> str | None:
+        for node in self._nodes:
+            if node.service == pb.SERVICE_KIND_STORAGE and node.node_id == node_id:
+                return node.address
+        return None
 
     def _of_broker(self, broker: str) -> list[pb.Node]:
         """Return the nodes of a replicated broker; none for a node that is not replicated."""

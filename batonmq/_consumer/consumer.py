@@ -39,16 +39,20 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_dispatcher import MessageDispatcher
 from batonmq._consumer.queue_rotation import QueueRotation
 from batonmq._consumer.queue_runner import QueueRunner
+from batonmq._consumer.reply_sender import ReplySender
 from batonmq._consumer.retry_sender import RetrySender, create_retry_topic
 from batonmq._consumer.session import OwnershipEvent, Session
 from batonmq._core.flow_control import FlowReason
 from batonmq._core.queues import QueueRef
+from batonmq._core.requests import Reply
 from batonmq._core.retries import retry_topic
 from batonmq._core.subscription import parse_filter
 from batonmq._producer.producer import stream_of
 from batonmq._telemetry.client_metrics import ClientMetrics, ConsumerMetrics
-from batonmq.errors import TopicNotFound
+from batonmq.errors import InvalidArgument, TopicNotFound
 
+REPLY_FLUSH_S = 1.0
+"""How long a consumer that closes waits for its replies to leave."""
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
@@ -181,6 +185,7 @@ class Consumer:
         self._ack_committer = AckCommitter(self._session, self._queues)
         self._watching_locks = False
         self._retry_sender = RetrySender(self._session, self._spawn)
+        self._reply_sender = ReplySender(self._session, self._spawn)
         self._streams = DeliveryStreams(self._session.directory, self._spawn)
         self._dispatcher: MessageDispatcher | None = None
         self._handle_timeout_ms = self._session.settings.handle_timeout_ms
@@ -323,12 +328,32 @@ class Consumer:
             await self._session.available.wait()
         raise StopAsyncIteration
 
+    def reply(self, message: ReceivedMessage, reply: Reply | bytes) -> None:
+        """Start to send the reply to a request; for consumers that iterate.
+
+        Handlers return their replies instead. The reply is not stored: if it is lost, the request
+        times out.
+
+        Raises:
+            InvalidArgument: The message is not a request.
+            LimitExceeded: The body is too long.
+        """
+        if isinstance(reply, bytes):
+            reply = Reply(reply)
+        if not self._reply_sender.send(message, reply):
+            raise InvalidArgument(
+                f"{message!r} is not a request",
+                remedy="Reply to messages of Producer.request only: see ReceivedMessage.is_request",
+                facts={"field": "message"},
+            )
+
     async def run(self, handler: Handler) -> None:
         """Call `handler` with every message until `stop`.
 
         Args:
             handler: A coroutine function, or a plain function, which runs in a thread. It returns
-                None for success, or a `RetryLater` or `Suspend`. If it raises, or takes longer than
+                None for success, a `RetryLater` or `Suspend`, or a `Reply` or bytes, which are the
+                reply if the message is a request. If it raises, or takes longer than
                 `handle_timeout_ms`, the message is handled again later as the settings say; other
                 queues go on meanwhile.
 
@@ -358,7 +383,12 @@ class Consumer:
 
     async def _run(self, adapter: HandlerAdapter) -> None:
         self._dispatcher = MessageDispatcher(
-            self._session, adapter, self._retry_sender, self._tasks, self._stop_failed
+            self._session,
+            adapter,
+            self._retry_sender,
+            self._reply_sender,
+            self._tasks,
+            self._stop_failed,
         )
         self._dispatcher.deadlines.set(self._handle_timeout_ms)
         self._handle_signals()
@@ -485,6 +515,7 @@ class Consumer:
             self._all_released.clear()
             await self._all_released.wait()
         await self._calls.release_rest()
+        await self._reply_sender.flush(REPLY_FLUSH_S)
 
     async def _close_files(self) -> None:
         try:

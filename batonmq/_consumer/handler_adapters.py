@@ -6,9 +6,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from batonmq._consumer.assigned_queue import AssignedQueue
-from batonmq._consumer.handler_results import failure_of
+from batonmq._consumer.handler_results import failure_of, reply_of
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_batch import MessageBatch
+from batonmq._core.requests import Reply
 from batonmq._core.retries import HandlingFailure
 from batonmq.errors import InvalidArgument
 
@@ -38,6 +39,11 @@ class HandlerAdapter(Protocol):
     ) -> Sequence[HandlingFailure | None] | None:
         """Return the failure of each message, by the handler's result; None if all are handled."""
 
+    def replies(
+        self, result: object, messages: Sequence[ReceivedMessage]
+    ) -> Sequence[tuple[ReceivedMessage, Reply]]:
+        """Return the replies in the handler's result."""
+
 
 class SingleMessageAdapter:
     """Adapter for a handler of one message."""
@@ -61,6 +67,13 @@ class SingleMessageAdapter:
         if result is None or (failure := failure_of(result)) is None:
             return None
         return [failure]
+
+    def replies(
+        self, result: object, messages: Sequence[ReceivedMessage]
+    ) -> Sequence[tuple[ReceivedMessage, Reply]]:
+        """See `HandlerAdapter`."""
+        reply = reply_of(result)
+        return () if reply is None else ((messages[0], reply),)
 
 
 class BatchAdapter:
@@ -104,3 +117,12 @@ class BatchAdapter:
             )
         failures = [failure_of(one) for one in result]
         return failures if any(failures) else None
+
+    def replies(
+        self, result: object, messages: Sequence[ReceivedMessage]
+    ) -> Sequence[tuple[ReceivedMessage, Reply]]:
+        """See `HandlerAdapter`."""
+        if result is None or not isinstance(result, Sequence):
+            return ()
+        replies = zip(messages, map(reply_of, result), strict=True)
+        return [(message, reply) for message, reply in replies if reply is not None]

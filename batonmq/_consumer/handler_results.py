@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from batonmq._core.delays import AHEAD_MS_MAX
+from batonmq._core.requests import Reply
 from batonmq._core.retries import HandlingFailure
 from batonmq.errors import InvalidArgument
 
@@ -67,6 +68,17 @@ def failure_of(result: object) -> HandlingFailure | None:
         case Suspend(delay_ms=delay_ms):
             return HandlingFailure("asked", "suspended", delay_ms)
     return None
+
+
+def reply_of(result: object) -> Reply | None:
+    """Return the reply that a result means: a `Reply`, or its body as bytes; else None.
+
+    Raises:
+        LimitExceeded: The body is too long.
+    """
+    if isinstance(result, Reply):
+        return result
+    return Reply(result) if isinstance(result, bytes) else None
 
 
 def _check_delay(delay_ms: int | None) -> None:

@@ -26,6 +26,7 @@ from batonmq._consumer.handler_deadlines import HandlerCall, HandlerDeadlines
 from batonmq._consumer.handler_results import MessageFailed
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_batch import MessageBatch
+from batonmq._consumer.reply_sender import ReplySender
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
 from batonmq._consumer.running_calls import RunningCall
 from batonmq._consumer.session import Session
@@ -41,6 +42,7 @@ class MessageDispatcher:
     Args:
         adapter: The application's handler.
         retry_sender: Sends failed messages to the retry topic.
+        reply_sender: Sends the replies that handlers return.
         tasks: Runs the tasks of the queues.
         on_stop: Called when a message has failed too often and the settings say to stop then.
 
@@ -53,11 +55,13 @@ class MessageDispatcher:
         session: Session,
         adapter: HandlerAdapter,
         retry_sender: RetrySender,
+        reply_sender: ReplySender,
         tasks: asyncio.TaskGroup,
         on_stop: Callable[[MessageFailed], None],
     ) -> None:
         settings = session.settings
         self._session, self._adapter, self._retry_sender = session, adapter, retry_sender
+        self._reply_sender = reply_sender
         self._tasks, self._on_stop = tasks, on_stop
         self._policy, self._metrics = retry_policy(settings), session.metrics
         self._event_counter = session.event_counter
@@ -206,11 +210,14 @@ class MessageDispatcher:
             return False
         if isinstance(decision, SkipMessage):
             log.error("given up %r attempts=%d %s", message, message.attempts, failure.error)
+            self._reply_sender.fail(message, failure.error)
             return True
         delay_ms = decision.delay_ms if isinstance(decision, SendBack) else None
         sent = await self._send_back(queue, message, failure, delay_ms)
         if sent:
             self._count_failed(message, dead=delay_ms is None)
+            if delay_ms is None:
+                self._reply_sender.fail(message, failure.error)
         return sent
 
     def _count_failed(self, message: ReceivedMessage, *, dead: bool) -> None:
@@ -266,7 +273,11 @@ class MessageDispatcher:
             with call:
                 result = await self._call_handler(messages, running)
             if not call.expired:
-                return self._adapter.failures(result, messages)
+                failures = self._adapter.failures(result, messages)
+                if result is not None:
+                    for message, reply in self._adapter.replies(result, messages):
+                        self._reply_sender.send(message, reply)
+                return failures
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and call.cancelled:
                 raise

@@ -16,6 +16,7 @@ from batonmq._connection.routes import follow_route, wait_for_route
 from batonmq._core.delays import deliver_time
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message, encode_record
+from batonmq._core.requests import Reply
 from batonmq._producer.message_columns import Bodies, Keys, MessageColumns, MessagePiece
 from batonmq._producer.producer_settings import METRICS_PRODUCER, ProducerSettings
 from batonmq._producer.receipts import (
@@ -28,6 +29,7 @@ from batonmq._producer.receipts import (
     ReceiptRange,
     SendOptions,
 )
+from batonmq._producer.requester import Requester
 from batonmq._producer.scheduled_sender import PendingSchedule, ScheduledSender, ScheduleReceipt
 from batonmq._producer.send_buffer import ProducerClosed, SendBuffer
 from batonmq._producer.topic_queues import TopicQueues
@@ -104,6 +106,9 @@ class Producer:
         self._scheduled = ScheduledSender(
             self._directory, self._clock, secured.random, self._tasks, self._settings
         )
+        self._requester = Requester(
+            self._directory, secured.random, self.submit, self._start, self._metrics
+        )
 
     async def __aenter__(self) -> Producer:
         await self._tasks.__aenter__()
@@ -128,6 +133,7 @@ class Producer:
         finally:
             self._closing.set()
             self._scheduled.close()
+            self._requester.close(_closed())
             self._waiting.fail_all(_closed())
             for task in list(self._loops):
                 task.cancel()
@@ -229,6 +235,37 @@ class Producer:
         placed = self._place(topic, options, message, record)
         outcome, index = placed or await self._wait_to_place(topic, options, message, record)
         return await outcome.wait(index)
+
+    async def request(  # noqa: PLR0913  keyword-only, each with a default
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        timeout_ms: int = 3_000,
+        tag: str = "",
+        keys: Sequence[str] = (),
+        properties: Mapping[str, str] | None = None,
+        ordering_key: str | None = None,
+        queue: QueueRef | None = None,
+    ) -> Reply:
+        """Send a message as a request, and return the reply of the handler that consumes it.
+
+        The request is stored and consumed like any other message; the reply is neither stored nor
+        replicated. The first reply counts, later ones are dropped. The other arguments are those
+        of `send`.
+
+        Args:
+            timeout_ms: How long to wait for the reply, at most 24 h.
+
+        Raises:
+            RequestFailed: The responder replied with an error.
+            RequestTimedOut: No reply arrived in time. The request may be handled or not.
+            TopicNotFound, LimitExceeded, Unreachable, ProducerClosed: As for `send`. `Unreachable`
+                also if the node with the reply inbox was lost: then the request may be handled.
+        """
+        message = Message(body, tag, tuple(keys), properties or {})
+        self._refuse_if_closing()
+        return await self._requester.request(topic, message, timeout_ms, ordering_key, queue)
 
     @overload
     async def submit(

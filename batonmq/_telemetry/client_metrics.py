@@ -125,6 +125,14 @@ class ClientMetrics:
             registry=registry,
         )
 
+        self.replies = Counter(
+            "baton_consumer_replies",
+            "Replies to requests, by outcome: delivered, late (the requester is gone), inbox_full "
+            "(the requester reads too slowly) or failed (the reply could not be sent).",
+            (*by_topic, "outcome"),
+            registry=registry,
+        )
+
         self.sent = Counter(
             "baton_producer_sent_messages",
             "Messages that were stored with the durability that the producer requested.",
@@ -149,6 +157,25 @@ class ClientMetrics:
             "Time from the first message of a batch to its outcome, in seconds.",
             ("topic",),
             buckets=_SECONDS,
+            registry=registry,
+        )
+        self.requests = Counter(
+            "baton_producer_requests",
+            "Requests, by outcome: replied, failed (the responder replied with an error), timeout "
+            "or error (the request was not sent, or its inbox was lost).",
+            ("topic", "outcome"),
+            registry=registry,
+        )
+        self.request_seconds = Histogram(
+            "baton_producer_request_seconds",
+            "Time from a request to its reply, in seconds.",
+            ("topic",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.late_replies = Counter(
+            "baton_producer_late_replies",
+            "Replies to requests that have timed out, or were replied to before; dropped.",
             registry=registry,
         )
         self.in_flight: dict[ProducerMetrics, Callable[[], int]] = {}
@@ -215,6 +242,10 @@ class ConsumerMetrics:
         """Count a message that was sent to the dead-letter topic."""
         self._metrics.dead.labels(self._group, topic).inc()
 
+    def replied(self, topic: str, outcome: str, count: int) -> None:
+        """Count replies with a known outcome."""
+        self._metrics.replies.labels(self._group, topic, outcome).inc(count)
+
     def queue_changed(self, kind: str) -> None:
         """Count a change of a queue's ownership."""
         self._metrics.queue_changes.labels(self._group, kind).inc()
@@ -253,3 +284,13 @@ class ProducerMetrics:
             metrics.unsent.labels(topic, error.reason).inc(count)
         metrics.batch_messages.labels(topic).observe(count)
         metrics.send_seconds.labels(topic).observe(took_ms / 1000)
+
+    def requested(self, topic: str, outcome: str, seconds: float) -> None:
+        """Count a request that has ended."""
+        self._metrics.requests.labels(topic, outcome).inc()
+        if outcome in ("replied", "failed"):
+            self._metrics.request_seconds.labels(topic).observe(seconds)
+
+    def late_reply(self) -> None:
+        """Count a reply without a request that waits for it."""
+        self._metrics.late_replies.inc()

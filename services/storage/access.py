@@ -6,6 +6,7 @@ themselves once they know the topic. The servicer of Deliver checks those of eac
 
 from __future__ import annotations
 
+from baton.storage.v1 import reply_service_pb2 as reply_pb
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_to_pb
@@ -96,6 +97,22 @@ RULES: AccessRules = {
                 traffic=Traffic.PRODUCE,
             ),
             "CancelScheduled": requires(ANY_GRANT),
+        },
+    ),
+    **rules_by_path(
+        "baton.storage.v1.ReplyService",
+        {
+            "WatchReplies": requires(ANY_GRANT),
+            "Reply": AccessRule(
+                lambda _: (),
+                per_item=PerItemRule(
+                    "inboxes",
+                    lambda entry: consume(entry.topic),
+                    "outcomes",
+                    lambda error: reply_pb.ReplyOutcome(error=error_to_pb(error)),
+                ),
+                traffic=Traffic.PRODUCE,
+            ),
         },
     ),
     **rules_by_path(

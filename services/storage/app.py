@@ -9,9 +9,12 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import cast
 
+import grpc.aio
+
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import replication_service_pb2_grpc as replication_grpc
+from baton.storage.v1 import reply_service_pb2_grpc as reply_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq_server.runtime.app import App
@@ -44,6 +47,7 @@ from batonmq_server.storage.node import StorageNode, open_directory, recover_dir
 from batonmq_server.storage.node_role import StandaloneRole
 from batonmq_server.storage.replica import StorageReplica
 from batonmq_server.storage.replication_server import CurrentServicer, StorageReplicationServicer
+from batonmq_server.storage.reply_server import ReplyServicer
 from batonmq_server.storage.topic_cache import TopicCache
 
 log = logging.getLogger(__name__)
@@ -52,6 +56,7 @@ SERVICE = "baton.storage.v1.StorageService"
 QUERY_SERVICE = "baton.storage.v1.QueryService"
 SCHEDULE_SERVICE = "baton.storage.v1.ScheduleService"
 _QUERIES = frozenset({"SearchOffset", "Read", "FindByKey", "GetMessage"})
+REPLY_SERVICE = "baton.storage.v1.ReplyService"
 REPLICATION_SERVICE = "baton.storage.v1.ReplicationService"
 
 
@@ -105,6 +110,7 @@ async def served(
                 SCHEDULE_SERVICE: partial(
                     schedule_grpc.add_ScheduleServiceServicer_to_server, components.scheduling
                 ),
+                REPLY_SERVICE: _replies(environment),
             },
             rules=RULES,
             loops=(
@@ -200,6 +206,7 @@ async def replicated(
                             CurrentServicer(role, lambda components: components.scheduling),
                         ),
                     ),
+                    REPLY_SERVICE: _replies(environment),
                     REPLICATION_SERVICE: partial(
                         replication_grpc.add_ReplicationServiceServicer_to_server,
                         StorageReplicationServicer(role),
@@ -299,6 +306,14 @@ async def _environment(
         yield environment, mirrors
     finally:
         await peers.close()
+
+
+def _replies(environment: StorageEnvironment) -> Callable[[grpc.aio.Server], None]:
+    """Return the function that adds the reply inboxes of this node to a server."""
+    servicer = ReplyServicer(
+        environment.settings.node_id, environment.metrics, environment.runtime.random
+    )
+    return partial(reply_grpc.add_ReplyServiceServicer_to_server, servicer)
 
 
 def _monotonic_ms() -> Callable[[], int]:

@@ -67,6 +67,18 @@ class StorageMetrics:
             ("reason",),
             registry=registry,
         )
+        self.replies = Counter(
+            "baton_storage_replies",
+            "Replies to requests, by outcome: delivered to the inbox, late (there is no such inbox) "
+            "or inbox_full (the requester reads too slowly). The last two are dropped.",
+            ("outcome",),
+            registry=registry,
+        )
+        self.reply_inboxes = Gauge(
+            "baton_storage_reply_inboxes",
+            "Open reply inboxes: one for each producer that has sent a request to any broker.",
+            registry=registry,
+        )
         self.descriptor_shortages = Counter(
             "baton_storage_descriptor_shortages",
             "Checkpoints, removals and scrubs that were postponed because the process had no free "

@@ -1,0 +1,271 @@
+"""Goal: a request gets the reply of the handler that consumes it, or an error that says why not.
+
+Method: requesters and responders on `MemoryBroker` in virtual time, with several brokers, faults,
+handlers that fail, and consumers that stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.handler_adapters import Handler
+from batonmq._consumer.handler_results import RetryLater
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.message_batch import MessageBatch
+from batonmq._core.requests import Reply
+from batonmq._producer.producer import Producer
+from batonmq._producer.requester import RequestFailed, RequestTimedOut
+from batonmq._producer.send_buffer import ProducerClosed
+from batonmq._telemetry.client_metrics import ClientMetrics
+from batonmq.errors import InvalidArgument, LimitExceeded, TopicNotFound, Unreachable
+from batonmq_server.testing import MemoryBroker, run_virtual
+
+TOPIC = "prices"
+ONE_RETRY = ConsumerSettings(consume_from="first", send_back=True, retries_max=1)
+
+
+async def price_of(message: ReceivedMessage) -> bytes:
+    """Reply with the body and a price."""
+    return message.body + b"=1"
+
+
+@asynccontextmanager
+async def responding(
+    broker: MemoryBroker, handler: Handler, settings: ConsumerSettings | None = None
+) -> AsyncIterator[Consumer]:
+    """Run a consumer with `handler` until the end of the block."""
+    async with broker.consumer("quotes", {TOPIC: "*"}, settings) as consumer:
+        running = asyncio.create_task(consumer.run(handler))
+        try:
+            yield consumer
+        finally:
+            consumer.stop()
+            await running
+
+
+def on_broker(scene: Coroutine[Any, Any, Any]) -> Any:
+    """Run a scene in virtual time."""
+    return run_virtual(scene)
+
+
+def test_reply_of_the_handler_reaches_its_requester() -> None:
+    async def scene() -> list[bytes]:
+        async with MemoryBroker() as broker:
+            await broker.create_topic(TOPIC)
+            async with broker.producer() as producer, responding(broker, price_of):
+                return [(await producer.request(TOPIC, b"%d" % n)).body for n in range(5)]
+
+    assert on_broker(scene()) == [b"%d=1" % n for n in range(5)]
+
+
+def test_replies_cross_brokers_and_reach_the_requester_that_asked() -> None:
+    async def scene() -> None:
+        async with MemoryBroker(broker_count=3) as broker:
+            await broker.create_topic(TOPIC, queues=6)
+            async with (
+                broker.producer() as one,
+                broker.producer() as other,
+                responding(broker, price_of),
+                asyncio.TaskGroup() as tasks,
+            ):
+                asked = {
+                    b"%s-%d" % (name, n): tasks.create_task(
+                        producer.request(TOPIC, b"%s-%d" % (name, n), timeout_ms=60_000)
+                    )
+                    for name, producer in ((b"one", one), (b"other", other))
+                    for n in range(50)
+                }
+        for body, task in asked.items():
+            assert task.result().body == body + b"=1"
+
+    on_broker(scene())
+
+
+def test_reply_with_an_error_is_raised_as_request_failed() -> None:
+    async def refuse(_: ReceivedMessage) -> Reply:
+        return Reply(error="no such symbol")
+
+    async def scene() -> None:
+        async with MemoryBroker() as broker:
+            await broker.create_topic(TOPIC)
+            async with broker.producer() as producer, responding(broker, refuse):
+                with pytest.raises(RequestFailed, match="no such symbol"):
+                    await producer.request(TOPIC, b"x")
+
+    on_broker(scene())
+
+
+def test_request_without_a_responder_times_out_and_its_reply_is_late() -> None:
+    async def scene() -> tuple[float | None, float | None, float | None]:
+        registry = CollectorRegistry()
+        async with MemoryBroker() as broker:
+            await broker.create_topic(TOPIC)
+            async with Producer(
+                broker.nameserver, metrics=ClientMetrics(registry), environment=broker.environment
+            ) as producer:
+                with pytest.raises(RequestTimedOut, match="within 500 ms"):
+                    await producer.request(TOPIC, b"x", timeout_ms=500)
+                async with responding(broker, price_of):
+                    # the inbox gets replies in order, so the late one came before this one
+                    assert (await producer.request(TOPIC, b"y", queue=None)).body == b"y=1"
+                    await broker.settled("quotes")
+        return (
+            registry.get_sample_value("baton_producer_late_replies_total"),
+            *(
+                registry.get_sample_value(
+                    "baton_producer_requests_total", {"topic": TOPIC, "outcome": outcome}
+                )
+                for outcome in ("timeout", "replied")
+            ),
+        )
+
+    assert on_broker(scene()) == (1, 1, 1)
+
+
+def test_request_is_answered_by_the_attempt_that_succeeds() -> None:
+    async def second_time(message: ReceivedMessage) -> bytes | RetryLater:
+        return b"ok" if message.attempts == 2 else RetryLater(delay_ms=1_000)
+
+    async def scene() -> bytes:
+        async with MemoryBroker() as broker:
+            await broker.create_topic(TOPIC)
+            async with broker.producer() as producer, responding(broker, second_time, ONE_RETRY):
+                return (await producer.request(TOPIC, b"x", timeout_ms=60_000)).body
+
+    assert on_broker(scene()) == b"ok"
+
+
+def test_request_that_becomes_a_dead_letter_fails_at_once_with_the_last_error() -> None:
+    async def fail(_: ReceivedMessage) -> None:
+        raise ValueError("no market data")
+
+    async def scene() -> None:
+        async with MemoryBroker() as broker:
+            await broker.create_topic(TOPIC)
+            async with broker.producer() as producer, responding(broker, fail, ONE_RETRY):
+                with pytest.raises(RequestFailed, match="no market data"):
+                    await producer.request(TOPIC, b"x", timeout_ms=3_600_000)
+
+    on_broker(scene())
+
+
+def test_batch_handler_replies_to_each_request() -> None:
+    async def prices(batch: MessageBatch) -> list[bytes]:
+        return [message.body + b"=2" for message in batch]
+
+    async def scene() -> list[bytes]:
+        async with MemoryBroker() as broker:
+            await broker.create_topic(TOPIC)
+            async with (
+                broker.producer() as producer,
+                broker.consumer("quotes", {TOPIC: "*"}) as consumer,
+            ):
+                running = asyncio.create_task(consumer.run_batches(prices))
+                replies = await asyncio.gather(
+                    *(producer.request(TOPIC, b"%d" % n) for n in range(20))
+                )
+                consumer.stop()
+                await running
+        return [reply.body for reply in replies]
+
+    assert on_broker(scene()) == [b"%d=2" % n for n in range(20)]
+
+
+def test_consumer_that_iterates_replies_and_refuses_a_message_that_is_no_request() -> None:
+    async def scene() -> bytes:
+        async with MemoryBroker() as broker:
+            await broker.create_topic(TOPIC, queues=1)
+            async with (
+                broker.producer() as producer,
+                broker.consumer("quotes", {TOPIC: "*"}) as consumer,
+            ):
+                await producer.send(TOPIC, b"news")
+                request = asyncio.create_task(producer.request(TOPIC, b"x"))
+                async for message in consumer:
+                    if message.body == b"news":
+                        with pytest.raises(InvalidArgument, match="is not a request"):
+                            consumer.reply(message, b"")
+                    else:
+                        consumer.reply(message, b"")
+                        break
+                return (await request).body
+
+    assert on_broker(scene()) == b""
+
+
+def test_requests_of_a_lost_inbox_fail_at_once_and_the_next_ones_are_answered() -> None:
+    async def scene() -> None:
+        async with MemoryBroker() as broker:
+            await broker.create_topic(TOPIC)
+            started, proceed = asyncio.Event(), asyncio.Event()
+
+            async def wait(message: ReceivedMessage) -> bytes:
+                started.set()
+                await proceed.wait()
+                return message.body
+
+            async with broker.producer() as producer, responding(broker, wait):
+                lost = asyncio.create_task(producer.request(TOPIC, b"x", timeout_ms=3_600_000))
+                await started.wait()
+                await broker.kill("storage")
+                with pytest.raises(Unreachable, match="inbox at broker-0 was lost"):
+                    await lost
+                proceed.set()
+                assert (await producer.request(TOPIC, b"y", timeout_ms=60_000)).body == b"y"
+
+    on_broker(scene())
+
+
+def test_requester_that_leaves_costs_the_responder_nothing() -> None:
+    async def scene() -> list[bytes]:
+        handled: list[bytes] = []
+        proceed = asyncio.Event()
+
+        async def wait(message: ReceivedMessage) -> bytes:
+            handled.append(message.body)
+            await proceed.wait()
+            return b""
+
+        async with MemoryBroker() as broker:
+            await broker.create_topic(TOPIC, queues=1)
+            async with responding(broker, wait):
+                async with broker.producer() as gone:
+                    request = asyncio.create_task(gone.request(TOPIC, b"gone"))
+                    while not handled:  # noqa: ASYNC110  virtual time
+                        await asyncio.sleep(0.01)
+                    await gone.close()
+                with pytest.raises(ProducerClosed):
+                    await request
+                proceed.set()
+                async with broker.producer() as producer:
+                    await producer.request(TOPIC, b"next")
+                await broker.settled("quotes")
+        return handled
+
+    assert on_broker(scene()) == [b"gone", b"next"]
+
+
+def test_bad_request_and_unknown_topic_are_refused() -> None:
+    async def scene() -> None:
+        async with MemoryBroker() as broker, broker.producer() as producer:
+            with pytest.raises(InvalidArgument, match="timeout_ms must be from 1"):
+                await producer.request(TOPIC, b"", timeout_ms=0)
+            with pytest.raises(InvalidArgument, match="reserved"):
+                await producer.request(TOPIC, b"", properties={"baton.reply_to": "me"})
+            with pytest.raises(TopicNotFound):
+                await producer.request(TOPIC, b"")
+
+    on_broker(scene())
+
+
+def test_reply_that_is_too_large_is_refused_in_the_handler() -> None:
+    with pytest.raises(LimitExceeded, match="the limit is 1048576"):
+        Reply(bytes(1024 * 1024 + 1))
