@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, Record, decode_record
+from batonmq._core.requests import request_header
 from batonmq._core.retries import Origin
 
 
@@ -166,6 +167,11 @@ class ReceivedMessage:
     def queue_id(self) -> int:
         """Id of the queue within its topic and broker."""
         return self.queue.queue_id
+
+    @property
+    def is_request(self) -> bool:
+        """Whether its producer waits for a reply, or has waited for one."""
+        return request_header(self.properties) is not None
 
     def extend(self, ms: int) -> None:
         """Give the running handler of this message more time; may be called in any thread.

@@ -574,10 +574,11 @@ class Producer:
             log.warning("topic is no longer available topic=%s error=%s", topic, error)
             self._buffer.topics.pop(topic, None)
 
-    def _start(self, loop: Coroutine[Any, Any, None]) -> None:
+    def _start(self, loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._tasks.create_task(loop)
         self._loops.add(task)
         task.add_done_callback(self._loops.discard)
+        return task
 
 
 def _all_stored(outcomes: Sequence[ReceiptRange | FailedRange]) -> list[ReceiptRange]:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from functools import partial
 from hashlib import blake2b
 from random import Random
 from typing import Any, Protocol
@@ -70,7 +69,7 @@ class Requester:
         directory: Directory,
         random: Random,
         submit: Submit,
-        start: Callable[[Coroutine[Any, Any, None]], object],
+        start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         metrics: ProducerMetrics | None,
     ) -> None:
         self._directory, self._random = directory, random
@@ -134,12 +133,10 @@ class Requester:
         correlation_id = self._new_correlation_id()
         header = RequestHeader(self._address, correlation_id, timeout_ms)
         properties = {**message.properties, **request_properties(header)}
-        reply = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[correlation_id] = reply
-        sending = asyncio.ensure_future(
-            self._send(topic, replace(message, properties=properties), ordering_key, queue)
-        )
-        sending.add_done_callback(partial(_fail_unsent, reply))
+        request = replace(message, properties=properties)
+        sending = self._start(self._send(reply, topic, request, ordering_key, queue))
         try:
             return await reply
         finally:
@@ -147,9 +144,19 @@ class Requester:
             sending.cancel()
 
     async def _send(
-        self, topic: str, message: Message, ordering_key: str | None, queue: QueueRef | None
+        self,
+        reply: asyncio.Future[Reply],
+        topic: str,
+        message: Message,
+        ordering_key: str | None,
+        queue: QueueRef | None,
     ) -> None:
-        await (await self._submit(topic, message, ordering_key=ordering_key, queue=queue))
+        """Send a request; fail it if its message is not stored. The reply may be first."""
+        try:
+            await (await self._submit(topic, message, ordering_key=ordering_key, queue=queue))
+        except BatonError as error:
+            if not reply.done():
+                reply.set_exception(error)
 
     def _new_correlation_id(self) -> int:
         """Return an id that reveals nothing about those of other requests."""
@@ -217,12 +224,3 @@ class Requester:
         for reply in waiting.values():
             if not reply.done():
                 reply.set_exception(error)
-
-
-def _fail_unsent(reply: asyncio.Future[Reply], sending: asyncio.Future[None]) -> None:
-    """Fail a request whose message was not stored."""
-    if sending.cancelled():
-        return
-    error = sending.exception()
-    if error is not None and not reply.done():
-        reply.set_exception(error)

@@ -58,6 +58,7 @@ COMMANDS = {
     "produce": LazyCommand(
         "batonmq.cli.produce:produce", "Send each line as a message, and print where it is stored."
     ),
+    "request": LazyCommand("batonmq.cli.request:request", "Send a request and print its reply."),
     "quota": LazyCommand("batonmq.cli.quota:commands", "Limit what an identity may use."),
     "top": LazyCommand(
         "batonmq.cli.top:top", "Show rates, lag, owners, hand-overs and conflicts, live."

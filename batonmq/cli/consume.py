@@ -91,6 +91,7 @@ def parse_start(text: str, now_unix_ms: int) -> StartPosition:
 @click.option(
     "--follow", is_flag=True, help="Wait for new messages at the end of the queues, until Ctrl-C."
 )
+@click.option("--reply", help="Reply to each request with this text, before the next message.")
 @cluster_session
 def consume(
     session: CommandSession,
@@ -100,6 +101,7 @@ def consume(
     expression: str,
     count: int | None,
     follow: bool,
+    reply: str | None,
 ) -> None:
     """Print messages as a member of a group, and acknowledge each after it is printed.
 
@@ -111,7 +113,7 @@ def consume(
         begin = parse_start(start, Clock().unix_ms()) if start else None
     except InvalidArgument as error:
         raise click.UsageError(f"{error.message}. {error.remedy}") from error
-    reading = _TopicReader(session, group, topic, expression, begin, count)
+    reading = _TopicReader(session, group, topic, expression, begin, count, reply)
     session.run(reading.run(follow=follow), endless=follow)
 
 
@@ -123,6 +125,7 @@ class _TopicReader:
     expression: str
     start: StartPosition | None
     count: int | None
+    reply: str | None
 
     async def run(self, *, follow: bool) -> None:
         """Print until the count, the end of the queues, or a signal."""
@@ -144,6 +147,8 @@ class _TopicReader:
         number = 0
         async for message in consumer:
             self.session.output.line(_item(message), _text(message))
+            if self.reply is not None and message.is_request:
+                consumer.reply(message, self.reply.encode())
             number += 1
             if number == self.count:
                 consumer.stop()
