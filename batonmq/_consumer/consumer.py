@@ -51,7 +51,7 @@ from batonmq._producer.producer import stream_of
 from batonmq._telemetry.client_metrics import ClientMetrics, ConsumerMetrics
 from batonmq.errors import InvalidArgument, TopicNotFound
 
-REPLY_FLUSH_S = 1.0
+REPLY_FLUSH_S = 5.0
 """How long a consumer that closes waits for its replies to leave."""
 log = logging.getLogger(__name__)
 

@@ -43,9 +43,9 @@ def request(
     ordering_key: str | None,
     timeout: str,
 ) -> None:
-    """Send BODY as a request, and print the reply of the consumer that handles it.
+    """Send a request and print its reply.
 
-    Without a reply in time the exit status is that of an unreachable service: the request may be
+    BODY is sent as a message; a consumer that handles it replies. Without a reply in time the exit status is that of an unreachable service: the request may be
     handled or not.
     """
     try:

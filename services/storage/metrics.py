@@ -69,8 +69,8 @@ class StorageMetrics:
         )
         self.replies = Counter(
             "baton_storage_replies",
-            "Replies to requests, by outcome: delivered to the inbox, late (there is no such inbox) "
-            "or inbox_full (the requester reads too slowly). The last two are dropped.",
+            "Replies to requests, by outcome: delivered to the inbox; or dropped: late (there is "
+            "no such inbox) or inbox_full (the requester reads too slowly).",
             ("outcome",),
             registry=registry,
         )

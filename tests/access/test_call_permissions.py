@@ -73,6 +73,8 @@ QueryService        FindByKey          read
 QueryService        GetMessage         granted
 ScheduleService     Schedule           write
 ScheduleService     CancelScheduled    granted
+ReplyService        WatchReplies       granted
+ReplyService        Reply              read
 storage.Replication Fetch              only storage
 storage.Replication DescribeReplicas
 OffsetsService      Announce           only lockmgr
@@ -169,6 +171,7 @@ MAY = _table()
 CHECKED_INSIDE = {
     "StorageService/Deliver": "the queue of each delivery, which needs the permissions of Pull",
     "QueryService/GetMessage": "the header of the batch, which names the topic",
+    "ReplyService/WatchReplies": "nothing: a new inbox gets replies to requests of the caller only",
     "ScheduleService/CancelScheduled": "the head of the scheduled batch, which names the topic",
     "LockmgrService/Watch": "nothing: it shows the changes of the caller's own incarnation",
     "NameserverService/ListTopics": "names, of which the answer has those that are allowed",

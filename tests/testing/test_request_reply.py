@@ -42,13 +42,15 @@ async def responding(
     broker: MemoryBroker, handler: Handler, settings: ConsumerSettings | None = None
 ) -> AsyncIterator[Consumer]:
     """Run a consumer with `handler` until the end of the block."""
-    async with broker.consumer("quotes", {TOPIC: "*"}, settings) as consumer:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(consumer.run(handler))
-            try:
-                yield consumer
-            finally:
-                consumer.stop()
+    async with (
+        broker.consumer("quotes", {TOPIC: "*"}, settings) as consumer,
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(consumer.run(handler))
+        try:
+            yield consumer
+        finally:
+            consumer.stop()
 
 
 async def error_of(request: Coroutine[Any, Any, Reply]) -> BatonError:
@@ -106,7 +108,7 @@ def test_reply_with_an_error_is_raised_as_request_failed() -> None:
 
 
 def test_request_without_a_responder_times_out_and_its_reply_is_late() -> None:
-    async def scene() -> tuple[float | None, float | None, float | None]:
+    async def scene() -> tuple[float | None, ...]:
         registry = CollectorRegistry()
         async with MemoryBroker() as broker:
             await broker.create_topic(TOPIC)
@@ -169,14 +171,15 @@ def test_batch_handler_replies_to_each_request() -> None:
             async with (
                 broker.producer() as producer,
                 broker.consumer("quotes", {TOPIC: "*"}) as consumer,
+                asyncio.TaskGroup() as tasks,
             ):
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(consumer.run_batches(prices))
-                    replies = await asyncio.gather(
-                        *(producer.request(TOPIC, b"%d" % n) for n in range(20))
-                    )
-                    consumer.stop()
-        return [reply.body for reply in replies]
+                tasks.create_task(consumer.run_batches(prices))
+                async with asyncio.TaskGroup() as requests:
+                    asked = [
+                        requests.create_task(producer.request(TOPIC, b"%d" % n)) for n in range(20)
+                    ]
+                consumer.stop()
+        return [one.result().body for one in asked]
 
     assert run_virtual(scene()) == [b"%d=2" % n for n in range(20)]
 
