@@ -45,8 +45,8 @@ def request(
 ) -> None:
     """Send a request and print its reply.
 
-    BODY is sent as a message; a consumer that handles it replies. Without a reply in time the exit status is that of an unreachable service: the request may be
-    handled or not.
+    BODY is sent as a message; a consumer that handles it replies. Without a reply in time the exit
+    status is that of an unreachable service: the request may be handled or not.
     """
     try:
         timeout_ms = parse_duration_ms(timeout)

@@ -268,6 +268,20 @@ def test_too_long_line_is_rejected_and_earlier_lines_are_stored(
     assert refused.err.startswith("error: LIMIT_EXCEEDED: ")
 
 
+def test_request_is_replied_to_by_a_consumer_and_its_reply_printed(cluster: RunningCluster) -> None:
+    cluster("topic", "create", "prices", "--queues", "2")
+    with cluster.started("request", "prices", "IBM", "--timeout", "60s") as requesting:
+        consumed = cluster(
+            *("consume", "prices", "--group", "quotes", "--follow", "--count", "1", "--reply", "42")
+        )
+        assert (consumed.code, consumed.out.split()[-1]) == (0, "IBM")
+        assert requesting.communicate()[0] == b"42\n"
+        assert requesting.returncode == 0
+    late = cluster("request", "prices", "MSFT", "--timeout", "200ms")
+    assert late.code != 0
+    assert "no reply to a request to topic prices within 200 ms" in late.err
+
+
 def test_closed_standard_output_ends_the_command_quietly(
     cluster: RunningCluster, lines: Path
 ) -> None:

@@ -52,6 +52,19 @@ def test_many_threads_send_and_one_thread_receives(at: Scene) -> None:
     assert not our_threads()
 
 
+def test_handler_in_a_thread_replies_to_a_request_of_another_thread(at: Scene) -> None:
+    with (
+        BlockingProducer(at.nameserver) as producer,
+        BlockingConsumer(at.nameserver, at.group, {at.topic: "*"}, QUICK) as consumer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        request = pool.submit(producer.request, at.topic, b"x", timeout_ms=60_000)
+        for message in consumer:
+            consumer.reply(message, message.body + b"!")
+            break
+        assert request.result().body == b"x!"
+
+
 def test_last_message_before_a_break_is_redelivered(at: Scene) -> None:
     with BlockingProducer(at.nameserver) as producer:
         producer.send(at.topic, b"x")
