@@ -1,8 +1,8 @@
 """Sends replies to the nodes with the inboxes of their requesters.
 
 Replies to one node travel together: while a call is in flight, the next ones gather. A reply that
-can't be sent is tried again until its request has timed out, counted from the reply; then it is
-dropped and counted: the requester has gone.
+can't be sent is tried again for 10 s, or the timeout of its request if that is shorter; then it is
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ CALL_BYTES_MAX = 2 * 1024 * 1024
 """A call with more bytes of bodies gets no more replies."""
 WAITING_BYTES_MAX = 64 * 1024 * 1024
 """While more bytes wait for one node, further replies to it are dropped."""
+RETRY_MS_MAX = 10_000
+"""A node that is away for longer has lost its inboxes: they are in its memory only."""
 _OUTCOMES = {
     pb.REPLY_STATUS_DELIVERED: "delivered",
     pb.REPLY_STATUS_LATE: "late",
@@ -93,7 +95,7 @@ class ReplySender:
             pb.RequestReply(
                 correlation_id=header.correlation_id, body=reply.body, error=reply.error
             ),
-            self._session.clock.monotonic_ms() + header.timeout_ms,
+            self._session.clock.monotonic_ms() + min(header.timeout_ms, RETRY_MS_MAX),
         )
         if node.waiting_bytes + pending.size > WAITING_BYTES_MAX:
             self._count(name, "failed", 1)

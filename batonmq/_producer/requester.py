@@ -79,6 +79,7 @@ class Requester:
         self._opened = asyncio.Event()
         self._is_running = False
         self._closed: BatonError | None = None
+        self._error: BatonError | None = None
 
     async def request(
         self,
@@ -101,8 +102,9 @@ class Requester:
             outcome = "failed" if reply.error else "replied"
         except TimeoutError:
             outcome = "timeout"
+            why = "" if self._opened.is_set() or self._error is None else f": {self._error}"
             raise RequestTimedOut(
-                f"no reply to a request to topic {topic} within {timeout_ms} ms",
+                f"no reply to a request to topic {topic} within {timeout_ms} ms{why}",
                 facts={"topic": topic},
             ) from None
         finally:
@@ -176,6 +178,7 @@ class Requester:
                 error: BatonError = Unreachable("the storage node closed the reply inbox")
             except BatonError as failure:
                 error = failure
+            self._error = error
             if self._opened.is_set():
                 failures = 0
                 self._opened.clear()
