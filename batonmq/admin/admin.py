@@ -441,16 +441,35 @@ class Admin:
         self, queues: Iterable[QueueRef]
     ) -> tuple[dict[QueueRef, tuple[int, int]], tuple[str, ...]]:
         """Return first and next offset of the queues, and the errors of brokers that failed."""
+        offsets, problems = await self._offsets(queues)
+        return {q: (one.first_offset, one.next_offset) for q, one in offsets.items()}, problems
+
+    async def stored_bytes(
+        self, queues: Iterable[QueueRef]
+    ) -> tuple[dict[QueueRef, int], tuple[str, ...]]:
+        """Return the bytes of the queues in the logs, and the errors of brokers that failed.
+
+        A queue with a damaged index is left out, and so are those of a broker that failed.
+        """
+        offsets, problems = await self._offsets(queues, with_bytes=True)
+        counted = {q: one for q, one in offsets.items() if one.HasField("stored_bytes")}
+        return {q: one.stored_bytes for q, one in counted.items()}, problems
+
+    async def _offsets(
+        self, queues: Iterable[QueueRef], *, with_bytes: bool = False
+    ) -> tuple[dict[QueueRef, storage_pb.QueueOffsets], tuple[str, ...]]:
         by_broker: dict[str, list[QueueRef]] = defaultdict(list)
         for queue in queues:
             by_broker[queue.broker].append(queue)
         problems: list[str] = []
         async with asyncio.TaskGroup() as tasks:
             calls = [
-                tasks.create_task(_or_problem(broker, self._extents_at(broker, here), {}, problems))
+                tasks.create_task(
+                    _or_problem(broker, self._offsets_at(broker, here, with_bytes), {}, problems)
+                )
                 for broker, here in by_broker.items()
             ]
-        offsets = {queue: extent for task in calls for queue, extent in task.result().items()}
+        offsets = {queue: one for task in calls for queue, one in task.result().items()}
         return offsets, tuple(problems)
 
     async def _described(self, name: str) -> tuple[Group, tuple[RefusedClient, ...]]:
@@ -466,13 +485,15 @@ class Admin:
         )
         return group_from_pb(answer.group)
 
-    async def _extents_at(
-        self, broker: str, queues: Sequence[QueueRef]
-    ) -> dict[QueueRef, tuple[int, int]]:
-        extents: dict[QueueRef, tuple[int, int]] = {}
+    async def _offsets_at(
+        self, broker: str, queues: Sequence[QueueRef], with_bytes: bool
+    ) -> dict[QueueRef, storage_pb.QueueOffsets]:
+        offsets: dict[QueueRef, storage_pb.QueueOffsets] = {}
         for start in range(0, len(queues), QUEUES_PER_CALL):
             part = queues[start : start + QUEUES_PER_CALL]
-            request = storage_pb.QueryOffsetsRequest(queues=map(queue_to_pb, part))
+            request = storage_pb.QueryOffsetsRequest(
+                queues=map(queue_to_pb, part), with_bytes=with_bytes
+            )
 
             async def ask(
                 limit_s: float, request: storage_pb.QueryOffsetsRequest = request
@@ -483,8 +504,8 @@ class Admin:
             outcomes = (await self.ask(ask)).outcomes
             for queue, outcome in zip(part, outcomes, strict=True):
                 if outcome.HasField("offsets"):
-                    extents[queue] = (outcome.offsets.first_offset, outcome.offsets.next_offset)
-        return extents
+                    offsets[queue] = outcome.offsets
+        return offsets
 
     async def ask(
         self, ask: Callable[[float], Awaitable[Value]], *, timeout_s: float | None = None

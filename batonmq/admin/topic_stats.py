@@ -1,4 +1,4 @@
-"""Statistics of the queues of a topic: offsets, time of the last message, and rate."""
+"""Statistics of the queues of a topic: offsets, bytes, time of the last message, and rate."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ class QueueStats:
         last_store_unix_ms: When its last message was stored, by the clock of storage; None if it
             holds none.
         per_s: Messages a second since the look before; None at the first look.
+        stored_bytes: Bytes of its batches in the log of the leader, compressed as they are, without
+            indexes; each follower has as many. None if the broker does not answer, or the index is
+            damaged.
     """
 
     queue: QueueRef
@@ -30,6 +33,7 @@ class QueueStats:
     next_offset: int | None
     last_store_unix_ms: int | None
     per_s: float | None
+    stored_bytes: int | None = None
 
     @property
     def count(self) -> int | None:
@@ -61,6 +65,8 @@ class TopicStats:
         detail = await self._admin.describe_topic(self._topic)
         now_s = asyncio.get_running_loop().time()
         problems = list(detail.problems)
+        stored_bytes, bytes_problems = await self._admin.stored_bytes(detail.topic.queues)
+        problems += (one for one in bytes_problems if one not in problems)
         async with asyncio.TaskGroup() as tasks:
             calls = {
                 held.queue: tasks.create_task(
@@ -76,6 +82,7 @@ class TopicStats:
                 held.next_offset,
                 calls[held.queue].result(),
                 self._rate(held.queue, held.next_offset, now_s),
+                stored_bytes.get(held.queue),
             )
             for held in detail.queues
         )

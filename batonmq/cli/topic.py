@@ -28,7 +28,7 @@ commands = LazyGroup(
         ),
         "stats": LazyCommand(
             "batonmq.cli.topic_stats:stats",
-            "Show what the queues of a topic hold, their last store time and their growth.",
+            "Show what the queues of a topic hold, their disk use, last store time and growth.",
         ),
     },
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -13,10 +15,11 @@ from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq._core.names import METRICS_TOPIC, check_topic
-from batonmq.errors import BatonError
+from batonmq.errors import BatonError, DataLoss
 from batonmq_server.runtime.access.owner import owner_of
 from batonmq_server.storage import validation
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
+from batonmq_server.storage.core.queue_bytes import batch_bytes_by_step
 from batonmq_server.storage.core.store import (
     CheckedBatch,
     LocalTopic,
@@ -27,6 +30,8 @@ from batonmq_server.storage.deliverer import Deliverer
 from batonmq_server.storage.delivery_streams import DeliveryStreams
 from batonmq_server.storage.metric_stream import APPEND
 from batonmq_server.storage.servicer_parts import StorageServicerParts
+
+log = logging.getLogger(__name__)
 
 SECONDS_MAX = 10 * 365 * 24 * 3_600
 """An estimate of more than ten years until the disk is full is reported as 0: not in sight."""
@@ -83,7 +88,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         queues = validation.parse_queues(request)
         revision = min(self._parts.topics.revision(name) for name in {q.topic for q in queues})
         leader_age_ms = self._parts.role.leader_age_ms()  # before the offsets are read
-        outcomes = [await self._offsets(queue) for queue in queues]
+        outcomes = [await self._offsets(queue, request.with_bytes) for queue in queues]
         context.set_trailing_metadata(((TOPICS_REVISION, str(revision)),))
         return pb.QueryOffsetsResponse(outcomes=outcomes, leader_age_ms=leader_age_ms)
 
@@ -135,21 +140,37 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         self._appender.count_appended(batches, outcomes)
         return outcomes
 
-    async def _offsets(self, queue: queue_pb2.QueueRef) -> pb.QueryOffsetsOutcome:
+    async def _offsets(self, queue: queue_pb2.QueueRef, with_bytes: bool) -> pb.QueryOffsetsOutcome:
         try:
             validation.check_queue_name(queue, self._parts.broker)
             topic = await self._parts.topics.find(queue.topic)
             key = check_queue(queue.topic, topic, queue.queue_id)
             if not topic.takes(queue.queue_id):  # the answer must be final: see TOPICS_REVISION
                 await self._parts.flusher.wait_until_safe(self._store.log.next_position)
+            stored_bytes = await self._stored_bytes(key) if with_bytes else None
             visible = self._store.offsets(key)
         except BatonError as error:
             return pb.QueryOffsetsOutcome(error=error_to_pb(error))
         return pb.QueryOffsetsOutcome(
             offsets=pb.QueueOffsets(
-                first_offset=visible.first_offset, next_offset=visible.next_offset, topic_id=key[0]
+                first_offset=visible.first_offset,
+                next_offset=visible.next_offset,
+                topic_id=key[0],
+                stored_bytes=stored_bytes,
             )
         )
+
+    async def _stored_bytes(self, key: QueueKey) -> int | None:
+        """Return the bytes of the batches of a queue; None if its index is damaged."""
+        total, queue = 0, self._store.queues.get(key)
+        try:
+            for step in batch_bytes_by_step(queue) if queue else ():
+                total += step
+                await asyncio.sleep(0)
+        except DataLoss as error:
+            log.warning("bytes not counted key=%s error=%s", key, error)
+            return None
+        return total
 
     def _outcome(self, outcome: StoreReceipt | BatonError) -> pb.AppendOutcome:
         if isinstance(outcome, BatonError):

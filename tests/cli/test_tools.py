@@ -162,6 +162,11 @@ def test_stats_show_offsets_and_store_times_of_queues(cluster: RunningCluster, l
     empty, full = cluster("topic", "stats", "stats", *JSON).json
     assert (empty["count"], empty["last_store_unix_ms"]) == (0, None)
     assert (full["count"], full["first_offset"], full["next_offset"]) == (3, 0, 3)
+    assert empty["stored_bytes"] == 0 < full["stored_bytes"]
+    assert (
+        f"stats: {full['stored_bytes']:,} bytes in 2 queues"
+        in cluster("topic", "stats", "stats").out
+    )
     assert full["idle_ms"] >= 0
     with cluster.started(
         "--format", "json", "topic", "stats", "stats", "--watch", "--interval", "0.2"

@@ -104,3 +104,40 @@ async def test_fresh_node_describes_itself(etcd_endpoint: str, tmp_path: Path) -
 
 async def _disk_seen(node: RunningNode) -> bool:
     return (await node.describe()).disk_used_percent > 0
+
+
+def overwrite_index(folder: Path) -> None:
+    """Overwrite the index of queue 0 with zeros."""
+    (file,) = folder.glob(f"**/consumequeue/{TOPIC}-*/0/*")
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+async def stored_bytes(node: RunningNode, queue_id: int) -> int | None:
+    request = pb.QueryOffsetsRequest(queues=[queue(queue_id=queue_id)], with_bytes=True)
+    answer = await node.stub.QueryOffsets(request, timeout=TIMEOUT_S)
+    offsets = answer.outcomes[0].offsets
+    return offsets.stored_bytes if offsets.HasField("stored_bytes") else None
+
+
+async def test_bytes_of_a_queue_are_those_of_its_batches(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node:
+        batches = [batch(b"a" * 100, b"b", queue_id=3), batch(b"c", queue_id=3)]
+        await node.append(*batches, batch(b"d" * 999, queue_id=4))
+        assert await stored_bytes(node, 3) == sum(map(len, batches))
+        assert await stored_bytes(node, 5) == 0
+        request = pb.QueryOffsetsRequest(queues=[queue(queue_id=3)])
+        answer = await node.stub.QueryOffsets(request, timeout=TIMEOUT_S)
+        assert not answer.outcomes[0].offsets.HasField("stored_bytes")
+
+
+async def test_bytes_of_a_queue_with_a_damaged_index_are_unset(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node:
+        for _ in range(2):  # more entries than a queue keeps in memory
+            await node.append(batch(*[b"a"] * 4_000))
+        overwrite_index(tmp_path)
+        assert await stored_bytes(node, 0) is None
+        assert await query(node, queue()) == [(0, 8_000)]

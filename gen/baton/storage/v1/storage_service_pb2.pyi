@@ -659,6 +659,11 @@ class QueryOffsetsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUES_FIELD_NUMBER: _builtins.int
+    WITH_BYTES_FIELD_NUMBER: _builtins.int
+    with_bytes: _builtins.bool
+    """Whether to count the bytes of each queue. The node then reads 20 bytes of index per message, so
+    this is for administration, not for consumers.
+    """
     @_builtins.property
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.QueueRef]:
         """Queues, 1 to 10,000. Required."""
@@ -667,10 +672,11 @@ class QueryOffsetsRequest(_message.Message):
         self,
         *,
         queues: _abc.Iterable[_queue_pb2.QueueRef] | None = ...,
+        with_bytes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queues", b"queues"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queues", b"queues", "with_bytes", b"with_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -747,24 +753,32 @@ class QueueOffsets(_message.Message):
     FIRST_OFFSET_FIELD_NUMBER: _builtins.int
     NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     TOPIC_ID_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
     first_offset: _builtins.int
     """First offset that the queue still has, in messages."""
     next_offset: _builtins.int
     """Offset after the last message that is durable and visible to consumers."""
     topic_id: _builtins.int
     """Id of the topic; a later topic with the same name has a greater id."""
+    stored_bytes: _builtins.int
+    """Bytes of the batches of the queue in the log of this node, from `first_offset` on. Unset if the
+    request does not ask for it, or if the index of the queue is damaged.
+    """
     def __init__(
         self,
         *,
         first_offset: _builtins.int = ...,
         next_offset: _builtins.int = ...,
         topic_id: _builtins.int = ...,
+        stored_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stored_bytes", b"_stored_bytes", "stored_bytes", b"stored_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_offset", b"first_offset", "next_offset", b"next_offset", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stored_bytes", b"_stored_bytes", "first_offset", b"first_offset", "next_offset", b"next_offset", "stored_bytes", b"stored_bytes", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__stored_bytes: _TypeAlias = _typing.Literal["stored_bytes"]  # noqa: Y015
+    _WhichOneofArgType__stored_bytes: _TypeAlias = _typing.Literal["_stored_bytes", b"_stored_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stored_bytes) -> _WhichOneofReturnType__stored_bytes | None: ...
 
 Global___QueueOffsets: _TypeAlias = QueueOffsets  # noqa: Y015
 
