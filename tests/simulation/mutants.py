@@ -232,7 +232,7 @@ MUTANTS = (
         broken_clients.answer_of_an_older_epoch,
         OLD_CALLS,
         ("V6", "V7", "V8"),
-        first=153,
+        first=175,
     ),
     Mutant(
         "advance not in flight", broken_offsets.advance_not_in_flight, FORCES, ("V8", "V7"), first=2
@@ -289,7 +289,7 @@ MUTANTS = (
         broken_offsets.riding_acks_without_token,
         RIDING,
         ("V3",),
-        first=5,
+        first=98,
     ),
     Mutant(
         "delivery of any generation",
@@ -452,7 +452,7 @@ MUTANTS = (
         broken_moves.seal_by_a_lower_move,
         TO_AND_FRO,
         ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
-        first=20,
+        first=35,
     ),
     Mutant(
         "adopt a lower move",
