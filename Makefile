@@ -90,12 +90,12 @@ breaking: $(SETUP) ## check that protos/ is compatible with MAIN (default main)
 
 # Half of the tests wait most of their time: five workers keep two cores busy.
 test: $(SETUP)  ## every test that CI runs, on two cores
-	pytest -q -n 5 --dist loadfile --no-loadscope-reorder $(if $(CI),--required)
+	pytest -q -n 5 --dist loadfile --no-loadscope-reorder --durations=40 $(if $(CI),--required)
 
 # No test that waits for another process: under three minutes on two cores.
 QUICK := not sim and not e2e and not spark and not etcd
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
-	pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "$(QUICK)"
+	pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=20 -m "$(QUICK)"
 
 pythons: $(SETUP) ## tests of the client library on every supported Python of this machine
 	python -m tools.pythons
