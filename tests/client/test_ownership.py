@@ -440,7 +440,8 @@ async def test_pull_refused_with_paused_is_not_logged_as_a_failure(
 
 
 async def test_acks_travel_in_pulls_and_need_no_commit_call() -> None:
-    async with twins(1) as at, running_consumer(at, pull_messages_max=2) as running:
+    few: dict[str, Any] = {"pull_messages_max": 2, "buffer_messages_max": 2}  # credit is due soon
+    async with twins(1) as at, running_consumer(at, **few) as running:
         at.nameserver.assign("a", [0])
         at.storage.send(0, "1", "2", "3")
         await until(lambda: running.ended == ["1", "2", "3"])
