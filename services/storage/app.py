@@ -17,6 +17,7 @@ from baton.storage.v1 import replication_service_pb2_grpc as replication_grpc
 from baton.storage.v1 import reply_service_pb2_grpc as reply_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+from baton.storage.v1 import transaction_service_pb2_grpc as transaction_grpc
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.etcd.mirror import EtcdMirror, all_ready
 from batonmq_server.runtime.group_gates import GATES_PREFIX, GroupGates
@@ -56,6 +57,7 @@ SERVICE = "baton.storage.v1.StorageService"
 QUERY_SERVICE = "baton.storage.v1.QueryService"
 SCHEDULE_SERVICE = "baton.storage.v1.ScheduleService"
 _QUERIES = frozenset({"SearchOffset", "Read", "FindByKey", "GetMessage"})
+TRANSACTION_SERVICE = "baton.storage.v1.TransactionService"
 REPLY_SERVICE = "baton.storage.v1.ReplyService"
 REPLICATION_SERVICE = "baton.storage.v1.ReplicationService"
 
@@ -110,6 +112,10 @@ async def served(
                 SCHEDULE_SERVICE: partial(
                     schedule_grpc.add_ScheduleServiceServicer_to_server, components.scheduling
                 ),
+                TRANSACTION_SERVICE: partial(
+                    transaction_grpc.add_TransactionServiceServicer_to_server,
+                    components.transactions,
+                ),
                 REPLY_SERVICE: _replies(environment),
             },
             rules=RULES,
@@ -120,6 +126,7 @@ async def served(
                 environment.deliveries.run,
                 *components.loops,
                 components.due.run,
+                components.checker.run,
             ),
             long_polls=frozenset({"Pull"}),
             epoch=node.store.epoch,
@@ -204,6 +211,13 @@ async def replicated(
                         cast(
                             schedule_grpc.ScheduleServiceServicer,
                             CurrentServicer(role, lambda components: components.scheduling),
+                        ),
+                    ),
+                    TRANSACTION_SERVICE: partial(
+                        transaction_grpc.add_TransactionServiceServicer_to_server,
+                        cast(
+                            transaction_grpc.TransactionServiceServicer,
+                            CurrentServicer(role, lambda components: components.transactions),
                         ),
                     ),
                     REPLY_SERVICE: _replies(environment),
