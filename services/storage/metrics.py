@@ -162,8 +162,8 @@ class StorageMetrics:
         )
         self.ended_transactions = Counter(
             "baton_storage_ended_transactions",
-            "Ended transactions by outcome: committed, rolled_back, discarded (a limit was reached), "
-            "damaged.",
+            "Ended transactions by outcome: committed, rolled_back, discarded (a limit was "
+            "reached), damaged.",
             ("outcome",),
             registry=registry,
         )

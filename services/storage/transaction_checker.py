@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from baton.storage.v1 import transaction_service_pb2 as pb
 from batonmq._core.names import UNRESOLVED_TOPIC
 from batonmq._core.records import read_header
-from batonmq.errors import BatonError, DataLoss, NoQuorum, NotLeader, NotServing
+from batonmq.errors import BadBatch, BatonError, DataLoss, NoQuorum, NotLeader, NotServing
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.blocked_retention import REWRITE_INTERVAL_MS, blocked_segment_end
 from batonmq_server.storage.core.check_streams import CheckStreams
@@ -259,7 +259,7 @@ class TransactionChecker:
                 if isinstance(half, DataLoss):
                     raise half
                 position = max(position, self._discard_one(one, half, topic, reason))
-            except DataLoss:
+            except (BadBatch, DataLoss):
                 damaged.append(one)
         if damaged:
             position = max(position, self._drop_damaged(damaged, halves))
@@ -268,7 +268,12 @@ class TransactionChecker:
     def _discard_one(
         self, one: OpenTransaction, half: HalfMessage, topic: LocalTopic, reason: str
     ) -> int:
-        """Discard a transaction; return the position up to which the log must be safe."""
+        """Discard a transaction; return the position up to which the log must be safe.
+
+        Raises:
+            BadBatch: its message can't be read.
+            NotServing: nothing can be written now.
+        """
         name = encode_id(one.transaction_id, self._appender.broker)
         queue_id = one.transaction_id % topic.queue_count
         batch = discard_batch(one.transaction_id, half, queue_id, name=name, reason=reason)
@@ -278,8 +283,7 @@ class TransactionChecker:
         self._appender.count_appended(stored, outcomes)
         (outcome,) = outcomes
         if isinstance(outcome, BatonError):
-            log.warning("transaction not discarded transaction_id=%s error=%s", name, outcome)
-            return 0
+            raise NotServing(f"transaction {name} not discarded: {outcome.message}") from outcome
         self._appender.metrics.ended_transactions.labels("discarded").inc()
         log.error(
             "transaction discarded transaction_id=%s group=%s topic=%s checks=%d reason=%r",

@@ -1,4 +1,4 @@
-"""The servicer of TransactionService: stores half messages, ends transactions, and asks producers."""
+"""The servicer of TransactionService: stores half messages, ends and lists transactions."""
 
 from __future__ import annotations
 
@@ -202,9 +202,7 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
             return False
         return True
 
-    def _may_list(
-        self, context: Context, _: OpenTransaction, half: HalfMessage | DataLoss
-    ) -> bool:
+    def _may_list(self, context: Context, _: OpenTransaction, half: HalfMessage | DataLoss) -> bool:
         if isinstance(half, DataLoss):
             return self._require is None
         return self._may_ask(context, read_header(half.batch).topic)

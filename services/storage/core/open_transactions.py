@@ -202,7 +202,7 @@ class OpenTransactions:
             self._chunks.append(chunk)
             self._first_ids.append(int(chunk.rows["transaction_id"][0]))
         self._count = count
-        return at + count * ROW.itemsize
+        return int(at + count * ROW.itemsize)
 
     def _decoded(self, row: np.void) -> OpenTransaction:
         transaction_id, position, check_unix_s, number, checks = row.item()
@@ -290,7 +290,8 @@ class _Chunk:
     def open_rows(self) -> Rows:
         """Return a copy of the rows that are not removed."""
         rows = self.rows[: self.count]
-        return rows[rows["position"] != _GONE]
+        kept: Rows = rows[rows["position"] != _GONE]
+        return kept
 
     def due(self, now_unix_s: int, groups: npt.NDArray[np.uint16], checks_max: int) -> Rows:
         rows = self.rows[: self.count]
@@ -298,7 +299,8 @@ class _Chunk:
         if not due.any():
             return rows[:0]
         rows = rows[due]
-        return rows[np.isin(rows["group"], groups) | (rows["checks"] >= checks_max)]
+        found: Rows = rows[np.isin(rows["group"], groups) | (rows["checks"] >= checks_max)]
+        return found
 
     def oldest_position(self) -> int:
         if self._oldest is None:

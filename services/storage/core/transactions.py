@@ -10,7 +10,7 @@ bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -148,10 +148,19 @@ def decode_half(header: Header, batch: bytes) -> HalfMessage:
     """
     records = decode_records(batch, header, range(header.count))
     content = b"".join(record.body for record in records)
-    *numbers, group_length = ENVELOPE.unpack_from(content)
-    batch_at = ENVELOPE.size + group_length
-    group = content[ENVELOPE.size : batch_at].decode("ascii")
-    return HalfMessage(*numbers, group, content[batch_at:])
+    topic_id, transaction_id, begin_unix_ms, check_unix_s, checks, length = ENVELOPE.unpack_from(
+        content
+    )
+    batch_at = ENVELOPE.size + length
+    return HalfMessage(
+        topic_id,
+        transaction_id,
+        begin_unix_ms,
+        check_unix_s,
+        checks,
+        content[ENVELOPE.size : batch_at].decode("ascii"),
+        content[batch_at:],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,31 +222,42 @@ def discard_batch(
 ) -> bytes:
     """Return the unstamped batch that moves a message to the topic of unresolved messages.
 
+    Each message gets properties that say where it comes from, unless the batch is too long for them.
+
     Args:
         name: Id of the transaction as clients know it.
 
     Raises:
-        BatonError: the half message is damaged, or it is too long with the added properties.
+        BadBatch: the half message can't be read.
     """
     header = read_header(half.batch)
+    added = {
+        ORIGIN_TOPIC: header.topic,
+        ORIGIN_QUEUE: str(header.queue_id),
+        GROUP: half.group,
+        TRANSACTION_ID: name,
+        REASON: reason,
+    }
+    try:
+        batch = _with_properties(header, half.batch, queue_id, added)
+    except LimitExceeded:
+        batch = _with_properties(header, half.batch, queue_id, {})
+    return delivery((DISCARDED_FROM, transaction_id), batch, queue_id)
+
+
+def _with_properties(
+    header: Header, batch: bytes, queue_id: int, added: Mapping[str, str]
+) -> bytes:
     builder = BatchBuilder()
-    for record in decode_records(half.batch, header, range(header.count)):
-        properties = {
-            **record.properties,
-            ORIGIN_TOPIC: header.topic,
-            ORIGIN_QUEUE: str(header.queue_id),
-            GROUP: half.group,
-            TRANSACTION_ID: name,
-            REASON: reason,
-        }
+    for record in decode_records(batch, header, range(header.count)):
+        properties = {**record.properties, **added}
         message = Message(record.body, record.tag, tuple(record.keys), properties)
         builder.add(
             message, encode_record(message, properties_bytes_max=STORED_PROPERTIES_BYTES_MAX)
         )
-    batch = builder.encode(
+    return builder.encode(
         topic=UNRESOLVED_TOPIC, queue_id=queue_id, born_unix_ms=header.born_unix_ms
     )
-    return delivery((DISCARDED_FROM, transaction_id), batch, queue_id)
 
 
 def ended_by(header: Header) -> tuple[int, Outcome] | None:
@@ -329,9 +349,7 @@ class Transactions:
 
 def encode_ended(ended: Sequence[tuple[int, EndedTransaction]]) -> bytes:
     """Return the part of a checkpoint with the ended transactions."""
-    rows = [
-        _ENDED.pack(transaction_id, one.position, one.outcome) for transaction_id, one in ended
-    ]
+    rows = [_ENDED.pack(transaction_id, one.position, one.outcome) for transaction_id, one in ended]
     return _ENDED_COUNT.pack(len(rows)) + b"".join(rows)
 
 
