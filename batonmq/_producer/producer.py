@@ -73,7 +73,7 @@ class Producer:
     messages without an outcome fail, and may be stored or not.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keyword-only, each with a default
         self,
         nameserver: str,
         settings: ProducerSettings | None = None,
@@ -157,6 +157,7 @@ class Producer:
             self._closing.set()
             self._scheduled.close()
             self._requester.close(_closed())
+            self._transactions.close(_closed())
             self._waiting.fail_all(_closed())
             for task in list(self._loops):
                 task.cancel()

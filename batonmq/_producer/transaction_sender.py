@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from typing import Any
@@ -18,7 +19,7 @@ from batonmq._core.records import BatchBuilder, Message
 from batonmq._core.transactions import CommitReceipt, TransactionState, broker_of
 from batonmq._producer.item_sender import ItemSender, OutgoingMessage
 from batonmq._producer.producer_settings import ProducerSettings, compressor_of
-from batonmq.errors import BatonError, InvalidArgument, Retry
+from batonmq.errors import BatonError, InvalidArgument, Retry, Unreachable
 
 ENDS_MAX = 1_024
 _STATES = {
@@ -54,6 +55,7 @@ class TransactionSender:
             delivery_timeout_ms=settings.delivery_timeout_ms,
         )
         self._enders: dict[str, Batcher[pb.EndItem, pb.EndReceipt | BatonError]] = {}
+        self._closed: BatonError | None = None
 
     async def begin(
         self, group: str, message: Message, record: bytes, choose: Callable[[], QueueRef]
@@ -101,13 +103,31 @@ class TransactionSender:
         late_ms = self._clock.monotonic_ms() + self._settings.delivery_timeout_ms
         failures = 0
         while True:
-            outcome = await self._ender(broker).call(item)
+            outcome = await self._call(broker, item)
             if not isinstance(outcome, BatonError):
                 return outcome
             if outcome.retry is Retry.NEVER or self._clock.monotonic_ms() >= late_ms:
                 raise outcome
             await self._directory.pause(outcome, failures)
             failures += 1
+
+    def close(self, error: BatonError) -> None:
+        """Fail every later call; those that wait end without an outcome."""
+        self._closed = error
+
+    async def _call(self, broker: str, item: pb.EndItem) -> pb.EndReceipt | BatonError:
+        if self._closed is not None:
+            raise self._closed
+        try:
+            return await self._ender(broker).call(item)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed is None or (task is not None and task.cancelling()):
+                raise
+            raise Unreachable(
+                "the producer was closed; whether the transaction has ended is not known",
+                remedy="The broker will ask the transaction checker of the group.",
+            ) from None
 
     @property
     def _timeout_s(self) -> float:

@@ -43,11 +43,7 @@ class SystemTopics:
         queue_count: int,
     ) -> None:
         self._catalog, self._store, self._delete_progress = catalog, store, delete_progress
-        self._queue_counts = {
-            METRICS_TOPIC: queue_count,
-            ALERTS_TOPIC: ALERTS_QUEUE_COUNT,
-            UNRESOLVED_TOPIC: 1,
-        }
+        self._queue_counts = {METRICS_TOPIC: queue_count, ALERTS_TOPIC: ALERTS_QUEUE_COUNT}
 
     async def run(self) -> None:
         """Check until cancelled; to be run as one task."""
@@ -63,6 +59,16 @@ class SystemTopics:
             elif METRICS_TOPIC not in self._catalog.topics:
                 interval_s = FIRST_INTERVAL_S
             await asyncio.sleep(interval_s)
+
+    async def ensure_unresolved(self) -> None:
+        """Create the topic of unresolved messages, or extend it to every broker.
+
+        It exists only in clusters that have discarded a transaction.
+
+        Raises:
+            NoBroker, NoQuorum, Overloaded, OffsetsUnreachable: it is not created.
+        """
+        await self._check(UNRESOLVED_TOPIC, 1)
 
     async def _check(self, name: str, queue_count: int) -> None:
         brokers, topic = self._catalog.rooms, self._catalog.topics.get(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,6 +55,7 @@ class StorageEnvironment:
     Attributes:
         deliveries: Records deliveries at offsets; the app runs its loop.
         in_thread: Runs blocking calls outside the event loop.
+        ensure_unresolved: Asks a nameserver for a queue of the topic of unresolved messages.
     """
 
     settings: StorageSettings
@@ -65,6 +66,7 @@ class StorageEnvironment:
     gates: GroupGates
     deliveries: DeliveryRouter
     in_thread: InThread
+    ensure_unresolved: Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +201,7 @@ def build_components(
             age_ms_max=settings.transaction_age_ms_max,
             retention_ms=settings.retention_ms,
         ),
+        environment.ensure_unresolved,
     )
     purger = TopicPurger(
         node.disk,

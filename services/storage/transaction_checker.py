@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.storage.v1 import transaction_service_pb2 as pb
@@ -48,7 +48,7 @@ ROUND_BYTES_MAX = 16 * 1024 * 1024
 ROUND_INTERVAL_MS = 500
 AGE_INTERVAL_MS = 10_000
 """Interval at which the oldest transactions are compared with the age limit."""
-NO_QUEUE_WAIT_MS = 30_000
+NO_QUEUE_WAIT_MS = 2_000
 """How long a transaction at its limit waits for a queue of the topic of unresolved messages."""
 
 
@@ -74,6 +74,7 @@ class TransactionChecker:
 
     Args:
         streams: The streams of checks, which the servicer opens and sends.
+        ensure_unresolved: Asks for a queue of the topic of unresolved messages on this broker.
     """
 
     def __init__(
@@ -82,9 +83,11 @@ class TransactionChecker:
         topics: TopicCache,
         streams: CheckStreams[pb.TransactionCheck],
         limits: TransactionLimits,
+        ensure_unresolved: Callable[[], Awaitable[None]],
     ) -> None:
         self._appender, self._topics = appender, topics
         self._streams, self._limits = streams, limits
+        self._ensure_unresolved = ensure_unresolved
         self._store, self._clock = appender.store, appender.clock
         self._open = appender.store.transactions.open
         self._changed = asyncio.Event()
@@ -246,8 +249,10 @@ class TransactionChecker:
         topic = topics[UNRESOLVED_TOPIC]
         open_ones = [one for one in transactions if one.transaction_id in self._open]
         if isinstance(topic, BatonError) or not topic.queue_count:
-            why = topic if isinstance(topic, BatonError) else "it has no queue on this broker"
-            log.warning("transactions not discarded topic=%s error=%s", UNRESOLVED_TOPIC, why)
+            try:
+                await self._ensure_unresolved()
+            except BatonError as error:
+                log.warning("transactions not discarded error=%s", error)
             later_s = seconds_after(self._clock.unix_ms(), NO_QUEUE_WAIT_MS)
             for one in open_ones:
                 self._open.checked(one.transaction_id, later_s, one.checks)

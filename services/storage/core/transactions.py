@@ -222,7 +222,7 @@ def discard_batch(
 ) -> bytes:
     """Return the unstamped batch that moves a message to the topic of unresolved messages.
 
-    Each message gets properties that say where it comes from, unless the batch is too long for them.
+    Each message gets properties that say where it comes from, unless the batch gets too long.
 
     Args:
         name: Id of the transaction as clients know it.
