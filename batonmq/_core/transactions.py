@@ -11,6 +11,10 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq.errors import InvalidArgument
 
+COMMITTED_PRODUCER_ID, DISCARDED_PRODUCER_ID = -(1 << 62), -(1 << 62) - 1
+"""Producer ids of a batch that commits a transaction, or moves its message to the topic of
+unresolved messages; `producer_epoch` and `sequence` are the halves of the number of its id."""
+
 
 class TransactionState(Enum):
     """What became of a local transaction."""

@@ -25,6 +25,7 @@ from batonmq._core.records import (
     encode_record,
     read_header,
 )
+from batonmq._core.transactions import COMMITTED_PRODUCER_ID, DISCARDED_PRODUCER_ID
 from batonmq.errors import BadBatch, BatonError, DataLoss, LimitExceeded
 from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.open_transactions import OpenTransaction, OpenTransactions
@@ -45,7 +46,7 @@ HALF, MARKS = 3, 4
 QUEUE_COUNT = 5
 
 FIRST = -1
-COMMITTED_FROM, DISCARDED_FROM = 1 << 62, (1 << 62) + 1
+COMMITTED_FROM, DISCARDED_FROM = -COMMITTED_PRODUCER_ID, -DISCARDED_PRODUCER_ID
 """Delivery times of the keys that name a transaction: no scheduled batch has such a time."""
 ENVELOPE = struct.Struct(">qqqIBB")
 _MARK = struct.Struct(">BqIB")
