@@ -24,7 +24,7 @@ def test_open_transactions_are_listed_and_ended_by_hand(tmp_path: Path) -> None:
     with up(tmp_path / "data") as cluster:
         for topic in ("orders", "mails"):
             assert cluster("topic", "create", topic, "--queues", "1").code == 0
-        assert "0 open transactions" in cluster("transaction", "list").err
+        assert "0 open transactions" in cluster("transaction", "list").out
         with BlockingProducer(cluster.nameserver, group="payments") as producer:
             ids = []
             for topic in ("orders", "orders", "mails"):
