@@ -31,14 +31,14 @@ def test_open_transactions_are_listed_and_ended_by_hand(tmp_path: Path) -> None:
                 with producer.transaction(topic, b"half", keys=["k"]) as tx:
                     tx.leave_open()
                 ids.append(tx.transaction_id)
-        listed = cluster("transaction", "list", "--format", "json").json_lines
+        listed = cluster("transaction", "list", "--format", "json").json
         assert [one["transaction_id"] for one in listed] == ids
         assert [one["topic"] for one in listed] == ["orders", "orders", "mails"]
         assert listed[0]["why_open"].startswith("no producer of group payments")
-        (mail,) = cluster("transaction", "list", "--topic", "mails", "--format", "json").json_lines
+        (mail,) = cluster("transaction", "list", "--topic", "mails", "--format", "json").json
         assert (mail["transaction_id"], mail["keys"], mail["checks"]) == (ids[2], ["k"], 0)
         other = cluster("transaction", "list", "--group", "none", "--format", "json")
-        assert other.json_lines == []
+        assert other.json == []
         shown = cluster("transaction", "show", ids[1])
         assert shown.code == 0
         assert ids[1] in shown.out
