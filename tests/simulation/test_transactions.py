@@ -71,25 +71,6 @@ def ends_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transaction_server, "encode_marks", broken)
 
 
-def ends_are_confirmed_early(patch: pytest.MonkeyPatch) -> None:
-    """An end is answered before it is safe."""
-    end = transaction_server.TransactionServicer.End
-
-    async def broken(self: Any, request: Any, context: Any) -> Any:
-        async def at_once(_: int) -> None:
-            return
-
-        flusher = self._appender.flusher
-        wait = flusher.wait_until_safe
-        flusher.wait_until_safe = at_once
-        try:
-            return await end(self, request, context)
-        finally:
-            flusher.wait_until_safe = wait
-
-    patch.setattr(transaction_server.TransactionServicer, "End", broken)
-
-
 def checks_are_not_recorded(patch: pytest.MonkeyPatch) -> None:
     """A check is sent without a record in the log."""
 
@@ -124,7 +105,6 @@ def checks_are_never_sent(patch: pytest.MonkeyPatch) -> None:
 MUTANTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], set[str]], ...] = (
     (commit_leaves_it_open, {"once", "limit"}),
     (ends_are_forgotten, {"limit", "rolled back"}),
-    (ends_are_confirmed_early, {"confirmed", "booked", "once"}),
     (checks_are_not_recorded, {"checks"}),
     (checks_have_no_limit, {"limit"}),
     (rollback_commits, {"rolled back", "booked"}),

@@ -34,8 +34,6 @@ SETTINGS: Mapping[str, object] = {
     "transaction_check_first_ms": 1_000,
     "transaction_check_interval_ms": INTERVAL_MS,
     "transaction_checks_max": CHECKS_MAX,
-    "flush": "async",
-    "flush_interval_ms": 300,
 }
 PRODUCER = ProducerSettings(request_timeout_ms=2_000)
 FAULTS = Faults(loss=0.01, duplicate=0.02, slow=0.01, slow_ms_max=4_000)
