@@ -69,7 +69,10 @@ STUCK = QueueEvidence(
 REFUSED = ExcludedClient(
     "c3",
     "c1",
-    (SubscriptionMismatch("flights", "EWR", "JFK||LGA"), SubscriptionMismatch("orderly", "1", "0")),
+    (
+        SubscriptionMismatch("flights", "EWR", "JFK||LGA"),
+        SubscriptionMismatch("order", "KEY", "NONE"),
+    ),
 )
 NOT_ASSIGNED = replace(STUCK, assigned="", lock=None)
 FREE = LockEvidence(token=5, denial="UNACKED: 1 message is not acked")
@@ -191,7 +194,7 @@ def test_only_stuck_reasons_have_a_remedy(reason: StuckReason) -> None:
                 "topic": "flights",
                 "wants": "EWR",
                 "has": "JFK||LGA",
-                "topic_2": "orderly",
+                "topic_2": "order",
                 "wants_2": "1",
                 "has_2": "0",
             },
