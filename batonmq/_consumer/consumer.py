@@ -74,9 +74,9 @@ class Consumer:
       requested. A message that was not acknowledged, as after `break`, is delivered again, with
       `redelivered` set.
     - Pass a handler to `run` or `run_batches`. Messages of one queue are handled one after the
-      other, in order, unless `queue_concurrency` is more than 1; `order` says more. A message is acknowledged when its
-      handler returns. A message with a failed handler is handled again later, by default through
-      the group's retry topic.
+      other, in order, unless `queue_concurrency` is more than 1; `order` says more. A message is
+      acknowledged when its handler returns. A message with a failed handler is handled again later,
+      by default through the group's retry topic.
 
     The first SIGTERM or SIGINT stops the consumer (`handle_signals`), and its block is left as
     after `stop`: a deployment needs no code for it.

@@ -206,9 +206,9 @@ class Producer:
             properties: At most 32 KiB.
             ordering_key: Messages with the same key go to the same queue, in the order in which
                 they were passed to this producer. Consumers with `order="key"` handle them in that
-                order. At most 1,024 bytes of UTF-8; it is stored as a property. If queues are added, a few keys move to a new
-                queue; a message of such a key is sent when the earlier messages of the key have an
-                outcome.
+                order. At most 1,024 bytes of UTF-8; it is stored as a property. If queues are
+                added, a few keys move to a new queue; a message of such a key is sent when the
+                earlier messages of the key have an outcome.
             queue: Send to this queue.
             deliver_at_unix_ms: Time of delivery, at most 40 days ahead; a time in the past means
                 at once.
