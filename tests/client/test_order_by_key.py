@@ -276,7 +276,7 @@ def test_messages_that_wait_for_a_key_do_not_keep_others_from_being_fetched() ->
             broker_with([*waiting, *others]) as broker,
             consuming(broker, ledger, settings),
         ):
-            await asyncio.sleep(100)
+            await asyncio.sleep(3)
         return ledger
 
     ledger = run_virtual(run())
