@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,11 +59,11 @@ def overtakings(ledger: Ledger) -> list[tuple[WorkerHandling, int]]:
 
 
 async def test_order_of_a_key_survives_kill_9_and_hand_overs(tmp_path: Path) -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "lockmgr": {"lock_lease_ms": LEASE_MS},
         "nameserver": {"member_lease_ms": LEASE_MS, "heartbeat_interval_ms": 2_000},
     }
-    options = {"by_key": 1, "parallel": 16, "handle_ms": 10, "slow_below": KEYS}
+    options: dict[str, Any] = {"by_key": 1, "parallel": 16, "handle_ms": 10, "slow_below": KEYS}
     async with local_cluster(tmp_path / "cluster", **settings) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, QUEUES)
