@@ -154,6 +154,12 @@ MUTANTS = (
         ("section 4", "V6"),
         first=2,
     ),
+    Mutant(
+        "fence without its offset",
+        broken_offsets.fence_without_its_offset,
+        UNDERWAY,
+        ("section 7",),
+    ),
     Mutant("grant before it is persisted", broken_lockmgr.grant_before_persist, CALM, ("V11",)),
     Mutant("answer before it is durable", broken_offsets.answer_before_durable, CALM, ("V8", "V9")),
     Mutant(
