@@ -90,8 +90,8 @@ class Observation:
 
     Attributes:
         token: The token that a fence has to expect.
-        delivered: D, with the offsets of an open advance. A fence of a drained queue has to expect it.
-        reset_epoch: R; the fence has to expect it too.
+        delivered: D, with the offsets of an open advance; a fence of a drained queue expects it.
+        reset_epoch: R; such a fence expects it too.
         topic_recreated: Whether the token belongs to a deleted topic of the same name, and the
             queue was not fenced since: its last owner has no message of the present topic.
     """

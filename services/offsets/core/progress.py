@@ -262,9 +262,10 @@ class Progress:
                 != (self.delivered_offset, self.reset_epoch)
             ):
                 raise NotIdle(
-                    f"the fence was decided at delivered offset {attempt.observed_delivered_offset} "
-                    f"of reset epoch {attempt.observed_reset_epoch}, the queue is at "
-                    f"{self.delivered_offset} of {self.reset_epoch}",
+                    f"the fence was decided at delivered offset "
+                    f"{attempt.observed_delivered_offset} of reset epoch "
+                    f"{attempt.observed_reset_epoch}; the queue is at {self.delivered_offset} of "
+                    f"{self.reset_epoch}",
                     remedy="Query the queue and decide again.",
                     facts={
                         "observed": attempt.observed_delivered_offset,
