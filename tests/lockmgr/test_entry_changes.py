@@ -1,4 +1,4 @@
-"""Goal: a change of an entry runs once, alone and to its end; one that never begins leaves nothing."""
+"""Goal: a change of an entry runs once, alone and to its end, or leaves nothing behind."""
 
 from __future__ import annotations
 

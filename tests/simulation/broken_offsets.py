@@ -37,7 +37,7 @@ def unconditional_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def fence_without_its_offset(patch: pytest.MonkeyPatch) -> None:
-    """A fence of a drained queue passes although its owner has worked since the decision (story 32)."""
+    """A fence of a drained queue passes though its owner has worked meanwhile (story 32)."""
     real = Progress._check_condition
 
     def check(self: Progress, wish: FenceAttempt, now: Instant) -> None:
