@@ -63,9 +63,7 @@ DEAF = RunOptions(steps=60, deaf=12, pause_ms_max=40_000)
 CROWDED = RunOptions(
     steps=60, queues=6, consumers=4, joins=8, leaves=4, deaf=10, pause_ms_max=30_000
 )
-CROWDED_AND_LATE = replace(
-    CROWDED, steps=160, queues=8, faults=Faults(slow=0.5, slow_ms_max=1_800)
-)
+CROWDED_AND_LATE = replace(CROWDED, steps=160, queues=8, faults=Faults(slow=0.5, slow_ms_max=1_800))
 LATE = RunOptions(
     steps=100, queues=6, consumers=4, joins=12, leaves=12, resets=4,
     faults=Faults(duplicate=0.8, slow=0.1, slow_ms_max=3_000),
