@@ -225,9 +225,9 @@ class AssignedQueue:
     def _taken(self, *, room_freed: bool) -> None:
         if room_freed:
             self._session.notify_room()
-        waiting_count = len(self.buffer)
         # Messages that wait for their keys do not keep handlers busy: fetch more for these.
-        starving = waiting_count > 0 and not self.buffer.ready
+        waiting_count = len(self.buffer)
+        starving = self.keyed is not None and waiting_count > 0 and not self.keyed.ready
         if waiting_count <= self.credit_due_at or starving:
             self.credit_due_at = -1
             self.wakeup.notify()
@@ -248,7 +248,8 @@ class AssignedQueue:
         if progress is not None and self.counts(messages):
             for first, end in ranges:
                 progress.finish(first, end)
-                self._free_keys(first, end)
+                if self.keyed is not None and self.keyed.finish_range(first, end):
+                    self.notify_arrived()
             self._session.note_unconfirmed(progress.unconfirmed_count)
             self._handlers_ended()
 
@@ -271,11 +272,6 @@ class AssignedQueue:
             return
         now_ms = self._session.clock.monotonic_ms()
         self.keyed.retry(message, delay_ms, now_ms, self.notify_arrived)
-
-    def _free_keys(self, first: int, end: int) -> None:
-        keyed = self.keyed
-        if keyed is not None and any([keyed.finish(offset) for offset in range(first, end)]):
-            self.notify_arrived()
 
     # ---- commits
 

@@ -83,10 +83,6 @@ class KeySchedule(Generic[Item]):
         """The message with the lowest offset that is to be handled again, and its offset."""
         return min(self._failed.items(), key=lambda one: one[0], default=None)
 
-    def key_of(self, offset: int) -> str | None:
-        """Return the key of a message that was taken; None without one."""
-        return self._taken.get(offset)
-
     def add(self, offset: int, key: str | None, item: Item) -> None:
         """Add a message that arrived; its offset is greater than that of any other of its key."""
         self.waiting_count += 1

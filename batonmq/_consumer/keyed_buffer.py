@@ -56,10 +56,6 @@ class KeyedBuffer:
         assert isinstance(found[1].item, ReceivedMessage)
         return found[1].item, found[1]
 
-    def key_of(self, offset: int) -> str | None:
-        """Return the key of a message that was taken."""
-        return self._schedule.key_of(offset)
-
     def add(self, run: DeliveredRun) -> None:
         """Add messages that a pull returned, behind all others."""
         add = self._schedule.add
@@ -92,9 +88,13 @@ class KeyedBuffer:
                 self._schedule.finish(taken.offset)
         return message, self.waiting_bytes.remove(bytes_count)
 
-    def finish(self, offset: int) -> bool:
-        """Note that a taken message is handled; return whether another one is ready by that."""
-        return self._schedule.finish(offset)
+    def finish_range(self, first: int, end: int) -> bool:
+        """Note that the taken messages of [first, end) are handled.
+
+        Returns:
+            Whether others are ready by that.
+        """
+        return any([self._schedule.finish(offset) for offset in range(first, end)])
 
     def give_up(self, offset: int) -> None:
         """Note that a taken message is not handled under this grant; its key stays occupied."""

@@ -64,7 +64,7 @@ class MessageDispatcher:
         self._reply_sender = reply_sender
         self._tasks, self._on_stop = tasks, on_stop
         self._policy, self._metrics = retry_policy(settings), session.metrics
-        self._event_counter = session.event_counter
+        self._event_counter, self._by_key = session.event_counter, settings.order == "key"
         self._threads: DaemonThreads | None = None
         if not inspect.iscoroutinefunction(adapter.handler):
             self._threads = DaemonThreads("handler")
@@ -143,7 +143,7 @@ class MessageDispatcher:
         count as not handled: they are handled again after it. With the order of keys a failed
         message waits in the buffer with its key, and this task goes on.
         """
-        if self._session.settings.order == "key":
+        if self._by_key:
             ((message, failure),) = zip(messages, failures, strict=True)
             assert failure is not None
             await self._resolve_keyed(queue, message, failure)
@@ -284,7 +284,7 @@ class MessageDispatcher:
         first, extend = messages[0], call.extend
         now_ms = self._session.clock.monotonic_ms()
         running = self._session.running.begin(first.queue, first.offset, now_ms)
-        if self._session.settings.order == "key":
+        if self._by_key:
             running.ordering_key = first.ordering_key
         extended = [messages] if isinstance(messages, MessageBatch) else messages
         for one in extended:

@@ -11,12 +11,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from batonmq import Consumer, ConsumerSettings, ReceivedMessage, RetryLater
+from batonmq._consumer.handler_results import MessageFailed
 from batonmq._core.ordering_key import ORDERING_KEY
 from batonmq._core.records import Message
 from batonmq._core.reset_targets import ToOffset
@@ -26,6 +28,7 @@ from batonmq.admin.operation import Operation
 from batonmq.admin.resets import Resets, ResetScope
 from batonmq.errors import InvalidArgument
 from batonmq_server.testing import MemoryBroker, run_virtual
+from tests.support.conditions import until
 
 GROUP, TOPIC = "billing", "orders"
 BY_KEY = ConsumerSettings(consume_from="first", order="key", queue_concurrency=8)
@@ -230,6 +233,48 @@ def test_dead_letter_frees_its_key() -> None:
     assert letters[0].ordering_key == "a", "a redriven dead letter has its key"
 
 
+def test_consumer_that_stops_at_a_failure_leaves_the_key_to_the_next_member() -> None:
+    async def run() -> tuple[Ledger, list[str]]:
+        ledger = Ledger(failing("a", times=1))
+        settings = replace(BY_KEY, retries_max=0, exhausted="stop")
+        async with broker_with(bodies_of("ab", 3)) as broker:
+            async with broker.consumer(GROUP, {TOPIC: "*"}, settings) as consumer:
+                with pytest.raises(MessageFailed):
+                    await consumer.run(ledger.handle)
+            stopped = ledger.of("a")
+            ledger.handler = at_once
+            async with consuming(broker, ledger, client_id="worker-2"):
+                await broker.settled(GROUP)
+        return ledger, stopped
+
+    ledger, stopped = run_virtual(run())
+    assert stopped == []
+    for key in "ab":
+        assert ledger.of(key) == [f"{key}:{number}" for number in range(3)]
+
+
+def test_handler_that_takes_too_long_is_repeated_before_later_messages_of_its_key() -> None:
+    async def run() -> Ledger:
+        async def handle(message: ReceivedMessage) -> None:
+            hangs = message.body == b"a:0" and message.attempts < 3
+            await asyncio.sleep(3_600 if hangs else 0.01)
+
+        ledger = Ledger(handle)
+        settings = replace(BY_KEY, handle_timeout_ms=10_000)
+        async with (
+            broker_with(bodies_of("ab", 3)) as broker,
+            consuming(broker, ledger, settings),
+        ):
+            await broker.settled(GROUP)
+        return ledger
+
+    ledger = run_virtual(run())
+    assert ledger.started.count("a:0") == 3
+    assert ledger.of("a") == ["a:0", "a:1", "a:2"]
+    assert ledger.at("b:2") < ledger.at("a:0")
+    assert ledger.overlaps == set()
+
+
 def test_result_that_asks_for_a_retry_keeps_the_key() -> None:
     async def run() -> Ledger:
         async def handle(message: ReceivedMessage) -> RetryLater | None:
@@ -417,6 +462,16 @@ def test_iteration_handles_one_message_at_a_time() -> None:
         return received
 
     assert run_virtual(run()) == [body.encode() for body in bodies_of("ab", 3)]
+
+
+async def test_broadcasting_member_keeps_the_order_of_keys(tmp_path: Path) -> None:
+    ledger = Ledger(failing("a", times=2))
+    settings = replace(
+        BY_KEY, model="broadcasting", offsets_file=tmp_path / "offsets", retry_first_ms=200
+    )
+    async with broker_with(bodies_of("ab", 3)) as broker, consuming(broker, ledger, settings):
+        await until(lambda: len(ledger.handled) == 6)
+    assert [body for _, body in ledger.handled] == ["b:0", "b:1", "b:2", "a:0", "a:1", "a:2"]
 
 
 def test_batches_are_refused() -> None:
