@@ -24,7 +24,7 @@ BROKEN = {
     "cache.py": ('model="broadcasting", offsets_file=offsets_file, ', ""),
     "idempotent_payments.py": (CLAIMED, "bank.book"),
     "ledger.py": ('order="queue"', "send_back=False, queue_concurrency=20"),
-    "mails.py": ('order="key"', 'order="queue"'),
+    "mails.py": ('order="key", ', 'order="queue", '),
     "orders.py": ("retries_max=RETRIES_MAX", "retries_max=1"),
     "price_requests.py": ('else b"%d" % price', 'else b"0"'),
     "reminders.py": ("await producer.cancel(receipt.schedule_id)", "pass"),
