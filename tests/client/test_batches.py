@@ -140,7 +140,9 @@ async def test_result_of_the_wrong_length_fails_the_list(
         assert "returned [None" in caplog.text
 
 
-async def test_list_of_an_ordered_queue_counts_only_up_to_the_first_failure(nameserver: str) -> None:
+async def test_list_of_an_ordered_queue_counts_only_up_to_the_first_failure(
+    nameserver: str,
+) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send(TEN)
         lists: list[list[tuple[str, int]]] = []
