@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from baton.common.v1 import queue_pb2
+from batonmq._consumer.keyed_buffer import KeyedBuffer
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_batch import MessageBatch
 from batonmq._consumer.message_buffer import MessageBuffer
@@ -69,6 +70,7 @@ class AssignedQueue:
         credit_due_at: The storage node gets more credit once only so many messages wait; -1: other
             events decide.
         buffer: Messages that wait for a handler.
+        keyed: The buffer, if messages are handled in the order of their keys; else None.
         flow: The flow limit that delays the next pull; None without one.
         paused: Whether the application has paused the queue.
         on_work_dropped: Called when the results of running handlers do not count any more.
@@ -89,7 +91,10 @@ class AssignedQueue:
         self.useful = False
         self.position_known = ("", 0)
         self.stated_set = ""
-        self.buffer = MessageBuffer(session.budget)
+        self.buffer: MessageBuffer | KeyedBuffer = MessageBuffer(session.budget)
+        self.keyed: KeyedBuffer | None = None
+        if session.settings.order == "key":
+            self.buffer = self.keyed = KeyedBuffer(session.budget)
         self.flow: FlowReason | None = None
         self.credit_due_at = -1
         self.paused = ref in session.paused
@@ -170,7 +175,7 @@ class AssignedQueue:
         """Pull and start messages again."""
         self.paused, self.flow = False, None
         self.wakeup.notify()
-        if self.buffer:
+        if self.buffer.ready:
             self.notify_arrived()
 
     # ---- handlers
@@ -195,6 +200,7 @@ class AssignedQueue:
         progress = self._startable()
         if progress is None:
             return None
+        assert isinstance(self.buffer, MessageBuffer)  # batches have no order by key
         batch, room_freed = self.buffer.take(count_max, progress.start)
         self._taken(room_freed=room_freed)
         return batch
@@ -206,10 +212,12 @@ class AssignedQueue:
             return None
         message, room_freed = self.buffer.take_one(progress.start)
         self._taken(room_freed=room_freed)
+        if message is not None and self.keyed is not None:
+            message.token = self.token  # a message that failed may be from an earlier grant
         return message
 
     def _startable(self) -> QueueProgress | None:
-        if not self.buffer or self.paused or not self.may_start():
+        if not self.buffer.ready or self.paused or not self.may_start():
             self.buffer.arrived.clear()
             return None
         return self.progress
@@ -217,7 +225,10 @@ class AssignedQueue:
     def _taken(self, *, room_freed: bool) -> None:
         if room_freed:
             self._session.notify_room()
-        if len(self.buffer) <= self.credit_due_at:
+        # Messages that wait for their keys do not keep handlers busy: fetch more for these.
+        waiting_count = len(self.buffer)
+        starving = self.keyed is not None and waiting_count > 0 and not self.keyed.ready
+        if waiting_count <= self.credit_due_at or starving:
             self.credit_due_at = -1
             self.wakeup.notify()
 
@@ -237,6 +248,8 @@ class AssignedQueue:
         if progress is not None and self.counts(messages):
             for first, end in ranges:
                 progress.finish(first, end)
+                if self.keyed is not None and self.keyed.finish_range(first, end):
+                    self.notify_arrived()
             self._session.note_unconfirmed(progress.unconfirmed_count)
             self._handlers_ended()
 
@@ -244,7 +257,21 @@ class AssignedQueue:
         """Note that a started message is not handled under this ownership: it is redelivered."""
         if self.progress is not None and self.counts(message):
             self.progress.give_up(message.offset)
+            if self.keyed is not None:
+                self.keyed.give_up(message.offset)
             self._handlers_ended()
+
+    def retry_later(self, message: ReceivedMessage, delay_ms: int) -> None:
+        """Have a message that failed taken again after a delay; its key waits, others go on.
+
+        Only for queues in the order of keys. If no message may be started, it is given up.
+        """
+        assert self.keyed is not None
+        if self.progress is None or self.stopped or not self.counts(message):
+            self.give_up(message)
+            return
+        now_ms = self._session.clock.monotonic_ms()
+        self.keyed.retry(message, delay_ms, now_ms, self.notify_arrived)
 
     # ---- commits
 
@@ -294,6 +321,8 @@ class AssignedQueue:
             self._forget_work()
         kept = self.progress
         self.progress = QueueProgress(start) if kept is None else kept.renewed(start)
+        if self.keyed is not None:
+            self.keyed.begin_grant()
         self.token = start.token
         self.useful = False
         self.position_known = ("", 0)
@@ -335,6 +364,9 @@ class AssignedQueue:
                 self.token = 0
             else:
                 self._report(_REPORTS[effect])
+        if self.keyed is not None and self.progress is not None and self.stopped:
+            for message in self.keyed.give_up_failed():
+                self.progress.give_up(message.offset)
 
     def _is_drained(self) -> bool:
         draining = self.state is OwnershipState.DRAINING
@@ -347,6 +379,8 @@ class AssignedQueue:
     def _forget_work(self) -> None:
         self.progress = None
         self.lineage += 1
+        if self.keyed is not None:
+            self.keyed.forget()
         self.on_work_dropped()
 
     def _report(self, kind: Literal["granted", "draining", "released", "fenced"]) -> None:

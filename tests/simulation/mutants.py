@@ -63,6 +63,7 @@ DEAF = RunOptions(steps=60, deaf=12, pause_ms_max=40_000)
 CROWDED = RunOptions(
     steps=60, queues=6, consumers=4, joins=8, leaves=4, deaf=10, pause_ms_max=30_000
 )
+CROWDED_AND_LATE = replace(CROWDED, steps=160, queues=8, faults=Faults(slow=0.5, slow_ms_max=1_800))
 LATE = RunOptions(
     steps=100, queues=6, consumers=4, joins=12, leaves=12, resets=4,
     faults=Faults(duplicate=0.8, slow=0.1, slow_ms_max=3_000),
@@ -144,6 +145,9 @@ HANGING_OUTAGE = RunOptions(
 )  # fmt: skip
 FAILING_OUTAGE = replace(HANGING_OUTAGE, slow_handler_s=6.0, fails=0.5)
 FORGED = RunOptions(steps=60, forgeries=8, faults=Faults(loss=0.02, duplicate=0.1))
+KEYS = RunOptions(steps=60, queues=2, forces=8, slow_handlers=0.2, by_key=True, fails=0.2)
+KEYS_RESET = replace(KEYS, forces=0, resets=8)
+KEYS_MOVING = replace(KEYS, forces=0, joins=8, leaves=8)
 
 MUTANTS = (
     Mutant("skip the fence", broken_lockmgr.skip_fence, CALM, ("V1", "V2")),
@@ -153,6 +157,13 @@ MUTANTS = (
         DEAF,
         ("section 4", "V6"),
         first=2,
+    ),
+    Mutant(
+        "fence without its offset",
+        broken_offsets.fence_without_its_offset,
+        CROWDED_AND_LATE,
+        ("section 7",),
+        first=18,
     ),
     Mutant("grant before it is persisted", broken_lockmgr.grant_before_persist, CALM, ("V11",)),
     Mutant("answer before it is durable", broken_offsets.answer_before_durable, CALM, ("V8", "V9")),
@@ -213,9 +224,7 @@ MUTANTS = (
         first=6,
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
-    Mutant(
-        "renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",), first=8
-    ),
+    Mutant("renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",)),
     Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",), first=7),
     Mutant(
         "position of any epoch",
@@ -282,6 +291,15 @@ MUTANTS = (
         RESETS,
         ("section 13",),
         first=1,
+    ),
+    Mutant("key freed at a new grant", broken_clients.key_freed_at_a_new_grant, KEYS, ("K1", "K2")),
+    Mutant("key freed by a failure", broken_clients.key_freed_by_a_failure, KEYS, ("K1", "K2")),
+    Mutant("key kept at a reset", broken_clients.key_kept_at_a_reset, KEYS_RESET, ("V9", "L2")),
+    Mutant(
+        "retry after a revocation",
+        broken_clients.retry_after_a_revocation,
+        KEYS_MOVING,
+        ("V4", "K2", "L2"),
     ),
     Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",), first=6),
     Mutant(

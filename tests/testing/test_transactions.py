@@ -109,6 +109,23 @@ def test_message_is_visible_after_the_commit_and_not_before() -> None:
     in_broker(scene)
 
 
+def test_messages_of_an_ordering_key_are_in_the_order_of_their_commits() -> None:
+    async def scene(broker: MemoryBroker) -> None:
+        async with broker.producer(group=GROUP) as producer:
+            first, second = [
+                await producer.begin_transaction(TOPIC, Message(body), ordering_key="k")
+                for body in (b"begun first", b"begun second")
+            ]
+            await second.commit()
+            await first.commit()
+        found = await broker.messages(TOPIC)
+        assert [one.body for one in found] == [b"begun second", b"begun first"]
+        assert {one.ordering_key for one in found} == {"k"}
+        assert found[0].queue == found[1].queue
+
+    in_broker(scene)
+
+
 def test_error_in_the_block_rolls_back_and_reaches_the_caller() -> None:
     async def scene(broker: MemoryBroker) -> None:
         async with broker.producer(group=GROUP) as producer:

@@ -90,6 +90,8 @@ class Observation:
 
     Attributes:
         token: The token that a fence has to expect.
+        delivered: D, with the offsets of an open advance; a fence of a drained queue expects it.
+        reset_epoch: R; such a fence expects it too.
         topic_recreated: Whether the token belongs to a deleted topic of the same name, and the
             queue was not fenced since: its last owner has no message of the present topic.
     """
@@ -98,6 +100,7 @@ class Observation:
     closed: bool = False
     committed: int = 0
     delivered: int = 0
+    reset_epoch: int = 0
     unacked_count: int = 0
     topic_recreated: bool = False
 
@@ -149,8 +152,10 @@ class RunningHandler:
     Attributes:
         token: Token of the queue that waits for the call.
         queue: Queue of the message.
-        running_ms: Time since the call began, at the keep-alive.
+        running_ms: Time since the call began, or has failed, at the keep-alive.
         abandoned: Whether its result is discarded.
+        ordering_key: Ordering key of the message; empty without one.
+        failed_count: Failed calls, if the message waits to be handled again; else 0.
     """
 
     token: int
@@ -158,6 +163,8 @@ class RunningHandler:
     offset: int
     running_ms: int
     abandoned: bool
+    ordering_key: str = ""
+    failed_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
