@@ -13,6 +13,7 @@ import os
 import sys
 from collections import Counter
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -51,6 +52,10 @@ async def messages(nameserver: str) -> Counter[int]:
     return found
 
 
+def _has_booked(ledger: Ledger, count: int) -> bool:
+    return len(ledger.booked()) >= count
+
+
 async def test_kill_9_of_producers_and_storage_leaves_exactly_the_booked_messages(
     tmp_path: Path,
 ) -> None:
@@ -70,7 +75,7 @@ async def test_kill_9_of_producers_and_storage_leaves_exactly_the_booked_message
                 try:
                     begun = len(ledger.booked())
                     goal = begun + random.randint(20, 200)
-                    await until(lambda goal=goal: len(ledger.booked()) >= goal, timeout_s=60)
+                    await until(partial(_has_booked, ledger, goal), timeout_s=60)
                     if number % 3 == 2:
                         await cluster.kill("storage")
                         if number % 2:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from baton.storage.v1 import transaction_service_pb2 as pb
 from batonmq_server.storage import transaction_server
 from batonmq_server.storage.core import transactions as core
 from batonmq_server.storage.core.check_streams import CheckStreams
@@ -94,7 +95,8 @@ def checks_have_no_limit(patch: pytest.MonkeyPatch) -> None:
 
 def rollback_commits(patch: pytest.MonkeyPatch) -> None:
     """A rollback delivers the message."""
-    patch.setitem(transaction_server._OUTCOMES, 2, Outcome.COMMITTED)
+    outcomes: Any = transaction_server._OUTCOMES
+    patch.setitem(outcomes, pb.TRANSACTION_STATE_ROLLED_BACK, Outcome.COMMITTED)
 
 
 def checks_are_never_sent(patch: pytest.MonkeyPatch) -> None:
