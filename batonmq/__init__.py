@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from batonmq import errors
-    from batonmq._blocking import BlockingConsumer, BlockingProducer, BlockingPuller
+    from batonmq._blocking import (
+        BlockingConsumer,
+        BlockingProducer,
+        BlockingPuller,
+        BlockingTransaction,
+    )
     from batonmq._common.secret import Secret
     from batonmq._connection.security import Security
     from batonmq._consumer.consumer import Consumer
@@ -63,6 +68,7 @@ __all__ = [
     "BlockingConsumer",
     "BlockingProducer",
     "BlockingPuller",
+    "BlockingTransaction",
     "ClientMetrics",
     "CommitReceipt",
     "Consumer",
@@ -110,6 +116,7 @@ _HOMES = {
     "BlockingConsumer": "batonmq._blocking",
     "BlockingProducer": "batonmq._blocking",
     "BlockingPuller": "batonmq._blocking",
+    "BlockingTransaction": "batonmq._blocking",
     "ClientMetrics": "batonmq._telemetry.client_metrics",
     "CommitReceipt": "batonmq._core.transactions",
     "Consumer": "batonmq._consumer.consumer",

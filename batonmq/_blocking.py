@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -30,7 +30,7 @@ from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq._producer.receipts import Receipt, ReceiptRange
 from batonmq._producer.scheduled_sender import ScheduleReceipt
-from batonmq._producer.transaction import Transaction, TransactionBlock
+from batonmq._producer.transaction import Transaction
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq.errors import Unreachable
 
@@ -175,10 +175,12 @@ class BlockingTransaction:
         self._transaction.leave_open()
 
 
-class BlockingTransactionBlock:
+class _BlockingTransactionBlock:
     """A `with` block that ends a transaction; see `Producer.transaction`."""
 
-    def __init__(self, thread: _LoopThread, block: TransactionBlock) -> None:
+    def __init__(
+        self, thread: _LoopThread, block: AbstractAsyncContextManager[Transaction]
+    ) -> None:
         self._thread, self._block = thread, block
 
     def __enter__(self) -> BlockingTransaction:
@@ -353,7 +355,7 @@ class BlockingProducer:
         properties: Mapping[str, str] | None = None,
         ordering_key: str | None = None,
         queue: QueueRef | None = None,
-    ) -> BlockingTransactionBlock:
+    ) -> AbstractContextManager[BlockingTransaction]:
         """See `Producer.transaction`; for a `with` block."""
         block = self._producer.transaction(
             topic,
@@ -364,7 +366,7 @@ class BlockingProducer:
             ordering_key=ordering_key,
             queue=queue,
         )
-        return BlockingTransactionBlock(self._thread, block)
+        return _BlockingTransactionBlock(self._thread, block)
 
     def end_transaction(
         self, transaction_id: str, state: TransactionState, *, topic: str = ""

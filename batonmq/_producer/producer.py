@@ -7,6 +7,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -303,7 +304,7 @@ class Producer:
         properties: Mapping[str, str] | None = None,
         ordering_key: str | None = None,
         queue: QueueRef | None = None,
-    ) -> TransactionBlock:
+    ) -> AbstractAsyncContextManager[Transaction]:
         """Return a block that sends a message if, and only if, the block succeeds.
 
             async with producer.transaction("orders", body, keys=[order.id]) as tx:
