@@ -190,7 +190,12 @@ async def _serve(
     export_expiry(settings, runtime.registry)
     pauser = ConnectionPauser(runtime.registry)
     edge = EdgeInterceptor(
-        runtime.clock, runtime.registry, app.long_polls, runtime.guard, pauser.pause
+        runtime.clock,
+        runtime.registry,
+        app.long_polls,
+        runtime.guard,
+        pauser.pause,
+        services=frozenset(app.servicers),
     )
     server = _server(runtime, app, status, edge, shares.clients)
     add_settings(described, server)
@@ -218,6 +223,7 @@ async def _serve(
                 log.info("serving address=%s metrics_port=%d", address, http.server_port)
                 await runtime.stop_requested.wait()
             log.info("draining grace_ms=%d", settings.shutdown_grace_ms)
+            await app.finish()
             app.resign()
             edge.drain()
             await status.set_draining()
