@@ -56,7 +56,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         services: Full names of the services of this process, beside those of `baton`.
     """
 
-    def __init__(  # noqa: PLR0913  each has a default
+    def __init__(
         self,
         clock: Clock,
         registry: CollectorRegistry,

@@ -223,10 +223,7 @@ async def _serve(
                 log.info("serving address=%s metrics_port=%d", address, http.server_port)
                 await runtime.stop_requested.wait()
             log.info("draining grace_ms=%d", settings.shutdown_grace_ms)
-            await app.finish()
-            app.resign()
-            edge.drain()
-            await status.set_draining()
+            await _drain(app, edge, status)
             await _close(runtime, app, server)
             for task in running:
                 task.cancel()
@@ -248,6 +245,13 @@ def _server(
     names = [*app.servicers, *_COMMON_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(names, server)
     return server
+
+
+async def _drain(app: App, edge: EdgeInterceptor, status: Health) -> None:
+    await app.finish()
+    app.resign()
+    edge.drain()
+    await status.set_draining()
 
 
 async def _close(runtime: Runtime, app: App, server: grpc.aio.Server) -> None:

@@ -258,9 +258,7 @@ class QueueLeases:
         self._ready_count += 1
         heappush(self._ready, message.offset)
 
-    def _set_expiry(
-        self, message: MessageLease, expires_ms: int, *, renumber: bool = True
-    ) -> None:
+    def _set_expiry(self, message: MessageLease, expires_ms: int, *, renumber: bool = True) -> None:
         if renumber:
             message.serial = next(self._serials)
         message.expires_ms = expires_ms
