@@ -10,7 +10,7 @@ import json
 import os
 import queue
 import sys
-from time import monotonic
+from time import monotonic  # noqa: TID251  this process has nothing of ours
 
 from rocketmq import (
     ClientConfiguration,
