@@ -15,6 +15,7 @@ from batonmq._common.clock import Clock
 from batonmq_server.local.cluster import LocalCluster
 from tests.gateway.official_clients import LANGUAGES, OfficialClient, official_client
 from tests.support.cluster import local_cluster
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 TOPIC = "orders"
@@ -32,10 +33,15 @@ class Scene:
 
     async def run(self, language: str, op: str, **task: Any) -> list[dict[str, Any]]:
         """Run a task of an official client; return what it sent or received."""
-        common = {"op": op, "endpoints": self.cluster.addresses["gateway"], "topic": TOPIC}
+        common: dict[str, Any] = {
+            "op": op,
+            "endpoints": self.cluster.addresses["gateway"],
+            "topic": TOPIC,
+        }
         common |= {"seconds": 30, "invisible_s": 10}
         result = await self.clients[language].run(common | task)
-        return next(iter(result.values()))  # type: ignore[no-any-return]
+        found: list[dict[str, Any]] = next(iter(result.values()))
+        return found
 
 
 @asynccontextmanager
@@ -85,13 +91,13 @@ async def test_every_producer_is_understood_by_every_consumer(tmp_path: Path) ->
                 for language in LANGUAGES
                 for op in ("simple", "push")
             }
-        for consumer, result in results.items():
+        for name, result in results.items():
             got = result.result()
-            assert {one["id"]: one["body"] for one in got} == sent, consumer
-            assert len(got) == 15, consumer
+            assert {one["id"]: one["body"] for one in got} == sent, name
+            assert len(got) == 15, name
             for one in got:
                 assert (one["tag"], one["keys"], one["attempt"]) == ("paid", ["k1", "k2"], 1)
-                assert one["properties"] == {"region": "eu", "naïve": "ü"}, consumer
+                assert one["properties"] == {"region": "eu", "naïve": "ü"}, name
         received = []
         settings = ConsumerSettings(consume_from="first")
         async with Consumer(at.nameserver, "natives", {TOPIC: "*"}, settings) as consumer:
@@ -111,7 +117,7 @@ async def test_message_that_fails_is_delivered_again_and_at_last_a_dead_letter(
         messages = [{"body": f"m{n}"} for n in range(4)]
         await at.run(language, "send", messages=messages)
         got = await at.run(
-            language, "push", group="workers", count=6, fail={"m1": 1, "m2": 9}, seconds=20
+            language, "push", group="workers", count=7, fail={"m1": 1, "m2": 9}, seconds=20
         )
         attempts = sorted((one["body"], one["attempt"]) for one in got)
         once, again = [("m0", 1), ("m3", 1)], [("m1", 1), ("m1", 2)]
@@ -124,8 +130,11 @@ async def test_message_that_fails_is_delivered_again_and_at_last_a_dead_letter(
 async def dead_letters(admin: Admin, nameserver: str) -> AsyncIterator[str]:
     """Yield the bodies of the dead letters of the group, once there is one."""
     settings = ConsumerSettings(consume_from="first", send_back=False)
-    while "%DLQ%workers" not in {topic.name for topic in await admin.list_topics()}:
-        await asyncio.sleep(0.05)
+
+    async def exists() -> bool:
+        return "%DLQ%workers" in {topic.name for topic in await admin.list_topics()}
+
+    await until(exists)
     async with Consumer(nameserver, "undertaker", {"%DLQ%workers": "*"}, settings) as consumer:
         async for message in consumer:
             yield message.body.decode()

@@ -50,8 +50,8 @@ def send(task):
             receipt = producer.send(message)
             result = {"id": receipt.message_id, "offset": receipt.offset}
             if one.get("recall"):
-                recalled = producer.recall_message(task["topic"], receipt.recall_handle)
-                result["recalled"] = recalled.message_id
+                handle = receipt.recall_handle
+                result["recalled"] = producer.recall_message(task["topic"], handle)
             sent.append(result)
     finally:
         producer.shutdown()
