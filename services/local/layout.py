@@ -38,6 +38,9 @@ _WATERMARKS = {
 }
 """Higher than the defaults, because the disk of a workstation may be 90 % full of other data."""
 
+_DRAIN_MS = 5_000
+"""Shorter than the default: a process that does not stop within 15 s is killed."""
+
 
 class TlsSetupFailed(Exception):
     """TLS can't be set up, or a cluster can't change between TLS and no TLS."""
@@ -268,6 +271,8 @@ class Layout:
             settings["data_dir"] = self._data_dir / name
         if service == "storage":
             settings |= _WATERMARKS
+        if service == "gateway":
+            settings["drain_timeout_ms"] = _DRAIN_MS
         settings |= {**member.settings, **self._options.settings.get(service, {})}
         return Program(
             name=name,
