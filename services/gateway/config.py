@@ -21,8 +21,8 @@ class GatewaySettings(ServiceSettings):
     """Where a group without progress starts: at the `first` message that is kept, or at the `last`
     one. All members of a group must have the same, native consumers too."""
     fifo_groups: str = ""
-    """Groups whose push consumers work in FIFO mode, separated by commas: they retry a failed message
-    themselves. Messages with a message group are delivered in order in all groups."""
+    """Groups whose push consumers work in FIFO mode, separated by commas: they retry a failed
+    message themselves. Messages with a message group are delivered in order in all groups."""
     delivery_attempts_max: int = Field(17, ge=1, le=1_000)
     """Deliveries of a message before it is stored among the dead letters of its group."""
     invisible_ms_min: int = Field(10_000, ge=1)
@@ -37,10 +37,11 @@ class GatewaySettings(ServiceSettings):
     polling_ms_max: int = Field(20_000, ge=0)
     """Longest time that a receive call waits for a message, in milliseconds."""
     in_flight_max: int = Field(10_000, ge=1, le=1_000_000)
-    """Offsets of one queue between its committed offset and the last one received, at most. It bounds
-    the messages of a queue that clients hold."""
+    """Offsets of one queue between its committed offset and the last one received, at most. It
+    bounds the messages of a queue that clients hold."""
     group_idle_ms: int = Field(60_000, ge=100)
-    """A group without receive calls and messages in flight for this long is left, in milliseconds."""
+    """A group without receive calls and messages in flight for this long is left, in
+    milliseconds."""
     drain_timeout_ms: int = Field(30_000, ge=0)
     """How long clients may end what they hold when a queue moves to another member or the gateway
     stops, in milliseconds. What is left is redelivered at once."""

@@ -468,8 +468,9 @@ class GroupConsumer:
         return Refused(
             pb.INVALID_RECEIPT_HANDLE,
             f"the message at offset {handle.offset} of {handle.queue} is not held by this handle "
-            f"any more (attempt {handle.attempt}, token {handle.token}{where}). It was acknowledged, "
-            "or its invisible duration is over, and it is delivered again with a new handle",
+            f"any more (attempt {handle.attempt}, token {handle.token}{where}). It was "
+            "acknowledged, or its invisible duration is over, and it is delivered again with a new "
+            "handle",
         )
 
     def _expire(self, held: HeldMessages) -> None:

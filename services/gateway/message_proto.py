@@ -80,14 +80,13 @@ def outgoing(sent: pb.Message, now_unix_ms: int) -> OutgoingMessage:
     properties[_BORN] = str(
         system.born_timestamp.ToMilliseconds() if system.HasField("born_timestamp") else now_unix_ms
     )
-    for name, value in (
-        (_BORN_HOST, system.born_host),
-        (MESSAGE_GROUP, system.message_group),
-        (_TRACE, system.trace_context),
-        (_ENCODING, str(int(pb.GZIP)) if system.body_encoding == pb.GZIP else ""),
-    ):
-        if value:
-            properties[name] = value
+    optional = {
+        _BORN_HOST: system.born_host,
+        MESSAGE_GROUP: system.message_group,
+        _TRACE: system.trace_context,
+        _ENCODING: str(int(pb.GZIP)) if system.body_encoding == pb.GZIP else "",
+    }
+    properties |= {name: value for name, value in optional.items() if value}
     deliver_at = None
     if system.HasField("delivery_timestamp"):
         deliver_at = _deliver_at(system, now_unix_ms)

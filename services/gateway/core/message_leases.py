@@ -1,17 +1,17 @@
 """The messages of one queue that remote clients hold, or may hold: a state machine.
 
-A message is added once it is started under the gateway's token, and leaves when it is ended. Between
-that it is in one of three states:
+A message is added once it is started under the gateway's token, and leaves when it is ended.
+Between that it is in one of four states:
 
-- READY: it may be leased; with a message group, no earlier message of the group is in the queue's
-  leases.
+- WAITING: it is behind an earlier message of its message group.
+- READY: it may be leased.
 - LEASED: a client holds it until the lease expires. The delivery has a serial number; who names the
   number may end or change the lease.
 - ENDING: it was acknowledged, or its attempts are used up. It is not leased again; `end` follows
   when the outcome is durable.
 
-Messages with the same message group are leased one at a time, in the order of their offsets: the next
-one is READY when the one before was ended. Other messages go on.
+Messages with the same message group are leased one at a time, in the order of their offsets: the
+next one is READY when the one before was ended. Other messages go on.
 
 The module does no I/O; times are milliseconds of the monotonic clock, passed in.
 """
@@ -194,10 +194,11 @@ class QueueLeases:
         """Renew the leases of a client that ends no more; they expire at `at_ms` at the latest."""
         for message in self._messages.values():
             terms = message.terms
-            if message.state is LeaseState.LEASED and terms is not None and terms.renewed:
-                if terms.client_id == client_id:
-                    message.terms = LeaseTerms(client_id, terms.hold_ms)
-                    self._set_expiry(message, min(at_ms, message.expires_ms), renumber=False)
+            if message.state is not LeaseState.LEASED or terms is None or not terms.renewed:
+                continue
+            if terms.client_id == client_id:
+                message.terms = LeaseTerms(client_id, terms.hold_ms)
+                self._set_expiry(message, min(at_ms, message.expires_ms), renumber=False)
 
     def expire(self, now_ms: int, is_alive: Callable[[str], bool]) -> list[MessageLease]:
         """Make the messages ready whose leases have expired; renew those that are to be renewed.

@@ -1,7 +1,7 @@
 """Receipt handles: which delivery of which message a client speaks of, signed.
 
-A handle is base64url of 16 bytes of HMAC-SHA256 and of the fields, joined by 0x1f. Gateways that share
-a key understand each other's handles; a handle says which gateway holds its message.
+A handle is base64url of 16 bytes of HMAC-SHA256 and of the fields, joined by 0x1f. Gateways that
+share a key understand each other's handles; a handle says which gateway holds its message.
 """
 
 from __future__ import annotations
