@@ -76,8 +76,7 @@ _COLUMNS: Columns = {
 @click.option(
     "--gateway",
     is_flag=True,
-    help="Also start a gateway for clients of RocketMQ 5. Not with --secure: it does not check their "
-    "credentials yet.",
+    help="Also start a gateway for clients of RocketMQ 5; not possible with --secure.",
 )
 @click.option(
     "--gateway-port",
@@ -130,25 +129,22 @@ def up(
 
     Without --secure every user of this machine can read and write everything.
     """
-    stored = stored_ports(data_dir / PORTS_FILE)
-    if nameserver_port is None:
-        nameserver_port = stored.get("nameserver", NAMESERVER_PORT)
-    if gateway_port is None:
-        gateway_port = stored.get("gateway", GATEWAY_PORT)
     if gateway and secure:
         raise click.UsageError(
-            "--gateway and --secure can't be combined: the gateway does not check the credentials of "
-            "its clients yet, and they would act with its rights"
+            "--gateway and --secure can't be combined: the gateway does not check the credentials "
+            "of its clients yet, and they would act with its rights"
         )
+    stored = {"nameserver": NAMESERVER_PORT, "gateway": GATEWAY_PORT}
+    stored |= stored_ports(data_dir / PORTS_FILE)
     os.umask(0o077)  # all files of the cluster are for this user only
     options = ClusterOptions(
         etcd=etcd,
         cluster=cluster,
         brokers=max(brokers, len(list(data_dir.glob("storage*")))),
         log_level=log_level,
-        nameserver_port=nameserver_port,
+        nameserver_port=_first_given(nameserver_port, stored["nameserver"]),
         gateways=int(gateway),
-        gateway_port=gateway_port if gateway else 0,
+        gateway_port=_first_given(gateway_port, stored["gateway"]) if gateway else 0,
         secure=secure,
         access=secure,
     )
@@ -182,6 +178,10 @@ def up(
         _fail(session, "BAD_CONTEXT", error, "")
     except (OSError, NoFreePort) as error:
         _fail(session, "NOT_STARTED", error, "")
+
+
+def _first_given(chosen: int | None, otherwise: int) -> int:
+    return otherwise if chosen is None else chosen
 
 
 async def _up(
