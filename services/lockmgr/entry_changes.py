@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from batonmq._core.queues import GroupQueue
@@ -35,20 +35,31 @@ class EntryChanges:
         self.tasks = tasks
         self._in_progress: dict[GroupQueue, asyncio.Task[Any]] = {}
 
-    def start(self, key: GroupQueue, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run `work`, the change of `key`, in the background; no other may be in progress."""
+    def start(self, key: GroupQueue, change: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
+        """Run `change`, which changes `key`, in the background; no other may be in progress.
+
+        `change` is not called if the term ends before the task's first step.
+
+        Raises:
+            NotLeader: the term has ended.
+        """
 
         async def run() -> T:
             try:
-                return await work
+                return await change()
             finally:
+                self._in_progress.pop(key)
+
+        def forget_unless_run(task: asyncio.Task[T]) -> None:
+            if self._in_progress.get(key) is task:
                 del self._in_progress[key]
 
         assert key not in self._in_progress, f"{key} is being changed already"
-        task = self._in_progress[key] = self.tasks.create_task(run())
+        task = self._in_progress[key] = self._create_task(run())
+        task.add_done_callback(forget_unless_run)
         return task
 
-    async def run_to_end(self, work: Coroutine[Any, Any, T]) -> T:
+    async def run_to_end(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `work`, which goes on if the caller is cancelled.
 
         Raises:
@@ -58,14 +69,21 @@ class EntryChanges:
 
         async def run() -> T | BatonError:
             try:
-                return await work
+                return await work()
             except BatonError as error:
                 return error
 
-        outcome = await _result(self.tasks.create_task(run()))
+        outcome = await _result(self._create_task(run()))
         if isinstance(outcome, BatonError):
             raise outcome
         return outcome
+
+    def _create_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        try:
+            return self.tasks.create_task(work)
+        except RuntimeError as error:  # the task group is ending
+            work.close()
+            raise term_ended() from error
 
     async def wait_for(self, key: GroupQueue) -> None:
         """Return once no change of `key` is in progress."""

@@ -209,7 +209,7 @@ class HandOverExecutor:
         entry: LockEntry,
     ) -> _PassedFence | HandOverRefusal:
         """Try the conditions in order, each with an attempt id of its own."""
-        conditions, expected_token = deque(decision.conditions), decision.expected_token
+        conditions, expected_token = deque(decision.conditions), decision.observation.token
         errors: list[BatonError] = []
         while conditions:
             condition = conditions.popleft()
@@ -221,6 +221,9 @@ class HandOverExecutor:
             item.MergeFrom(
                 self._attempt_item(condition, expected_token, pending.attempt, entry.lock.token)
             )
+            if condition is FenceCondition.CLOSED_OR_DRAINED:
+                item.observed_delivered_offset = decision.observation.delivered
+                item.observed_reset_epoch = decision.observation.reset_epoch
             outcome = await self._fence_until_known(item)
             if not isinstance(outcome, BatonError):
                 return _PassedFence(pending.attempt, condition, outcome)
@@ -231,7 +234,10 @@ class HandOverExecutor:
                 own_holder = item.HasField("holder")
                 conditions = deque([FenceCondition.SAME_HOLDER if own_holder else _OWN_FREE_TOKEN])
                 expected_token = outcome.detail.token
-            elif isinstance(outcome, Superseded):
+            elif isinstance(outcome, Superseded) or (
+                # The owner has worked since the decision.
+                isinstance(outcome, NotIdle) and condition is FenceCondition.CLOSED_OR_DRAINED
+            ):
                 return self._observe_again(request.key)
             elif not isinstance(outcome, Unacked | NotIdle | NotHolder):
                 return HandOverRefusal(outcome)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from batonmq._core.queues import GroupQueue, Incarnation
@@ -285,7 +286,9 @@ class Leader:
     ) -> pb.Grant | HandOverRefusal:
         self.check_leads()
         pending = self._table.begin_change(request.key, ChangeStep.FENCE)
-        change = self._changes.start(request.key, self._carry_out(request, decision, pending))
+        change = self._changes.start(
+            request.key, partial(self._carry_out, request, decision, pending)
+        )
         return await wait_for_outcome(change) or HandOverRefusal(handover_pending(request.key))
 
     async def _carry_out(

@@ -218,5 +218,6 @@ def _observation(progress: pb.Progress) -> Observation:
         closed=progress.closed,
         committed=progress.committed_offset,
         delivered=max(progress.delivered_offset, progress.advance_to),
+        reset_epoch=progress.reset_epoch,
         unacked_count=progress.unacked_count,
     )

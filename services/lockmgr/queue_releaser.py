@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from batonmq._core.queues import GroupQueue, Incarnation
@@ -131,7 +132,7 @@ class QueueReleaser:
         if by_operator:
             incarnation = self._table.with_owner(incarnation)
         keys = [key for key in self._table.owned_by(incarnation) if group in ("", key.group)]
-        observations = await self._changes.run_to_end(self._observer.observe_all(keys))
+        observations = await self._changes.run_to_end(partial(self._observer.observe_all, keys))
         holds = []
         for key, observation in zip(keys, observations, strict=True):
             if isinstance(observation, BatonError):
@@ -157,7 +158,7 @@ class QueueReleaser:
         if entry.pending is not None:
             return None
         self._table.begin_change(key, ChangeStep.RELEASE)
-        freed = await self._changes.start(key, self._write_free(entry))
+        freed = await self._changes.start(key, partial(self._write_free, entry))
         self._notifier.change_ended(key)
         if freed:
             log.info("queue released key=%s owner=%s token=%d", key, owner.client_id, token)
@@ -188,7 +189,7 @@ class QueueReleaser:
             HandoverPending: another change is in progress, or this one goes on.
             OffsetsUnreachable, NotLeader: nothing was changed, or that is not known.
         """
-        return await self._changes.run_to_end(self._force_release(request))
+        return await self._changes.run_to_end(partial(self._force_release, request))
 
     async def _force_release(self, request: ForceRequest) -> ForceReleaseResult:
         for _ in range(_FORCE_TRIES):
@@ -200,7 +201,7 @@ class QueueReleaser:
             if entry is None or entry.pending is not None:
                 raise handover_pending(request.key)
             pending = self._table.begin_change(request.key, ChangeStep.FENCE)
-            work = self._force(request, pending, observation.token)
+            work = partial(self._force, request, pending, observation)
             outcome = await wait_for_outcome(self._changes.start(request.key, work))
             if isinstance(outcome, ForceReleaseResult):
                 return outcome
@@ -230,12 +231,12 @@ class QueueReleaser:
         return ForceReleaseResult(None, entry.lock.token, 0)
 
     async def _force(
-        self, request: ForceRequest, pending: PendingChange, expected_token: int
+        self, request: ForceRequest, pending: PendingChange, observation: Observation
     ) -> ForceReleaseResult | HandOverRefusal:
         entry = self._table.get(request.key)
         assert entry is not None
         before, token = entry.lock.owner, entry.lock.token
-        decision = GrantDecision((FenceCondition.FORCED,), expected_token)
+        decision = GrantDecision((FenceCondition.FORCED,), observation)
         answer = await self._executor.free(request, decision, pending)
         if isinstance(answer, HandOverRefusal):
             return answer
@@ -297,20 +298,24 @@ class QueueReleaser:
         if entry is None or entry.lock.owner is None or entry.pending is not None:
             return
         decision = decide_clear(entry, observation, self._term.now_ms(), self._term.policy)
-        if isinstance(decision, FreeDecision):
-            self._table.begin_change(key, ChangeStep.RELEASE)
-            change = self._record_cleared(entry, self._write_free(entry), silent=False)
-            self._changes.start(key, change)
-        elif decision is not None:
-            pending = self._table.begin_change(key, ChangeStep.FENCE)
-            freeing = self._executor.free(ClearRequest(key), decision, pending)
-            self._changes.start(key, self._record_cleared(entry, freeing, silent=True))
+        match decision:
+            case GrantDecision():
+                pending = self._table.begin_change(key, ChangeStep.FENCE)
+                free = partial(self._executor.free, ClearRequest(key), decision, pending)
+                change = partial(self._record_cleared, entry, free, silent=True)
+            case FreeDecision():
+                self._table.begin_change(key, ChangeStep.RELEASE)
+                write = partial(self._write_free, entry)
+                change = partial(self._record_cleared, entry, write, silent=False)
+            case None:
+                return
+        self._changes.start(key, change)
 
     async def _record_cleared(
-        self, entry: LockEntry, change: Awaitable[object], *, silent: bool
+        self, entry: LockEntry, free: Callable[[], Awaitable[object]], *, silent: bool
     ) -> None:
         owner, token = entry.lock.owner, entry.lock.token
-        outcome = await change
+        outcome = await free()
         if entry.lock.owner is None:
             name = owner.client_id if owner else ""
             log.info("queue cleared key=%s owner=%s outcome=%s", entry.key, name, outcome)

@@ -208,6 +208,10 @@ class RequestReader:
             forced_reason=item.forced_reason if forced else "",
             subscription_generation=number(item.subscription_generation, "subscription_generation"),
             topic_id=number(item.topic_id, "topic_id"),
+            observed_delivered_offset=number(
+                item.observed_delivered_offset, "observed_delivered_offset"
+            ),
+            observed_reset_epoch=number(item.observed_reset_epoch, "observed_reset_epoch"),
         )
         return self.queue(item.queue), attempt
 

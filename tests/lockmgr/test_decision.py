@@ -122,20 +122,20 @@ def test_queue_without_an_entry_is_granted_from_the_token_at_offsets() -> None:
     for token in (0, 4):
         observation = Observation(token=token)
         assert decision_for(None, other(), observation) == GrantDecision(
-            (CLOSED_OR_DRAINED, SAME_HOLDER, IDLE), token
+            (CLOSED_OR_DRAINED, SAME_HOLDER, IDLE), observation
         )
 
 
 def test_free_queue_is_granted_if_it_is_drained_or_idle_or_the_requester_holds_its_token() -> None:
     for observation in (DRAINED, IN_FLIGHT, CLOSED):
         assert decision_for(free(), other(), observation) == GrantDecision(
-            (CLOSED_OR_DRAINED, SAME_HOLDER, IDLE), 7
+            (CLOSED_OR_DRAINED, SAME_HOLDER, IDLE), observation
         )
 
 
 def test_free_queue_with_a_phantom_token_is_granted_from_that_token() -> None:
     conditions = (CLOSED_OR_DRAINED, SAME_HOLDER, IDLE)
-    assert decision_for(free(), other(), PHANTOM) == GrantDecision(conditions, 8)
+    assert decision_for(free(), other(), PHANTOM) == GrantDecision(conditions, PHANTOM)
 
 
 @pytest.mark.parametrize("generation", [5, 6])
@@ -155,7 +155,7 @@ def test_story_05_new_request_of_the_owner_is_fenced_and_never_gets_the_stored_t
     for observation in (DRAINED, IN_FLIGHT, CLOSED):
         decision = decision_for(owned(), owner_again(4), observation)
         assert decision == GrantDecision(
-            (SAME_HOLDER, CLOSED_OR_DRAINED, IDLE), 7, newly_acquired=False
+            (SAME_HOLDER, CLOSED_OR_DRAINED, IDLE), observation, newly_acquired=False
         )
 
 
@@ -167,7 +167,7 @@ def test_story_05_restarted_client_is_another_owner() -> None:
 def test_owner_of_a_phantom_is_fenced_from_the_token_at_offsets() -> None:
     decision = decision_for(owned(), owner_again(4), PHANTOM)
     assert isinstance(decision, GrantDecision)
-    assert decision.expected_token == 8
+    assert decision.observation == PHANTOM
 
 
 def test_repeated_request_of_the_owner_renews_its_grant() -> None:
@@ -203,12 +203,12 @@ def test_new_request_of_the_owner_is_denied_to_an_older_generation() -> None:
 def test_closed_queue_of_another_owner_is_granted_from_its_token() -> None:
     for generation in (5, 6):
         decision = decision_for(owned(), other(generation), CLOSED)
-        assert decision == GrantDecision((CLOSED_OR_DRAINED,), 7)
+        assert decision == GrantDecision((CLOSED_OR_DRAINED,), CLOSED)
 
 
 def test_drained_queue_of_another_owner_is_granted_after_three_slots() -> None:
     assert decision_for(owned(quiet_slots=3), other(), DRAINED) == GrantDecision(
-        (CLOSED_OR_DRAINED,), 7
+        (CLOSED_OR_DRAINED,), DRAINED
     )
 
 
@@ -275,7 +275,7 @@ def test_closed_queue_is_granted_to_the_same_generation_and_denied_to_an_older_o
 ) -> None:
     decision = decision_for(owned(), other(generation), CLOSED)
     if generation == 5:
-        assert decision == GrantDecision((CLOSED_OR_DRAINED,), 7)
+        assert decision == GrantDecision((CLOSED_OR_DRAINED,), CLOSED)
     else:
         assert isinstance(denied(decision), NotAssigned)
 
@@ -291,16 +291,20 @@ def test_drained_queue_is_denied_to_the_same_generation_after_three_slots() -> N
 def test_lease_is_valid_at_exactly_its_length(observation: Observation) -> None:
     assert isinstance(decision_for(owned(), other(), observation, LEASE_END_MS), WaitDecision)
     assert decision_for(owned(), other(), observation, LEASE_END_MS + 1) == GrantDecision(
-        (IDLE,), 7
+        (IDLE,), observation
     )
 
 
 def test_phantom_with_an_expired_lease_is_granted_from_the_token_at_offsets() -> None:
-    assert decision_for(owned(), other(), PHANTOM, LEASE_END_MS + 1) == GrantDecision((IDLE,), 8)
+    assert decision_for(owned(), other(), PHANTOM, LEASE_END_MS + 1) == GrantDecision(
+        (IDLE,), PHANTOM
+    )
 
 
 def test_queue_with_an_expired_lease_is_granted_to_the_same_generation() -> None:
-    assert decision_for(owned(), other(5), IN_FLIGHT, LEASE_END_MS + 1) == GrantDecision((IDLE,), 7)
+    assert decision_for(owned(), other(5), IN_FLIGHT, LEASE_END_MS + 1) == GrantDecision(
+        (IDLE,), IN_FLIGHT
+    )
 
 
 def test_queue_with_an_expired_lease_is_denied_to_an_older_generation() -> None:
@@ -313,7 +317,7 @@ def test_owner_that_has_closed_or_drained_need_not_be_idle_after_its_lease() -> 
     conditions = (CLOSED_OR_DRAINED, IDLE)
     for entry, observation in ((owned(), CLOSED), (owned(quiet_slots=3), DRAINED)):
         assert decision_for(entry, other(), observation, LEASE_END_MS + 1) == GrantDecision(
-            conditions, 7
+            conditions, observation
         )
 
 
@@ -352,13 +356,15 @@ def test_queue_of_a_live_owner_is_cleared_only_after_its_lease(
 ) -> None:
     for entry in (owned(), owned(quiet_slots=9)):
         assert decide_clear(entry, observation, LEASE_END_MS, POLICY) is None
-    assert decide_clear(owned(), observation, LEASE_END_MS + 1, POLICY) == GrantDecision((IDLE,), 7)
+    assert decide_clear(owned(), observation, LEASE_END_MS + 1, POLICY) == GrantDecision(
+        (IDLE,), observation
+    )
 
 
 @pytest.mark.parametrize("now_ms", [LEASE_START_MS, LEASE_END_MS + 1])
 def test_phantom_is_cleared_by_a_fence_from_the_token_at_offsets(now_ms: int) -> None:
     decision = decide_clear(owned(), PHANTOM, now_ms, POLICY)
-    assert decision == GrantDecision((CLOSED_OR_DRAINED, IDLE), 8)
+    assert decision == GrantDecision((CLOSED_OR_DRAINED, IDLE), PHANTOM)
 
 
 @pytest.mark.parametrize("token", [0, 6])
@@ -369,7 +375,7 @@ def test_token_that_offsets_does_not_have_is_cleared_only_after_its_lease(token:
     assert decide_clear(owned(), old_backup, LEASE_END_MS + 1, POLICY) == FreeDecision()
     open_token = replace(old_backup, closed=False)
     assert decide_clear(owned(), open_token, LEASE_END_MS + 1, POLICY) == GrantDecision(
-        (IDLE,), token
+        (IDLE,), open_token
     )
 
 
@@ -379,7 +385,7 @@ def test_token_that_offsets_does_not_have_is_cleared_only_after_its_lease(token:
 @pytest.mark.parametrize("now_ms", [0, LEASE_END_MS + 1])
 def test_owner_from_a_deleted_topic_of_the_same_name_does_not_keep_the_queue(now_ms: int) -> None:
     decision = decision_for(owned(), other(), RECREATED, now_ms)
-    assert decision == GrantDecision((CLOSED_OR_DRAINED, SAME_HOLDER, IDLE), 9)
+    assert decision == GrantDecision((CLOSED_OR_DRAINED, SAME_HOLDER, IDLE), RECREATED)
 
 
 def test_requests_of_the_owner_are_decided_alike_in_a_recreated_topic() -> None:
@@ -387,7 +393,7 @@ def test_requests_of_the_owner_are_decided_alike_in_a_recreated_topic() -> None:
     assert isinstance(denied(decision_for(owned(), owner_again(3), RECREATED)), Fenced)
     decision = decision_for(owned(), owner_again(4), RECREATED)
     assert decision == GrantDecision(
-        (SAME_HOLDER, CLOSED_OR_DRAINED, IDLE), 9, newly_acquired=False
+        (SAME_HOLDER, CLOSED_OR_DRAINED, IDLE), RECREATED, newly_acquired=False
     )
 
 

@@ -77,7 +77,7 @@ def test_queue_without_an_owner_is_granted_to_the_first_poll(
     entry: LockEntry | None, seen: Observation
 ) -> None:
     decision, count = poll(entry, seen)
-    assert decision == GrantDecision((CLOSED_OR_DRAINED, SAME_HOLDER, IDLE), 7)
+    assert decision == GrantDecision((CLOSED_OR_DRAINED, SAME_HOLDER, IDLE), seen)
     assert count == PollCount(seen.delivered, 0)
 
 
@@ -112,7 +112,7 @@ def test_row(
 ) -> None:
     decision, count = poll(owned(unchanged, seen.delivered), seen, now_ms)
     if conditions:
-        assert decision == GrantDecision(conditions, 7)
+        assert decision == GrantDecision(conditions, seen)
         assert count == PollCount(seen.delivered, 0)
     else:
         assert isinstance(decision, WaitDecision)
@@ -125,19 +125,20 @@ def test_row(
 
 def test_owner_silent_for_exactly_the_timeout_keeps_its_queue() -> None:
     assert isinstance(poll(owned(), IN_FLIGHT, END_MS)[0], WaitDecision)
-    assert poll(owned(), IN_FLIGHT, END_MS + 1)[0] == GrantDecision((IDLE,), 7)
+    assert poll(owned(), IN_FLIGHT, END_MS + 1)[0] == GrantDecision((IDLE,), IN_FLIGHT)
 
 
 def test_queue_without_deliveries_and_acks_is_drained() -> None:
     no_progress = Observation(token=7, committed=-1, delivered=-1)
-    assert poll(owned(2, -1), no_progress)[0] == GrantDecision((CLOSED_OR_DRAINED,), 7)
+    decision, _ = poll(owned(2, -1), no_progress)
+    assert decision == GrantDecision((CLOSED_OR_DRAINED,), no_progress)
 
 
 def test_ack_without_delivery_is_never_drained() -> None:
     """As after a restart of the broker: only the timeout frees the queue."""
     acked = Observation(token=7, committed=10, delivered=-1)
     assert isinstance(poll(owned(99, -1), acked)[0], WaitDecision)
-    assert poll(owned(99, -1), acked, END_MS + 1)[0] == GrantDecision((IDLE,), 7)
+    assert poll(owned(99, -1), acked, END_MS + 1)[0] == GrantDecision((IDLE,), acked)
 
 
 def test_delivery_resets_the_count() -> None:
@@ -153,7 +154,7 @@ def test_poll_of_the_owner_does_not_reset_the_count() -> None:
     assert isinstance(decision, GrantDecision)
     assert not decision.newly_acquired
     assert entry.poll_count == PollCount(10, 2)
-    assert poll(entry, DRAINED)[0] == GrantDecision((CLOSED_OR_DRAINED,), 7)
+    assert poll(entry, DRAINED)[0] == GrantDecision((CLOSED_OR_DRAINED,), DRAINED)
 
 
 def test_owner_with_a_new_delivery_and_a_poll_does_not_keep_its_queue() -> None:

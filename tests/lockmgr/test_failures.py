@@ -27,7 +27,7 @@ from batonmq.errors import (
     NotLeader,
     Unreachable,
 )
-from tests.lockmgr.scene import GROUP, TIMEOUT_S, Member, Node, Scene, entries, waits
+from tests.lockmgr.scene import GROUP, HOLD_MS, TIMEOUT_S, Member, Node, Scene, entries, waits
 from tests.support.conditions import until
 
 LEASE_MS = 30_000
@@ -205,6 +205,18 @@ async def test_second_request_waits_for_the_hand_over_in_progress(scene: Scene) 
     assert acquiring.result().token == 2
     assert not isinstance(waiting.result(), pb.Grant)
     assert await b.state(node, 2) in ("OK", "WANTED")
+
+
+async def test_owner_that_worked_since_the_decision_is_not_fenced(scene: Scene) -> None:
+    """The decision saw a quiet queue; before its fence arrives, the owner handles a message."""
+    node, _, b, generation = await held_by_a(scene)
+    async with blocked_fence(scene, b.acquire(node, generation, hold_ms=HOLD_MS)) as acquiring:
+        await scene.deliver(1, 0, 1)
+        await scene.commit(1, 1)
+        del scene.rules.rules["Fence"]
+    assert acquiring.result().committed_offset == 1
+    fences = [item for item in scene.rules.fences() if item.holder.client_id == "b"]
+    assert [item.observed_delivered_offset for item in fences] == [0, 1]
 
 
 async def test_release_waits_for_the_hand_over_in_progress(scene: Scene) -> None:

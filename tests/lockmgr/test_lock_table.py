@@ -288,7 +288,7 @@ def test_story_06_keep_alive_during_a_fence_does_not_renew() -> None:
     """A renewed owner would start messages that the new owner gets too."""
     table = owned_by_a()
     observe(table, DRAINED, LEASE_MS + 1)
-    assert decide(table, LEASE_MS + 1) == GrantDecision((FenceCondition.IDLE,), 7)
+    assert decide(table, LEASE_MS + 1) == GrantDecision((FenceCondition.IDLE,), DRAINED)
     table.begin_change(KEY, ChangeStep.FENCE)
     assert keep_alive(table, LEASE_MS + 2) is HoldState.PENDING
     assert lease_age_ms(table, LEASE_MS + 2) == LEASE_MS + 2
@@ -417,14 +417,15 @@ def test_release_requires_owner_and_token() -> None:
 def test_freed_queue_keeps_the_observation_of_its_token() -> None:
     """The next owner does not wait for an observation."""
     table = owned_by_a()
-    observe(table, Observation(token=7, committed=10, delivered=12, unacked_count=2), 0)
+    observation = Observation(token=7, committed=10, delivered=12, unacked_count=2)
+    observe(table, observation, 0)
     error = decide(table, 1)
     assert isinstance(error, WaitDecision)
     assert isinstance(error.error, Unacked)
     table.begin_change(KEY, ChangeStep.RELEASE)
     table.end_freed(KEY, LockRecord(token=7, generation=5), 2)
     assert not table.needs_observation(KEY, OTHER_REQUESTER, 2)
-    assert decide(table, 2) == GrantDecision(FREE, 7)
+    assert decide(table, 2) == GrantDecision(FREE, observation)
 
 
 def test_contradicted_observation_is_repeated() -> None:

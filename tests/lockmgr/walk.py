@@ -218,7 +218,7 @@ class World:
         if entry is None or not self.revision or entry.pending is not None:
             return
         self.table.begin_change(KEY, locks.ChangeStep.FENCE)
-        grant = GrantDecision((FenceCondition.FORCED,), self.observation().token)
+        grant = GrantDecision((FenceCondition.FORCED,), self.observation())
         self.fence_next(HandOver(None, self.term, grant, self.gate))
 
     def change_subscription(self) -> None:
@@ -518,8 +518,8 @@ class World:
     def fence(self, hand_over: HandOver) -> None:
         """Deliver a fence to offsets, even if its leader is deposed."""
         condition = hand_over.grant.conditions[hand_over.tried]
-        expected = hand_over.grant.expected_token
-        call = self.fence_call(hand_over.acquire, condition, expected, hand_over.attempt)
+        seen = hand_over.grant.observation
+        call = self.fence_call(hand_over.acquire, condition, seen, hand_over.attempt)
         try:
             start = self.offsets.fence(OFFSETS_KEY, hand_over.term, call, self.instant())
         except OldEpoch:
@@ -530,7 +530,7 @@ class World:
                 self.fence_refused(hand_over, error)
             return
         if condition is FenceCondition.FORCED:
-            self.forced |= {expected}
+            self.forced |= {seen.token}
             for client in self.clients:
                 self.excused |= client.in_flight | client.finished
         if self.random.random() < LOST:
@@ -600,7 +600,8 @@ class World:
 
     def repeat(self, acquire: SentAcquire) -> None:
         lock = self.stored
-        call = self.fence_call(acquire, FenceCondition.SAME_HOLDER, lock.token - 1, lock.attempt)
+        before = locks.Observation(token=lock.token - 1)
+        call = self.fence_call(acquire, FenceCondition.SAME_HOLDER, before, lock.attempt)
         start = self.offsets.fence(OFFSETS_KEY, self.term, call, self.instant())
         if start.token != lock.token or start.changed:
             raise Violated("a repeated grant differs from the first")
@@ -632,16 +633,22 @@ class World:
         self.send(write, lossy=False)
 
     def fence_call(
-        self, acquire: SentAcquire | None, condition: FenceCondition, expected: int, attempt: str
+        self,
+        acquire: SentAcquire | None,
+        condition: FenceCondition,
+        seen: locks.Observation,
+        attempt: str,
     ) -> values.FenceAttempt:
         return values.FenceAttempt(
             attempt=attempt,
-            expected_token=expected,
+            expected_token=seen.token,
             condition=values.FenceCondition(condition.value),
             holder=Incarnation(*acquire.requester.incarnation) if acquire else None,
             resume=ranges_of(acquire.resume if acquire else ()),
             idle_ms=POLICY.lease_ms if condition is FenceCondition.IDLE else 0,
             token_min=self.stored.token,
+            observed_delivered_offset=seen.delivered,
+            observed_reset_epoch=seen.reset_epoch,
         )
 
     # Invariants
@@ -659,6 +666,7 @@ class World:
             closed=progress.closed,
             committed=progress.committed_offset,
             delivered=progress.delivered_offset,
+            reset_epoch=progress.reset_epoch,
             unacked_count=progress.in_flight().count,
         )
 

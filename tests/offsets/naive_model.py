@@ -130,12 +130,12 @@ class Naive:
         if attempt.expected_token != self.token:
             raise Refused("TOKEN_MISMATCH")
         same = not self.closed and self.holder == attempt.holder
-        if (
-            attempt.condition is FenceCondition.CLOSED_OR_DRAINED
-            and self.in_flight
-            and not self.closed
-        ):
-            raise Refused("UNACKED")
+        if attempt.condition is FenceCondition.CLOSED_OR_DRAINED and not self.closed:
+            if self.in_flight:
+                raise Refused("UNACKED")
+            observed = attempt.observed_delivered_offset, attempt.observed_reset_epoch
+            if observed != (self.delivered, self.reset_epoch):
+                raise Refused("NOT_IDLE")
         if attempt.condition is FenceCondition.SAME_HOLDER and not same:
             raise Refused("NOT_HOLDER")
         if attempt.condition is FenceCondition.IDLE and now_ms - self.access_ms < attempt.idle_ms:

@@ -83,8 +83,13 @@ class Scene:
         initial_offset: int = 0,
         generation: int = 0,
         term: int = 7,
+        observed: tuple[int, int] | None = None,
     ) -> FenceGrant:
         self._attempts += 1
+        if observed is None and KEY in self.table:
+            progress = self.table.query(KEY)
+            observed = progress.delivered_offset, progress.reset_epoch
+        observed_offset, observed_reset_epoch = observed or (0, 0)
         fence_attempt = FenceAttempt(
             attempt=attempt or f"attempt-{self._attempts}",
             expected_token=expected_token,
@@ -98,10 +103,18 @@ class Scene:
             subscription_generation=generation,
             forced_by="operator" if condition is FORCED else "",
             forced_reason="stuck" if condition is FORCED else "",
+            observed_delivered_offset=observed_offset,
+            observed_reset_epoch=observed_reset_epoch,
         )
         grant = self.table.fence(KEY, term, fence_attempt, self.now)
         self._store(grant.changed)
         return grant
+
+    def fence_observed(
+        self, holder: Incarnation | None, expected_token: int, observed: tuple[int, int]
+    ) -> FenceGrant:
+        """Fence with CLOSED_OR_DRAINED, as decided at this delivered offset and reset epoch."""
+        return self.fence(holder, expected_token, observed=observed)
 
     def record(
         self,

@@ -49,7 +49,7 @@ async def acked(service: Service, committed_offset: int) -> None:
 async def test_hand_over_of_a_drained_queue_has_no_duplicates(service: Service) -> None:
     await service.start_owner()
     await acked(service, 10)
-    await fence(service)
+    await fence(service, observed_delivered_offset=10)
     assert counted(service) == {}
 
 

@@ -142,9 +142,19 @@ class Machine(RuleBasedStateMachine):
         token_min=st.sampled_from([0, 0, 0, 3, 9]),
         initial_offset=st.sampled_from([0, 0, 4]),
         subscription_generation=GENERATION,
+        delivered_since=st.sampled_from([0, 0, 0, 1]),
+        resets_since=st.sampled_from([0, 0, 0, 1]),
         survives=st.integers(0, 19),
     )
-    def fence(self, age: int, reset_age: int, survives: int, **fields: Any) -> None:
+    def fence(
+        self,
+        age: int,
+        reset_age: int,
+        delivered_since: int,
+        resets_since: int,
+        survives: int,
+        **fields: Any,
+    ) -> None:
         self.attempts += 1
         attempt, expected = f"attempt-{self.attempts}", max(0, self.model.token - age)
         if fields["holder"] is None:
@@ -154,6 +164,8 @@ class Machine(RuleBasedStateMachine):
             expected_token=expected,
             idle_ms=LEASE_MS,
             reset_epoch=self.model.reset_epoch - reset_age,
+            observed_delivered_offset=self.model.delivered - delivered_since,
+            observed_reset_epoch=self.model.reset_epoch - resets_since,
             **fields,
         )
         self.call(("fence", call), bool(survives))

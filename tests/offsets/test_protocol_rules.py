@@ -202,6 +202,40 @@ def test_s4_closed_or_drained_error_has_the_unacked_offsets() -> None:
     assert rejected(scene, Unacked, "fence", B, 1) == {"unacked": "5", "lowest_offset": "3"}
 
 
+def test_s4_drained_queue_keeps_its_holder_if_it_has_worked_since_the_decision() -> None:
+    scene = held()
+    scene.commit(1, 10)
+    scene.record(1, 10, 12)
+    scene.commit(1, 12)
+    facts = rejected(scene, NotIdle, "fence_observed", B, 1, (10, 0))
+    assert facts == {"observed": "10", "delivered": "12"}
+    assert scene.fence(B, 1, observed=(12, 0)).committed_offset == 12
+
+
+@pytest.mark.parametrize("observed", [(9, 0), (11, 0), (10, 1), (0, 0)])
+def test_s4_fence_of_a_drained_queue_compares_delivered_offset_and_reset_epoch(
+    observed: tuple[int, int],
+) -> None:
+    scene = held()
+    scene.commit(1, 10)
+    rejected(scene, NotIdle, "fence_observed", B, 1, observed)
+
+
+def test_s4_acks_since_the_decision_do_not_matter() -> None:
+    scene = held()
+    observed = scene.queue.delivered_offset, 0
+    scene.commit(1, 10)
+    assert scene.fence(B, 1, observed=observed).committed_offset == 10
+
+
+def test_s4_closed_token_and_idle_holder_need_no_observed_offset() -> None:
+    scene = held()
+    scene.now_ms += 30_000
+    assert scene.fence(B, 1, IDLE, observed=(0, 9)).token == 2
+    scene.close(2)
+    assert scene.fence(C, 2, observed=(0, 9)).token == 3
+
+
 def test_s4_same_holder_passes_for_the_holder_only() -> None:
     scene = held()
     rejected(scene, NotHolder, "fence", B, 1, SAME_HOLDER)

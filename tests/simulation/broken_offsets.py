@@ -36,6 +36,21 @@ def unconditional_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Progress, "_check_condition", lambda *_: None)
 
 
+def fence_without_its_offset(patch: pytest.MonkeyPatch) -> None:
+    """A fence of a drained queue passes though its owner has worked meanwhile (story 32)."""
+    real = Progress._check_condition
+
+    def check(self: Progress, wish: FenceAttempt, now: Instant) -> None:
+        observed = replace(
+            wish,
+            observed_delivered_offset=self.delivered_offset,
+            observed_reset_epoch=self.reset_epoch,
+        )
+        real(self, observed, now)
+
+    patch.setattr(Progress, "_check_condition", check)
+
+
 def answer_before_durable(patch: pytest.MonkeyPatch) -> None:
     """Fences, commits and closes are answered before they are durable."""
 

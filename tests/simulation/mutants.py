@@ -63,6 +63,7 @@ DEAF = RunOptions(steps=60, deaf=12, pause_ms_max=40_000)
 CROWDED = RunOptions(
     steps=60, queues=6, consumers=4, joins=8, leaves=4, deaf=10, pause_ms_max=30_000
 )
+CROWDED_AND_LATE = replace(CROWDED, steps=160, queues=8, faults=Faults(slow=0.5, slow_ms_max=1_800))
 LATE = RunOptions(
     steps=100, queues=6, consumers=4, joins=12, leaves=12, resets=4,
     faults=Faults(duplicate=0.8, slow=0.1, slow_ms_max=3_000),
@@ -154,6 +155,13 @@ MUTANTS = (
         ("section 4", "V6"),
         first=2,
     ),
+    Mutant(
+        "fence without its offset",
+        broken_offsets.fence_without_its_offset,
+        CROWDED_AND_LATE,
+        ("section 7",),
+        first=18,
+    ),
     Mutant("grant before it is persisted", broken_lockmgr.grant_before_persist, CALM, ("V11",)),
     Mutant("answer before it is durable", broken_offsets.answer_before_durable, CALM, ("V8", "V9")),
     Mutant(
@@ -213,9 +221,7 @@ MUTANTS = (
         first=6,
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
-    Mutant(
-        "renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",), first=8
-    ),
+    Mutant("renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",)),
     Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",), first=7),
     Mutant(
         "position of any epoch",

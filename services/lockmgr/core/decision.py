@@ -47,12 +47,12 @@ class GrantDecision:
 
     Attributes:
         conditions: Tried in order until one passes.
-        expected_token: The token that each try expects at offsets.
+        observation: The queue as it was when this was decided. Each try expects its token.
         newly_acquired: Whether the requester did not own the queue before.
     """
 
     conditions: tuple[FenceCondition, ...]
-    expected_token: int
+    observation: Observation
     newly_acquired: bool = True
 
 
@@ -246,7 +246,7 @@ def decide(
         now_ms: Of the clock that `entry.lease_start_ms` was read from.
     """
     if entry is None:
-        return GrantDecision(FREE, observation.token)
+        return GrantDecision(FREE, observation)
     request = _Request(entry, requester, observation, now_ms, policy)
     return _decide(request, request.situation())
 
@@ -275,8 +275,8 @@ def decide_clear(
     if observation.closed and (expired or observation.token >= entry.lock.token):
         return FreeDecision()
     if observation.token > entry.lock.token:
-        return GrantDecision(_UNUSED + _IDLE, observation.token)
-    return GrantDecision(_IDLE, observation.token) if expired else None
+        return GrantDecision(_UNUSED + _IDLE, observation)
+    return GrantDecision(_IDLE, observation) if expired else None
 
 
 def is_ownerless(entry: LockEntry, observation: Observation) -> bool:
@@ -336,7 +336,7 @@ def _decide(request: _Request, situation: Situation) -> Decision:
         return RenewDecision()
     if isinstance(row.result, tuple):
         newly_acquired = situation.owner is not OwnerKind.REQUESTER
-        return GrantDecision(row.result, request.observation.token, newly_acquired)
+        return GrantDecision(row.result, request.observation, newly_acquired)
     error = _ERRORS[row.result](request)
     return WaitDecision(error) if row.action is Action.WAIT else DenyDecision(error)
 

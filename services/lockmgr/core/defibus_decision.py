@@ -52,7 +52,7 @@ def decide_defibus(
     """
     granted = PollCount(observation.delivered)
     if entry is None or is_ownerless(entry, observation):
-        return GrantDecision(FREE, observation.token), granted
+        return GrantDecision(FREE, observation), granted
     if requester.incarnation.matches(entry.lock.owner):
         decision = decide_own(entry, requester, observation, policy)
         return decision, PollCount(observation.delivered, entry.poll_count.unchanged)
@@ -64,7 +64,7 @@ def decide_defibus(
     if now_ms - entry.lease_start_ms > policy.silence_ms:
         conditions.append(FenceCondition.IDLE)
     if conditions:
-        return GrantDecision(tuple(conditions), observation.token), granted
+        return GrantDecision(tuple(conditions), observation), granted
     held = observation.drained
     error = held_error(entry, now_ms, policy) if held else unacked_error(entry, observation, policy)
     return WaitDecision(error), PollCount(observation.delivered, unchanged)

@@ -257,6 +257,21 @@ class Progress:
                     else f"messages below offset {self.delivered_offset} may be on their way",
                     facts={"unacked": unacked, "lowest_offset": self.committed_offset},
                 )
+            case FenceCondition.CLOSED_OR_DRAINED if not self.closed and (
+                (attempt.observed_delivered_offset, attempt.observed_reset_epoch)
+                != (self.delivered_offset, self.reset_epoch)
+            ):
+                raise NotIdle(
+                    f"the fence was decided at delivered offset "
+                    f"{attempt.observed_delivered_offset} of reset epoch "
+                    f"{attempt.observed_reset_epoch}; the queue is at {self.delivered_offset} of "
+                    f"{self.reset_epoch}",
+                    remedy="Query the queue and decide again.",
+                    facts={
+                        "observed": attempt.observed_delivered_offset,
+                        "delivered": self.delivered_offset,
+                    },
+                )
             case FenceCondition.SAME_HOLDER if self.closed or not self._held_by(attempt.holder):
                 raise NotHolder(
                     f"token {self.token} is closed"

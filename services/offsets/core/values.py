@@ -71,6 +71,8 @@ class FenceAttempt:
         forced_reason: For FORCED, the operator's reason.
         subscription_generation: Generation that deliveries must name; 0 accepts any.
         topic_id: Id of the topic in which `initial_offset` was read; 0 for any.
+        observed_delivered_offset: For CLOSED_OR_DRAINED, D by which the caller decided.
+        observed_reset_epoch: The reset epoch by which it decided.
     """
 
     attempt: str
@@ -86,6 +88,8 @@ class FenceAttempt:
     forced_reason: str = ""
     subscription_generation: int = 0
     topic_id: int = 0
+    observed_delivered_offset: int = 0
+    observed_reset_epoch: int = 0
 
 
 class DeliveryRange(NamedTuple):

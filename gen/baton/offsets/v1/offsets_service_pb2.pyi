@@ -30,7 +30,9 @@ class _FenceConditionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FenceC
     FENCE_CONDITION_UNSPECIFIED: _FenceCondition.ValueType  # 0
     """Not set; refused with INVALID_ARGUMENT."""
     FENCE_CONDITION_CLOSED_OR_DRAINED: _FenceCondition.ValueType  # 1
-    """Succeeds if the token is closed, or no message is in flight."""
+    """Succeeds if the token is closed, or if no message is in flight and none was delivered since the
+    caller observed the queue.
+    """
     FENCE_CONDITION_SAME_HOLDER: _FenceCondition.ValueType  # 2
     """Succeeds if the holder is the new holder and the token is not closed."""
     FENCE_CONDITION_IDLE: _FenceCondition.ValueType  # 3
@@ -44,7 +46,9 @@ class FenceCondition(_FenceCondition, metaclass=_FenceConditionEnumTypeWrapper):
 FENCE_CONDITION_UNSPECIFIED: FenceCondition.ValueType  # 0
 """Not set; refused with INVALID_ARGUMENT."""
 FENCE_CONDITION_CLOSED_OR_DRAINED: FenceCondition.ValueType  # 1
-"""Succeeds if the token is closed, or no message is in flight."""
+"""Succeeds if the token is closed, or if no message is in flight and none was delivered since the
+caller observed the queue.
+"""
 FENCE_CONDITION_SAME_HOLDER: FenceCondition.ValueType  # 2
 """Succeeds if the holder is the new holder and the token is not closed."""
 FENCE_CONDITION_IDLE: FenceCondition.ValueType  # 3
@@ -449,6 +453,8 @@ class FenceItem(_message.Message):
     INITIAL_OFFSET_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
     TOPIC_ID_FIELD_NUMBER: _builtins.int
+    OBSERVED_DELIVERED_OFFSET_FIELD_NUMBER: _builtins.int
+    OBSERVED_RESET_EPOCH_FIELD_NUMBER: _builtins.int
     attempt: _builtins.str
     """Id of this attempt, the same when repeated; 1 to 64 characters. Required."""
     expected_token: _builtins.int
@@ -473,6 +479,12 @@ class FenceItem(_message.Message):
     """
     topic_id: _builtins.int
     """Id of the topic in which `initial_offset` was read; 0 for any."""
+    observed_delivered_offset: _builtins.int
+    """For FENCE_CONDITION_CLOSED_OR_DRAINED, the end of the deliveries in the progress by which the caller
+    decided: the greater of its `delivered_offset` and `advance_to`. Ignored if the token is closed.
+    """
+    observed_reset_epoch: _builtins.int
+    """Reset epoch of that progress."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -502,10 +514,12 @@ class FenceItem(_message.Message):
         initial_offset: _builtins.int = ...,
         subscription_generation: _builtins.int = ...,
         topic_id: _builtins.int = ...,
+        observed_delivered_offset: _builtins.int = ...,
+        observed_reset_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "condition", b"condition", "expected_token", b"expected_token", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "idle_ms", b"idle_ms", "initial_offset", b"initial_offset", "queue", b"queue", "reset_epoch", b"reset_epoch", "resume", b"resume", "subscription_generation", b"subscription_generation", "token_min", b"token_min", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "condition", b"condition", "expected_token", b"expected_token", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "idle_ms", b"idle_ms", "initial_offset", b"initial_offset", "observed_delivered_offset", b"observed_delivered_offset", "observed_reset_epoch", b"observed_reset_epoch", "queue", b"queue", "reset_epoch", b"reset_epoch", "resume", b"resume", "subscription_generation", b"subscription_generation", "token_min", b"token_min", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
