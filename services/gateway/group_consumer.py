@@ -24,7 +24,7 @@ from batonmq._consumer.session import OwnershipEvent
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import HandlingFailure, retry_topic
 from batonmq._core.subscription import parse_filter
-from batonmq.errors import BatonError, NotServing
+from batonmq.errors import BatonError, NotServing, TopicNotFound
 from batonmq_server.gateway.core.message_leases import LeaseTerms, MessageLease, QueueLeases
 from batonmq_server.gateway.core.receipt_handles import ReceiptHandle
 from batonmq_server.gateway.gateway_parts import GatewayParts
@@ -129,6 +129,10 @@ class GroupConsumer:
         """Return when the oldest delivery that a client holds began."""
         begins = (pool.leases.oldest_lease_ms() for pool in self._pools.values())
         return min((one for one in begins if one is not None), default=None)
+
+    def subscribes(self, topic: str) -> bool:
+        """Whether the topic is part of the subscription."""
+        return topic in self._subscriptions
 
     def subscribe(self, topic: str, expression: str, client_id: str) -> None:
         """Make a topic part of the group's subscription.
@@ -274,6 +278,8 @@ class GroupConsumer:
                     await self._be_member(wanted)
                 except BatonError as error:
                     log.warning("group not joined group=%s error=%s", self.group, error)
+                    if isinstance(error, TopicNotFound) and self._lose(error.detail.topic, error):
+                        continue
                     self._fail(error)
                     await wait_until(self._changed, REJOIN_MS)
                     if self._is_idle():
@@ -333,14 +339,23 @@ class GroupConsumer:
         waits = self.waiting_count or any(len(pool.leases) for pool in self._pools.values())
         return idle_ms >= self._settings.group_idle_ms and not waits
 
+    def _lose(self, topic: str, error: BatonError) -> bool:
+        """Go on without a topic that was deleted; return whether the group subscribed to it."""
+        self._fail_waiters(self._waiters.get(topic, deque()), error)
+        return self._subscriptions.pop(topic, None) is not None
+
     def _fail(self, error: BatonError) -> None:
         """Fail the receive calls that wait, and those that come, until the group is joined."""
         self._failure = error
         for waiters in self._waiters.values():
-            for waiter in waiters:
-                if not waiter.batch.done():
-                    waiter.batch.set_exception(error)
-            waiters.clear()
+            self._fail_waiters(waiters, error)
+
+    @staticmethod
+    def _fail_waiters(waiters: deque[_Waiter], error: BatonError) -> None:
+        for waiter in waiters:
+            if not waiter.batch.done():
+                waiter.batch.set_exception(error)
+        waiters.clear()
 
     def _note_ownership(self, event: OwnershipEvent) -> None:
         if event.kind == "draining":

@@ -148,7 +148,11 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
 
         async def send(caller: Caller) -> service_pb2.SendMessageResponse:
             topic, messages = self._checked(caller, request.messages)
-            entries = await self._send(topic, messages)
+            try:
+                async with asyncio.timeout(max(0.0, _left_s(context) - DEADLINE_MARGIN_S)):
+                    entries = await self._send(topic, messages)
+            except TimeoutError:
+                return service_pb2.SendMessageResponse(status=_SEND_TIMED_OUT)
             self._metrics.sent.inc(sum(entry.status.code == pb.OK for entry in entries))
             return service_pb2.SendMessageResponse(status=_summary(entries), entries=entries)
 
@@ -305,7 +309,8 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         if polling_ms < 0:
             raise Refused(pb.ILLEGAL_POLLING_TIME, "long_polling_timeout must not be negative")
         expression = expression_of(request.filter_expression)
-        if self._groups.find(name) is None:
+        known = self._groups.find(name)
+        if known is None or not known.subscribes(topic):
             await query_route(self._directory, topic)
         client = self._parts.clients.note(caller, name)
         group = self._groups.subscribe(name, [(topic, expression)], caller.client_id)
@@ -546,6 +551,11 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
 _TIMED_OUT = pb.Status(
     code=pb.PROXY_TIMEOUT,
     message="the outcome is not durable in time; repeat the call with the same handle",
+)
+
+_SEND_TIMED_OUT = pb.Status(
+    code=pb.PROXY_TIMEOUT,
+    message="no outcome before the deadline of the call; the messages may be stored or not",
 )
 
 

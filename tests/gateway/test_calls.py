@@ -48,9 +48,12 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(folder: Path, queues: int = 2, **settings: object) -> AsyncIterator[Scene]:
+async def scene(
+    folder: Path, queues: int = 2, *, lock_lease_ms: int = 30_000
+) -> AsyncIterator[Scene]:
+    locks = {"lock_lease_ms": lock_lease_ms}
     async with (
-        local_cluster(folder, gateways=1, gateway=SETTINGS | settings) as cluster,
+        local_cluster(folder, gateways=1, gateway=SETTINGS, lockmgr=locks) as cluster,
         Admin(cluster.nameserver) as admin,
         remote_client(cluster.addresses["gateway"]) as stub,
     ):
@@ -364,6 +367,24 @@ async def test_idle_group_is_left_and_its_queues_go_to_native_members(tmp_path: 
             async for message in native:
                 assert (message.body, message.redelivered) == (b"b", False)
                 break
+
+
+async def test_group_goes_on_when_one_of_its_topics_is_deleted(tmp_path: Path) -> None:
+    """A member that loses a topic ends without a hand-over: the next one waits for its leases."""
+    async with scene(tmp_path, queues=1, lock_lease_ms=5_000) as at:
+        await at.admin.create_topic("refunds", 1)
+        await at.stub.receive("billing", "refunds", wait_ms=100)
+        await at.stub.receive("billing", "orders", wait_ms=100)
+        await at.admin.delete_topic("refunds")
+        await at.stub.send("orders", b"a")
+        (message,) = await at.stub.receive_until("billing", "orders", 1, wait_ms=15_000)
+        assert await at.stub.ack("billing", "orders", [handle_of(message)]) == [pb.OK]
+
+        async def is_gone() -> bool:
+            status, _ = await at.stub.receive("billing", "refunds", wait_ms=100)
+            return bool(status.code == pb.TOPIC_NOT_FOUND)
+
+        await until(is_gone)
 
 
 async def test_hostile_requests_are_refused_and_the_gateway_goes_on(tmp_path: Path) -> None:
