@@ -32,6 +32,8 @@ from batonmq_server.runtime.service_runtime import Runtime
 log = logging.getLogger(__name__)
 
 SERVICE = "apache.rocketmq.v2.MessagingService"
+HOUSEKEEPING_S = 2.0
+"""How often silent clients are forgotten, and gauges are set."""
 _SERIAL_BITS = 62
 
 
@@ -88,13 +90,13 @@ async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[Ap
         spawn=tasks.spawn,
     )
     groups = Groups(parts)
-    _watch(metrics, clients, groups, runtime)
     directory = Directory(nameserver, runtime.random, runtime.connect)
 
-    async def forget_clients() -> None:
+    async def housekeeping() -> None:
         while True:
-            await asyncio.sleep(settings.client_timeout_ms / 1_000)
+            await asyncio.sleep(HOUSEKEEPING_S)
             clients.forget_silent()
+            _export(metrics, clients, groups, runtime)
 
     async def finish() -> None:
         await runtime.node_entry.remove()  # no route names this gateway any more
@@ -112,7 +114,7 @@ async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[Ap
                     )
                 },
                 rules=RULES,
-                loops=[tasks.run, forget_clients],
+                loops=[tasks.run, housekeeping],
                 long_polls=frozenset({"ReceiveMessage"}),
                 finish=finish,
             )
@@ -134,16 +136,16 @@ def _receipt_key(settings: GatewaySettings) -> bytes:
     return key
 
 
-def _watch(
+def _export(
     metrics: GatewayMetrics, clients: RemoteClients, groups: Groups, runtime: Runtime
 ) -> None:
-    def oldest_s() -> float:
-        begins = (group.oldest_lease_ms() for group in groups)
-        oldest = min((one for one in begins if one is not None), default=None)
-        return 0.0 if oldest is None else (runtime.clock.monotonic_ms() - oldest) / 1_000
-
-    metrics.watch("clients", lambda: len(clients))
-    metrics.watch("groups", lambda: len(list(groups)))
-    metrics.watch("in_flight_messages", lambda: sum(group.leased_count for group in groups))
-    metrics.watch("waiting_receives", lambda: sum(group.waiting_count for group in groups))
-    metrics.watch("oldest_lease_seconds", oldest_s)
+    begins = (group.oldest_lease_ms() for group in groups)
+    now_ms = runtime.clock.monotonic_ms()
+    oldest_ms = min((one for one in begins if one is not None), default=now_ms)
+    metrics.set_gauges(
+        clients=len(clients),
+        groups=len(list(groups)),
+        in_flight_messages=sum(group.leased_count for group in groups),
+        waiting_receives=sum(group.waiting_count for group in groups),
+        oldest_lease_seconds=(now_ms - oldest_ms) / 1_000,
+    )

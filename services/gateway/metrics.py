@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from apache.rocketmq.v2 import definition_pb2 as pb
@@ -53,6 +51,7 @@ class GatewayMetrics:
         name = pb.Code.Name(pb.Code.ValueType(code)) if known else str(code)
         self._answers.labels(call, language, name).inc()
 
-    def watch(self, name: str, value: Callable[[], float]) -> None:
-        """Export a gauge by its name without `baton_gateway_`."""
-        self._gauges[name].set_function(value)
+    def set_gauges(self, **values: float) -> None:
+        """Set gauges, by their names without `baton_gateway_`."""
+        for name, value in values.items():
+            self._gauges[name].set(value)
