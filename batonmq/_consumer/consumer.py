@@ -413,16 +413,6 @@ class Consumer:
         if self._failed is not None:
             raise self._failed
 
-    def hold(self, on_dropped: Callable[[QueueRef], None]) -> HeldMessages:
-        """Start messages for holders outside of the consumer; instead of `run` or the iteration.
-
-        Args:
-            on_dropped: Called with a queue whose held messages do not count any more.
-        """
-        held = HeldMessages(self._session, self._retry_sender, on_dropped)
-        self._begin(held)
-        return held
-
     def _begin(self, handlers: _QueueHandlers) -> None:
         self._dispatcher = handlers
         for queue in self._queues.values():
@@ -553,3 +543,15 @@ class Consumer:
                 await self._session.local.close()
         finally:
             await self._session.directory.close()
+
+
+def hold_messages(consumer: Consumer, on_dropped: Callable[[QueueRef], None]) -> HeldMessages:
+    """Start the messages of a consumer for holders outside of it; not for applications.
+
+    Args:
+        consumer: In its block; neither `run` nor the iteration is used.
+        on_dropped: Called with a queue whose held messages do not count any more.
+    """
+    held = HeldMessages(consumer._session, consumer._retry_sender, on_dropped)
+    consumer._begin(held)
+    return held

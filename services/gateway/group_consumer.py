@@ -16,7 +16,7 @@ from functools import partial
 
 from apache.rocketmq.v2 import definition_pb2 as pb
 from batonmq._common.aio import only_error, wait_until
-from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer import Consumer, hold_messages
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.held_messages import HeldMessage, HeldMessages
 from batonmq._consumer.message import ReceivedMessage
@@ -318,7 +318,7 @@ class GroupConsumer:
         pump: asyncio.Task[None] | None = None
         try:
             async with consumer:
-                self._held = consumer.hold(self._drop)
+                self._held = hold_messages(consumer, self._drop)
                 self._failure = None
                 pump = self._parts.spawn(self._pump(self._held))
                 while not self._stopping and self._expressions() == wanted:
