@@ -36,7 +36,7 @@ class Difference:
 
     Attributes:
         topic: The topic; empty if the setting holds for all topics.
-        setting: `expression`, `model`, `orderly` or `consume_from`.
+        setting: `expression`, `model`, `order` or `consume_from`.
         newcomer_client_id: The rejected client.
         newcomer_value: Its value; empty if it does not subscribe to the topic.
         member_client_id: A live member with the group's current subscription.

@@ -4,8 +4,9 @@
     python examples/ledger.py [NAMESERVER]
 
 NAMESERVER is $BATON_NAMESERVER by default, or else 127.0.0.1:9876. The account is the ordering
-key, so all its entries are in one queue. The consumers are orderly, so a failed entry is retried
-before the next one is handled. A second consumer joins after half of the entries.
+key, so all its entries are in one queue. The consumers handle the messages of a queue in order, so
+a failed entry is retried before the next one is handled. A second consumer joins after half of the
+entries.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from batonmq import Admin, Consumer, ConsumerSettings, Message, Producer, Receiv
 TOPIC, GROUP = "ledger-entries", "ledger"
 ACCOUNTS, ENTRIES = 12, 40
 NAMESERVER = os.environ.get("BATON_NAMESERVER", "127.0.0.1:9876")
-SETTINGS = ConsumerSettings(consume_from="first", orderly=True, retry_first_ms=20)
+SETTINGS = ConsumerSettings(consume_from="first", order="queue", retry_first_ms=20)
 
 
 class Ledger:

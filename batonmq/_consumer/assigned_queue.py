@@ -14,6 +14,7 @@ from typing import Literal
 
 from baton.common.v1 import queue_pb2
 from batonmq._consumer.commit_waiters import CommitWaiters
+from batonmq._consumer.keyed_buffer import KeyedBuffer
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_batch import MessageBatch
 from batonmq._consumer.message_buffer import MessageBuffer
@@ -70,6 +71,7 @@ class AssignedQueue:
         credit_due_at: The storage node gets more credit once only so many messages wait; -1: other
             events decide.
         buffer: Messages that wait for a handler.
+        keyed: The buffer, if messages are handled in the order of their keys; else None.
         flow: The flow limit that delays the next pull; None without one.
         paused: Whether the application has paused the queue.
         commit_waiters: Callers that wait for their acks to be committed; the queue is not drained
@@ -92,7 +94,10 @@ class AssignedQueue:
         self.useful = False
         self.position_known = ("", 0)
         self.stated_set = ""
-        self.buffer = MessageBuffer(session.budget)
+        self.buffer: MessageBuffer | KeyedBuffer = MessageBuffer(session.budget)
+        self.keyed: KeyedBuffer | None = None
+        if session.settings.order == "key":
+            self.buffer = self.keyed = KeyedBuffer(session.budget)
         self.flow: FlowReason | None = None
         self.credit_due_at = -1
         self.paused = ref in session.paused
@@ -174,7 +179,7 @@ class AssignedQueue:
         """Pull and start messages again."""
         self.paused, self.flow = False, None
         self.wakeup.notify()
-        if self.buffer:
+        if self.buffer.ready:
             self.notify_arrived()
 
     # ---- handlers
@@ -199,6 +204,7 @@ class AssignedQueue:
         progress = self._startable()
         if progress is None:
             return None
+        assert isinstance(self.buffer, MessageBuffer)  # batches have no order by key
         batch, room_freed = self.buffer.take(count_max, progress.start)
         self._taken(room_freed=room_freed)
         return batch
@@ -210,10 +216,12 @@ class AssignedQueue:
             return None
         message, room_freed = self.buffer.take_one(progress.start)
         self._taken(room_freed=room_freed)
+        if message is not None and self.keyed is not None:
+            message.token = self.token  # a message that failed may be from an earlier grant
         return message
 
     def _startable(self) -> QueueProgress | None:
-        if not self.buffer or self.paused or not self.may_start():
+        if not self.buffer.ready or self.paused or not self.may_start():
             self.buffer.arrived.clear()
             return None
         return self.progress
@@ -221,7 +229,10 @@ class AssignedQueue:
     def _taken(self, *, room_freed: bool) -> None:
         if room_freed:
             self._session.notify_room()
-        if len(self.buffer) <= self.credit_due_at:
+        # Messages that wait for their keys do not keep handlers busy: fetch more for these.
+        waiting_count = len(self.buffer)
+        starving = self.keyed is not None and waiting_count > 0 and not self.keyed.ready
+        if waiting_count <= self.credit_due_at or starving:
             self.credit_due_at = -1
             self.wakeup.notify()
 
@@ -241,6 +252,8 @@ class AssignedQueue:
         if progress is not None and self.counts(messages):
             for first, end in ranges:
                 progress.finish(first, end)
+                if self.keyed is not None and self.keyed.finish_range(first, end):
+                    self.notify_arrived()
             self._session.note_unconfirmed(progress.unconfirmed_count)
             self._handlers_ended()
 
@@ -248,7 +261,21 @@ class AssignedQueue:
         """Note that a started message is not handled under this ownership: it is redelivered."""
         if self.progress is not None and self.counts(message):
             self.progress.give_up(message.offset)
+            if self.keyed is not None:
+                self.keyed.give_up(message.offset)
             self._handlers_ended()
+
+    def retry_later(self, message: ReceivedMessage, delay_ms: int) -> None:
+        """Have a message that failed taken again after a delay; its key waits, others go on.
+
+        Only for queues in the order of keys. If no message may be started, it is given up.
+        """
+        assert self.keyed is not None
+        if self.progress is None or self.stopped or not self.counts(message):
+            self.give_up(message)
+            return
+        now_ms = self._session.clock.monotonic_ms()
+        self.keyed.retry(message, delay_ms, now_ms, self.notify_arrived)
 
     # ---- commits
 
@@ -300,6 +327,8 @@ class AssignedQueue:
         kept = self.progress
         self.progress = QueueProgress(start) if kept is None else kept.renewed(start)
         self.commit_waiters.settle(self.progress)
+        if self.keyed is not None:
+            self.keyed.begin_grant()
         self.token = start.token
         self.useful = False
         self.position_known = ("", 0)
@@ -341,6 +370,9 @@ class AssignedQueue:
                 self.token = 0
             else:
                 self._report(_REPORTS[effect])
+        if self.keyed is not None and self.progress is not None and self.stopped:
+            for message in self.keyed.give_up_failed():
+                self.progress.give_up(message.offset)
 
     def _is_drained(self) -> bool:
         draining = self.state is OwnershipState.DRAINING
@@ -356,6 +388,8 @@ class AssignedQueue:
         self.progress = None
         self.lineage += 1
         self.commit_waiters.fail()
+        if self.keyed is not None:
+            self.keyed.forget()
         self.on_work_dropped()
 
     def _report(self, kind: Literal["granted", "draining", "released", "fenced"]) -> None:

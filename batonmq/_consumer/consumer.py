@@ -21,7 +21,7 @@ from batonmq._consumer.ack_committer import AckCommitter
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.batched_calls import BatchedCalls
 from batonmq._consumer.consumer_gauges import ConsumerGauges
-from batonmq._consumer.consumer_settings import CONSUME_FROM, MODELS, ConsumerSettings
+from batonmq._consumer.consumer_settings import CONSUME_FROM, MODELS, ORDERS, ConsumerSettings
 from batonmq._consumer.delivery_streams import DeliveryStreams
 from batonmq._consumer.handler_adapters import (
     BatchAdapter,
@@ -88,9 +88,9 @@ class Consumer:
       requested. A message that was not acknowledged, as after `break`, is delivered again, with
       `redelivered` set.
     - Pass a handler to `run` or `run_batches`. Messages of one queue are handled one after the
-      other, in order, unless `queue_concurrency` is more than 1. A message is acknowledged when its
-      handler returns. A message with a failed handler is handled again later, by default through
-      the group's retry topic.
+      other, in order, unless `queue_concurrency` is more than 1; `order` says more. A message is
+      acknowledged when its handler returns. A message with a failed handler is handled again later,
+      by default through the group's retry topic.
 
     The first SIGTERM or SIGINT stops the consumer (`handle_signals`), and its block is left as
     after `stop`: a deployment needs no code for it.
@@ -184,7 +184,7 @@ class Consumer:
             ],
             model=MODELS[chosen.model],
             consume_from=CONSUME_FROM[chosen.consume_from],
-            orderly=chosen.orderly,
+            order=ORDERS[chosen.order],
             host=host,
             room=chosen.room,
         )
@@ -387,13 +387,20 @@ class Consumer:
             handler: As for `run`. It returns None when all messages are handled, or a list with one
                 result for each message, in order. If it raises, or takes longer than
                 `handle_timeout_ms` for the whole batch, all its messages have failed; `extend` of
-                one message extends the time of the batch. With `orderly` only the messages before
-                the first failure are handled: the rest is handled again, message by message.
+                one message extends the time of the batch. With `order` `queue` only the messages
+                before the first failure are handled: the rest is handled again, message by message.
             messages_max: Messages of a batch, at most.
 
         Raises:
+            InvalidArgument: `order` is `key`: a batch would have messages of keys that must wait.
             MessageFailed: a message failed too often, and `exhausted` is `stop`.
         """
+        if self._session.settings.order == "key":
+            raise InvalidArgument(
+                "run_batches is not possible with order 'key'",
+                remedy="Use run, which handles messages of different keys side by side.",
+                facts={"field": "order"},
+            )
         await self._run(BatchAdapter(handler, messages_max))
 
     async def _run(self, adapter: HandlerAdapter) -> None:

@@ -18,6 +18,13 @@ MODELS: Mapping[Literal["clustering", "broadcasting"], pb.MessageModel.ValueType
     "broadcasting": pb.MESSAGE_MODEL_BROADCASTING,
 }
 
+MessageOrder = Literal["none", "queue", "key"]
+ORDERS: Mapping[MessageOrder, pb.MessageOrder.ValueType] = {
+    "none": pb.MESSAGE_ORDER_UNSPECIFIED,
+    "queue": pb.MESSAGE_ORDER_QUEUE,
+    "key": pb.MESSAGE_ORDER_KEY,
+}
+
 CONSUME_FROM: Mapping[ConsumeFrom, pb.ConsumeFrom.ValueType] = {
     "first": pb.CONSUME_FROM_FIRST,
     "last": pb.CONSUME_FROM_LAST,
@@ -40,7 +47,7 @@ class ConsumerSettings:
             storage's wall clock; 0 for half an hour before the consumer was created.
         concurrency: Handler calls that run at once, of all queues; for `run` and `run_batches`.
         queue_concurrency: Handler calls of one queue that run at once; for `run` and `run_batches`.
-            With more than 1, messages are started in order and may end in any order.
+            With more than 1, messages are started in order and may end in any order; see `order`.
         buffer_messages_max: Messages of one queue that wait in the client, at most.
         buffer_bytes_max: Bytes of messages that wait in the client, of all queues together. At the
             limit, a queue without waiting messages may still fetch an equal share of it.
@@ -60,13 +67,17 @@ class ConsumerSettings:
             set. None waits until the handlers end; but a consumer that closes keeps its queues for
             60 s at most.
         room: Machine room of this member, for groups that assign queues by room; empty for none.
-        orderly: Whether messages of one queue are handled strictly one after the other, whatever
-            `queue_concurrency` is. A message that fails delays its queue, and no other queue. All
-            members must have the same.
+        order: Which messages of one queue are handled strictly one after the other. `none`: see
+            `queue_concurrency`. `queue`: all of them, whatever `queue_concurrency` is; a message
+            that fails delays its queue, and no other queue. `key`: those that were sent with the
+            same ordering key, also at a hand-over; others are handled side by side, up to
+            `queue_concurrency`. A message that fails delays its key, and no other key, until
+            `span_max` offsets behind it were received. Messages without an ordering key wait for no
+            other. Not for `run_batches`. All members must have the same.
         send_back: Whether messages that fail are sent to the group's retry topic,
             `%RETRY%<group>`, which the consumer creates and subscribes to. They are delivered again
             after 10 s, 30 s, 1 min ... 2 h, to any member. Without it, this consumer keeps them and
-            handles them again. None: yes, unless `orderly` is set or the group is broadcasting. All
+            handles them again. None: yes, unless `order` is set or the group is broadcasting. All
             members must have the same. A consumer that iterates receives messages of the retry
             topic, and sends none back itself.
         retries_max: How often a failed message is handled again; None: 16 times with `send_back` or
@@ -95,7 +106,7 @@ class ConsumerSettings:
 
     Raises:
         InvalidArgument: `offsets_file` is missing in a broadcasting group, or given in another; or
-            `send_back` is set together with `orderly`, or in a broadcasting group.
+            `send_back` is set together with `order`, or in a broadcasting group.
     """
 
     model: Literal["clustering", "broadcasting"] = "clustering"
@@ -115,7 +126,7 @@ class ConsumerSettings:
     keep_alive_ms: int = 5_000
     drain_timeout_ms: int | None = 30_000
     room: str = ""
-    orderly: bool = False
+    order: MessageOrder = "none"
     send_back: bool | None = None
     retries_max: int | None = None
     exhausted: Literal["dead_letter", "stop"] = "dead_letter"
@@ -142,11 +153,15 @@ class ConsumerSettings:
                 remedy="Do not set send_back.",
                 facts={"field": "send_back"},
             )
-        if self.orderly and self.send_back:
+        if self.order not in ORDERS:
             raise InvalidArgument(
-                "orderly and send_back are both set, "
+                f"order must be none, queue or key, got {self.order!r}", facts={"field": "order"}
+            )
+        if self.order != "none" and self.send_back:
+            raise InvalidArgument(
+                f"order is {self.order!r} and send_back is set, "
                 "but a message that is sent back is handled after later ones",
-                remedy="Set orderly or send_back, not both.",
+                remedy="Set order or send_back, not both.",
                 facts={"field": "send_back"},
             )
 
@@ -154,7 +169,7 @@ class ConsumerSettings:
     def sends_back(self) -> bool:
         """Whether messages that fail are sent to the retry topic."""
         if self.send_back is None:
-            return self.model == "clustering" and not self.orderly
+            return self.model == "clustering" and self.order == "none"
         return self.send_back
 
 

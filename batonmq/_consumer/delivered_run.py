@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, compress
 
 from batonmq._consumer.message import BatchColumns, ReceivedMessage
+from batonmq._core.ordering_key import find_ordering_key
 from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import Range, of_sorted
 from batonmq._core.records import (
@@ -95,6 +96,19 @@ class DeliveredRun:
         if self._messages:
             return self._messages[number]
         return ReceivedMessage._of_columns(self.columns, self.indexes[number])
+
+    def ordering_keys(self) -> Iterator[str | None]:
+        """Return the ordering keys without creating the other parts of the messages."""
+        if self._messages:
+            yield from (message.ordering_key for message in self._messages)
+            return
+        records, begins = self.columns.records, self.columns.begins
+        for index in self.indexes:
+            begin = begins[index]
+            keys_bytes, tag_bytes, properties_bytes = RECORD.unpack_from(records, begin)
+            begin += RECORD.size + keys_bytes + tag_bytes
+            properties = records[begin : begin + properties_bytes]
+            yield find_ordering_key(properties) if properties else None
 
     def bodies(self) -> Iterator[bytes]:
         """Return the bodies without creating the other parts of the messages."""

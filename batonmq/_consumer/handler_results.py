@@ -40,7 +40,8 @@ class RetryLater:
 class Suspend:
     """Pause the queue, then handle this message again before any other.
 
-    Without `orderly` only the message waits, as with `RetryLater`.
+    Unless `order` is `queue`, only the message waits, as with `RetryLater`; with `key` its ordering
+    key waits too.
 
     Attributes:
         delay_ms: Delay, up to 39 days; None: `retry_first_ms` of the settings, doubled with each

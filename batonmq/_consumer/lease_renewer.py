@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from batonmq._common.aio import wait_until
@@ -11,7 +12,9 @@ from batonmq._common.rpc import answered
 from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.batched_calls import BatchedCalls
+from batonmq._consumer.key_schedule import FailedMessage
 from batonmq._consumer.lock_watch import LockWatch
+from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import Session, queue_of, queue_to_pb
 from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError
@@ -20,6 +23,8 @@ log = logging.getLogger(__name__)
 
 HOLDS_MAX = 10_000
 """Queues that one call renews, at most."""
+KEY_CHARACTERS_MAX = 255
+"""Characters of an ordering key that operators see."""
 
 
 class LeaseRenewer:
@@ -98,7 +103,14 @@ class LeaseRenewer:
             await self._calls.release_orphans(orphans)
 
     def _running(self, ref: QueueRef, now_ms: int) -> lockmgr_pb.RunningHandler | None:
-        call = self._session.running.delaying(ref)
+        running = self._session.running
+        call = running.delaying(ref)
+        queue = self._queues.get(ref)
+        if queue is not None and queue.keyed is not None:
+            own, failed = running.lowest_of_queue(ref), queue.keyed.lowest_failed
+            if failed is not None and (own is None or failed[0].offset < own.offset):
+                return _failed(*failed, now_ms)
+            call = own or call
         if call is None:
             return None
         return lockmgr_pb.RunningHandler(
@@ -106,4 +118,18 @@ class LeaseRenewer:
             offset=call.offset,
             running_ms=now_ms - call.begin_ms,
             abandoned=call.abandoned,
+            ordering_key=(call.ordering_key or "")[:KEY_CHARACTERS_MAX],
         )
+
+
+def _failed(
+    message: ReceivedMessage, failed: FailedMessage[Any], now_ms: int
+) -> lockmgr_pb.RunningHandler:
+    """Describe a message that waits to be handled again."""
+    return lockmgr_pb.RunningHandler(
+        queue=queue_to_pb(message.queue),
+        offset=message.offset,
+        running_ms=now_ms - failed.failed_ms,
+        ordering_key=(failed.key or "")[:KEY_CHARACTERS_MAX],
+        failed_count=message.attempts,
+    )

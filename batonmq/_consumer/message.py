@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from batonmq._core.ordering_key import ORDERING_KEY
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, Record, decode_record
 from batonmq._core.requests import request_header
@@ -62,7 +63,7 @@ class ReceivedMessage:
         body: The payload.
         tag: The tag; empty without one.
         keys: The index keys.
-        properties: The properties that the producer set.
+        properties: The properties that the producer set, and those that it added.
         born_unix_ms: When its batch was built, by the producer's wall clock.
         store_unix_ms: When its batch was stored, by storage's wall clock.
         token: Fencing token under which it was delivered; 0 without ownership.
@@ -167,6 +168,11 @@ class ReceivedMessage:
     def queue_id(self) -> int:
         """Id of the queue within its topic and broker."""
         return self.queue.queue_id
+
+    @property
+    def ordering_key(self) -> str | None:
+        """The ordering key with which it was sent; None without one."""
+        return self.properties.get(ORDERING_KEY)
 
     @property
     def is_request(self) -> bool:

@@ -32,6 +32,11 @@ class MessageBuffer:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def ready(self) -> bool:
+        """Whether a message may be taken now."""
+        return self._count > 0
+
     def add(self, run: DeliveredRun) -> None:
         """Append messages that a pull returned."""
         self._runs.append(run)

@@ -64,7 +64,7 @@ class MessageDispatcher:
         self._reply_sender = reply_sender
         self._tasks, self._on_stop = tasks, on_stop
         self._policy, self._metrics = retry_policy(settings), session.metrics
-        self._event_counter = session.event_counter
+        self._event_counter, self._by_key = session.event_counter, settings.order == "key"
         self._threads: DaemonThreads | None = None
         if not inspect.iscoroutinefunction(adapter.handler):
             self._threads = DaemonThreads("handler")
@@ -98,7 +98,7 @@ class MessageDispatcher:
         settings = self._session.settings
         self._by_queue[queue.ref] = [
             self._tasks.create_task(self._run_queue(queue, queue.lineage))
-            for _ in range(1 if settings.orderly else settings.queue_concurrency)
+            for _ in range(1 if settings.order == "queue" else settings.queue_concurrency)
         ]
 
     def _begin_anew(self, queue: AssignedQueue) -> None:
@@ -139,10 +139,16 @@ class MessageDispatcher:
         """Finish the messages that are handled; resolve each failed one alone.
 
         Messages that are handled again here delay their queue, in order; messages that are sent
-        back are sent together. With `orderly` the messages behind the first failure count as not
-        handled: they are handled again after it.
+        back are sent together. With the order of the queue the messages behind the first failure
+        count as not handled: they are handled again after it. With the order of keys a failed
+        message waits in the buffer with its key, and this task goes on.
         """
-        if self._session.settings.orderly:
+        if self._by_key:
+            ((message, failure),) = zip(messages, failures, strict=True)
+            assert failure is not None
+            await self._resolve_keyed(queue, message, failure)
+            return
+        if self._session.settings.order == "queue":
             first = next(index for index, failure in enumerate(failures) if failure is not None)
             queue.finish(messages[:first])
             await self._resolve_one(queue, messages[first], failures[first])
@@ -159,6 +165,17 @@ class MessageDispatcher:
         else:
             for message, failure in failed:
                 await self._resolve_one(queue, message, failure)
+
+    async def _resolve_keyed(
+        self, queue: AssignedQueue, message: ReceivedMessage, failure: HandlingFailure
+    ) -> None:
+        step = await self._decide(queue, message, failure)
+        if isinstance(step, RetryInPlace):
+            queue.retry_later(message, step.delay_ms)
+        elif step:
+            queue.finish([message])
+        else:
+            queue.give_up(message)
 
     async def _resolve_one(
         self, queue: AssignedQueue, message: ReceivedMessage, failure: HandlingFailure | None
@@ -189,6 +206,7 @@ class MessageDispatcher:
             self._slots.release()
             return False
         message.attempts += 1
+        message.token = queue.token  # it may be from an earlier grant
         failures = await self._attempt([message])
         return (failures and failures[0]) or True
 
@@ -266,6 +284,8 @@ class MessageDispatcher:
         first, extend = messages[0], call.extend
         now_ms = self._session.clock.monotonic_ms()
         running = self._session.running.begin(first.queue, first.offset, now_ms)
+        if self._by_key:
+            running.ordering_key = first.ordering_key
         extended = [messages] if isinstance(messages, MessageBatch) else messages
         for one in extended:
             one.extender = extend

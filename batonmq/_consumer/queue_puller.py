@@ -223,7 +223,7 @@ class QueuePuller:
             return
         queue.flow = self._flow_reason(progress)
         self._ask_for_room()
-        if credit.offer(*self._room(progress), idle=not queue.buffer):
+        if credit.offer(*self._room(progress), idle=not queue.buffer.ready):
             delivery.raise_credit(*self._state(progress, credit))
         queue.credit_due_at = credit.due_at(session.limits.messages_max)
 

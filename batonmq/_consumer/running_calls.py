@@ -15,6 +15,7 @@ class RunningCall:
         queue: The queue of its messages.
         offset: Offset of its first message.
         begin_ms: When it began, by the monotonic clock.
+        ordering_key: Ordering key of its message, if messages are handled in the order of keys.
         abandoned: Whether its result is discarded. Only a plain function runs on then, as a thread
             can't be cancelled, and a coroutine that ignores its cancellation.
     """
@@ -23,6 +24,7 @@ class RunningCall:
     offset: int
     begin_ms: int
     abandoned: bool = False
+    ordering_key: str | None = None
 
 
 class RunningCalls:
@@ -66,6 +68,11 @@ class RunningCalls:
         """Return the oldest call of a queue with a result that counts."""
         calls = self._by_queue.get(queue, ())
         return next((call for call in calls if not call.abandoned), None)
+
+    def lowest_of_queue(self, queue: QueueRef) -> RunningCall | None:
+        """Return the call of a queue with the lowest offset of those with a result that counts."""
+        calls = [call for call in self._by_queue.get(queue, ()) if not call.abandoned]
+        return min(calls, key=lambda call: call.offset, default=None)
 
     def delaying(self, queue: QueueRef) -> RunningCall | None:
         """Return the call that a queue waits for; None if the next message may be started.

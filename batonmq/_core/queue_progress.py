@@ -113,7 +113,8 @@ class QueueProgress:
     @property
     def running_count(self) -> int:
         """Number of messages in running handlers."""
-        return sum(end - first for first, end in self._running.items())
+        running = list(self._running.items())  # a copy: metrics are read in another thread
+        return sum(end - first for first, end in running)
 
     @property
     def dirty(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
+from batonmq._core.ordering_key import ORDERING_KEY, check_ordering_key
 from batonmq._core.records import (
     BODY_BYTES_MAX,
     KEYS_BYTES_MAX,
@@ -15,6 +16,7 @@ from batonmq._core.records import (
     check_limit,
     check_tag,
     encode_bodies,
+    encode_properties,
 )
 from batonmq.errors import BadBatch, InvalidArgument
 
@@ -42,16 +44,24 @@ class MessageColumns:
         bodies: Bodies: a sequence of bytes, or a binary or string column of Arrow.
         tag: Tag of every message; empty for none.
         keys: One key per message, empty for none; an empty sequence for no keys at all.
+        ordering_key: Ordering key of every message; None for none.
 
     Raises:
         InvalidArgument: A body is not bytes, or there are not as many keys as bodies.
         BadBatch, LimitExceeded: The tag, a key or a body is not valid.
     """
 
-    def __init__(self, bodies: Bodies, tag: str = "", keys: Keys = ()) -> None:
+    def __init__(
+        self, bodies: Bodies, tag: str = "", keys: Keys = (), ordering_key: str | None = None
+    ) -> None:
         self._bodies, self._keys = _checked_bodies(_listed(bodies)), _listed(keys)
         self._tag = tag
+        self._properties = b""
+        if ordering_key is not None:
+            properties = {ORDERING_KEY: check_ordering_key(ordering_key)}
+            self._properties = encode_properties(properties)
         self._fixed_bytes = RECORD.size + COLUMN_BYTES + len(_checked_tag(tag))
+        self._fixed_bytes += len(self._properties)
         if self._keys:
             _check_keys(self._keys, len(self._bodies))
 
@@ -74,7 +84,8 @@ class MessageColumns:
         if sum(sizes) > bytes_max:
             count = max(1, bisect_right(list(accumulate(sizes)), bytes_max))
             bodies, keys = bodies[:count], keys[:count]
-        return MessagePiece(encode_bodies(bodies, self._tag, keys), self._tag, keys)
+        records = encode_bodies(bodies, self._tag, keys, self._properties)
+        return MessagePiece(records, self._tag, keys)
 
 
 class MessagePiece:

@@ -14,6 +14,7 @@ from batonmq._common.aio import only_error, unless
 from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._connection.routes import follow_route, wait_for_route
 from batonmq._core.delays import deliver_time
+from batonmq._core.ordering_key import with_ordering_key
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message, encode_record
 from batonmq._core.requests import Reply
@@ -204,9 +205,10 @@ class Producer:
             keys: Keys by which the message can be found.
             properties: At most 32 KiB.
             ordering_key: Messages with the same key go to the same queue, in the order in which
-                they were passed to this producer. If queues are added, a few keys move to a new
-                queue; a message of such a key is sent when the earlier messages of the key have an
-                outcome.
+                they were passed to this producer. Consumers with `order="key"` handle them in that
+                order. At most 1,024 bytes of UTF-8; it is stored as a property. If queues are
+                added, a few keys move to a new queue; a message of such a key is sent when the
+                earlier messages of the key have an outcome.
             queue: Send to this queue.
             deliver_at_unix_ms: Time of delivery, at most 40 days ahead; a time in the past means
                 at once.
@@ -220,7 +222,7 @@ class Producer:
             ProducerClosed: The producer is closed.
             BatonError: Storage rejected the message.
         """
-        message = Message(body, tag, tuple(keys), properties or {})
+        message = with_ordering_key(Message(body, tag, tuple(keys), properties or {}), ordering_key)
         if not (deliver_at_unix_ms is delay_ms is delay_level is None):
             when = (deliver_at_unix_ms, delay_ms, delay_level)
             return await (
@@ -314,6 +316,7 @@ class Producer:
             TopicNotFound, LimitExceeded: As for `send`.
             ProducerClosed: The producer is closed.
         """
+        message = with_ordering_key(message, ordering_key)
         if not (deliver_at_unix_ms is delay_ms is delay_level is None):
             when = (deliver_at_unix_ms, delay_ms, delay_level)
             return await self._schedule(topic, message, when, SendOptions(ordering_key, queue))
@@ -349,7 +352,7 @@ class Producer:
             TopicNotFound, LimitExceeded: As for `send`.
             ProducerClosed: The producer is closed.
         """
-        message = Message(body, tag, tuple(keys), properties or {})
+        message = with_ordering_key(Message(body, tag, tuple(keys), properties or {}), ordering_key)
         record = encode_record(message)
         options = SendOptions(ordering_key, queue, one_way=True)
         if self._place(topic, options, message, record) is None:
@@ -389,7 +392,7 @@ class Producer:
             PartlySent: Some messages are stored and others have failed.
             TopicNotFound, Unreachable, ProducerClosed: As for `send`, for all messages.
         """
-        columns = MessageColumns(bodies, tag, keys)
+        columns = MessageColumns(bodies, tag, keys, ordering_key)
         no_options = ordering_key is None and queue is None
         options = ANY_QUEUE if no_options else SendOptions(ordering_key, queue)
         outcomes: list[ReceiptRange | FailedRange] = []

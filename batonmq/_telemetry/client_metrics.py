@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from batonmq._core.flow_control import FlowReason
 from batonmq._core.retries import HandlingFailure
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60, 300, 900)
 _BATCHES = (1, 10, 100, 1_000, 10_000, 65_535)
+KeyState = Literal["handling", "retrying"]
+_KEY_STATES: tuple[KeyState, ...] = ("handling", "retrying")
 _FLOW_REASONS: tuple[FlowReason, ...] = ("count", "bytes", "span", "paused")
 
 
@@ -30,6 +32,9 @@ class GaugeSource(Protocol):
 
     def buffered(self) -> tuple[int, int]:
         """Return the number of messages that wait for a handler, and the bytes of their bodies."""
+
+    def keys(self, state: KeyState) -> int:
+        """Return the number of messages that hold their ordering keys, by what they wait for."""
 
     def delayed(self, reason: FlowReason) -> int:
         """Return the number of queues that delay their next pull for `reason`."""
@@ -125,6 +130,14 @@ class ClientMetrics:
             registry=registry,
         )
 
+        self.ordering_keys = Gauge(
+            "baton_consumer_ordering_keys",
+            "Ordering keys that later messages wait for, by state: handling (a message of the key "
+            "is in a handler) or retrying (one has failed, and is handled again after a delay). 0 "
+            "unless messages are handled in the order of their keys.",
+            (*by_client, "state"),
+            registry=registry,
+        )
         self.replies = Counter(
             "baton_consumer_replies",
             "Replies to requests, by outcome: delivered, late (the requester is gone), inbox_full "
@@ -200,6 +213,12 @@ class ConsumerMetrics:
         metrics.running_messages.labels(*client).set_function(source.in_flight)
         metrics.buffered_messages.labels(*client).set_function(lambda: source.buffered()[0])
         metrics.buffered_bytes.labels(*client).set_function(lambda: source.buffered()[1])
+        for state in _KEY_STATES:
+
+            def keys(state: KeyState = state) -> int:
+                return source.keys(state)
+
+            metrics.ordering_keys.labels(*client, state).set_function(keys)
         for reason in _FLOW_REASONS:
 
             def held(reason: FlowReason = reason) -> int:
@@ -212,6 +231,8 @@ class ConsumerMetrics:
         metrics, client = self._metrics, self._client
         for gauge in (metrics.running_messages, metrics.buffered_messages, metrics.buffered_bytes):
             gauge.remove(*client)
+        for state in _KEY_STATES:
+            metrics.ordering_keys.remove(*client, state)
         for reason in _FLOW_REASONS:
             metrics.held_queues.remove(*client, reason)
 

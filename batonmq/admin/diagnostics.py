@@ -21,6 +21,7 @@ from batonmq._common.clock import Clock
 from batonmq._common.health import ask_health
 from batonmq._connection.security import Security
 from batonmq.admin.admin import Admin
+from batonmq.admin.group_reports import QueueDiagnosis
 from batonmq.admin.reports import ClusterNodes, Node
 from batonmq.admin.resets import Resets
 from batonmq.errors import BatonError
@@ -201,7 +202,7 @@ class Diagnostics:
         if progress is None or any(queue.lag != 0 for queue in progress.queues):
             stuck = await self._tried(f"why-stuck {name}", admin.why_stuck(name))
             if stuck is not None:
-                self.add_json(f"groups/{name}.why-stuck.json", [asdict(d) for d in stuck])
+                self.add_json(f"groups/{name}.why-stuck.json", [_without_key(d) for d in stuck])
         resets = await self._tried(f"resets of {name}", Resets(admin).history(name))
         if resets:
             self.add_json(f"groups/{name}.resets.json", [asdict(reset) for reset in resets])
@@ -256,6 +257,15 @@ def without_secrets(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_secrets(item) for item in value]
     return value
+
+
+def _without_key(diagnosis: QueueDiagnosis) -> dict[str, Any]:
+    """Return a diagnosis without the ordering key, which is data of the application."""
+    fields, key = asdict(diagnosis), diagnosis.evidence.get("running_ordering_key")
+    if key:
+        fields["message"] = diagnosis.message.replace(repr(key), _BLACK)
+        fields["evidence"] = {**diagnosis.evidence, "running_ordering_key": _BLACK}
+    return fields
 
 
 def _version(package: str) -> str | None:

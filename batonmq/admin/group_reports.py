@@ -71,6 +71,7 @@ class Group:
     """A consumer group, members by client id.
 
     Attributes:
+        order: In which order messages of a queue are handled: none, queue or key.
         policy: What happens to other subscriptions: reject, staged, staged_latest or warn.
         ownership: Whether queues are owned: on or off.
         strategy: Assignment of queues: sticky, average, average_by_circle, consistent_hash or
@@ -87,7 +88,7 @@ class Group:
     subscription_generation: int
     model: str
     consume_from: str
-    orderly: bool
+    order: str
     policy: str
     ownership: str
     strategy: str
@@ -215,7 +216,9 @@ def group_from_pb(group: pb.Group) -> Group:
         subscription_generation=group.subscription_generation,
         model=enum_name(pb.MessageModel.Name, model, "MESSAGE_MODEL_").lower(),
         consume_from=enum_name(pb.ConsumeFrom.Name, consume_from, "CONSUME_FROM_").lower(),
-        orderly=group.orderly,
+        order=enum_name(pb.MessageOrder.Name, group.order, "MESSAGE_ORDER_").lower()
+        if group.order
+        else "none",
         policy=enum_name(pb.SubscriptionPolicy.Name, policy, "SUBSCRIPTION_POLICY_").lower(),
         ownership=enum_name(pb.Ownership.Name, ownership, "OWNERSHIP_").lower(),
         strategy=enum_name(pb.Strategy.Name, strategy, "STRATEGY_").lower(),

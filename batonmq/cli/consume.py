@@ -12,7 +12,7 @@ import click
 
 from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.consumer_settings import ORDERS, ConsumerSettings, MessageOrder
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.delays import parse_duration_ms
 from batonmq._core.queues import QueueRef
@@ -87,6 +87,13 @@ def parse_start(text: str, now_unix_ms: int) -> StartPosition:
     show_default=True,
     help="* for all, tags joined by ||, or a condition such as: sql: a > 5 AND b = 'x'",
 )
+@click.option(
+    "--order",
+    type=click.Choice(tuple(ORDERS)),
+    help="In which order the members of the group handle messages: all members must have the same. "
+    "By default as the members, and none for a new group. This command handles one message at a "
+    "time in any case.",
+)
 @click.option("--count", type=click.IntRange(min=1), help="Stop after this number of messages.")
 @click.option(
     "--follow", is_flag=True, help="Wait for new messages at the end of the queues, until Ctrl-C."
@@ -99,6 +106,7 @@ def consume(
     group: str,
     start: str,
     expression: str,
+    order: MessageOrder | None,
     count: int | None,
     follow: bool,
     reply: str | None,
@@ -113,7 +121,7 @@ def consume(
         begin = parse_start(start, Clock().unix_ms()) if start else None
     except InvalidArgument as error:
         raise click.UsageError(f"{error.message}. {error.remedy}") from error
-    reading = _TopicReader(session, group, topic, expression, begin, count, reply)
+    reading = _TopicReader(session, group, topic, expression, begin, order, count, reply)
     session.run(reading.run(follow=follow), endless=follow)
 
 
@@ -124,6 +132,7 @@ class _TopicReader:
     topic: str
     expression: str
     start: StartPosition | None
+    order: MessageOrder | None
     count: int | None
     reply: str | None
 
@@ -163,6 +172,7 @@ class _TopicReader:
             consume_from=start.place,
             start_unix_ms=start.unix_ms,
             commit_interval_ms=500,
+            order=self.order or "none",
             send_back=False,
             security=self.session.security,
         )
@@ -175,8 +185,9 @@ class _TopicReader:
         if self.start is None:
             usual = cast(ConsumeFrom, group.consume_from)
             settings = replace(settings, consume_from=usual)
+        order = self.order or cast(MessageOrder, group.order)
         sends_back = retry_topic(self.group) in {s.topic for s in group.subscriptions}
-        return replace(settings, orderly=group.orderly, send_back=sends_back)
+        return replace(settings, order=order, send_back=sends_back and order == "none")
 
     async def _ends(self, admin: Admin) -> dict[QueueRef, int]:
         """Return the next offset of every queue of the topic."""
@@ -209,6 +220,7 @@ def _item(message: ReceivedMessage) -> Item:
         "store_unix_ms": message.store_unix_ms,
         "tag": message.tag,
         "keys": list(message.keys),
+        "ordering_key": message.ordering_key,
         "properties": dict(message.properties),
         "redelivered": message.redelivered,
     }
@@ -225,6 +237,7 @@ def _text(message: ReceivedMessage) -> str:
         f"{message.broker}/{message.queue_id}@{message.offset}",
         f"tag={message.tag}" if message.tag else "",
         f"keys={','.join(message.keys)}" if message.keys else "",
+        "" if message.ordering_key is None else f"ordering_key={message.ordering_key}",
         "redelivered" if message.redelivered else "",
         message.body.decode(errors="backslashreplace"),
     ]

@@ -91,7 +91,7 @@ _SETTINGS_COLUMNS: Columns = {
 _SETTINGS_MORE: Columns = {
     "MODEL": "model",
     "FROM": "consume_from",
-    "ORDERLY": lambda item: "yes" if item["orderly"] else "no",
+    "ORDER": "order",
     "POLICY": "policy",
     "OWNERSHIP": "ownership",
     "STRATEGY": "strategy",
@@ -329,7 +329,7 @@ def describe_settings(progress: GroupProgress, place: OffsetsPlacement | None) -
         place: Placement of the group; None if it is unknown.
     """
     group = progress.group
-    order = "orderly, " if group.orderly else ""
+    order = "" if group.order == "none" else f"ordered by {group.order}, "
     yield (
         f"{group.model}, {order}from {group.consume_from}; policy {group.policy}, "
         f"ownership {group.ownership}, strategy {group.strategy}"

@@ -28,7 +28,6 @@ from batonmq.errors import BatonError, NotServing, TopicNotFound
 from batonmq_server.gateway.core.message_leases import LeaseTerms, MessageLease, QueueLeases
 from batonmq_server.gateway.core.receipt_handles import ReceiptHandle
 from batonmq_server.gateway.gateway_parts import GatewayParts
-from batonmq_server.gateway.message_proto import MESSAGE_GROUP
 from batonmq_server.gateway.statuses import Refused
 
 log = logging.getLogger(__name__)
@@ -459,7 +458,7 @@ class GroupConsumer:
             of_topic = self._pool(ref, message.topic)
             of_topic.held[message.offset] = taken
             before = message.attempts - 1 + int(message.redelivered)
-            of_topic.leases.add(message.offset, before, message.properties.get(MESSAGE_GROUP, ""))
+            of_topic.leases.add(message.offset, before, message.ordering_key or "")
 
     def _backlog(self, ref: QueueRef) -> int:
         pools = (pool for pool in self._pools.values() if pool.ref == ref)

@@ -1,6 +1,7 @@
 """Messages of the RocketMQ 5 contract, and how they are stored.
 
-What the contract knows and BatonMQ does not is stored as properties `rocketmq.*` of the message.
+A message group is the ordering key. What the contract knows and BatonMQ does not is stored as
+properties `rocketmq.*` of the message.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from batonmq_server.gateway.callers import Caller
 from batonmq_server.gateway.statuses import Refused
 
 PREFIX = "rocketmq."
+OWN_PREFIX = "baton."
+"""What BatonMQ itself adds to messages; clients neither set nor get it."""
 MESSAGE_ID = f"{PREFIX}message_id"
-MESSAGE_GROUP = f"{PREFIX}message_group"
 _BORN = f"{PREFIX}born_unix_ms"
 _BORN_HOST = f"{PREFIX}born_host"
 _ENCODING = f"{PREFIX}encoding"
@@ -82,7 +84,6 @@ def outgoing(sent: pb.Message, now_unix_ms: int) -> OutgoingMessage:
     )
     optional = {
         _BORN_HOST: system.born_host,
-        MESSAGE_GROUP: system.message_group,
         _TRACE: system.trace_context,
         _ENCODING: str(int(pb.GZIP)) if system.body_encoding == pb.GZIP else "",
     }
@@ -134,10 +135,11 @@ def _check_type(system: pb.SystemProperties) -> None:
             "a message of type FIFO has a message group, one of type DELAY a delivery time, and no "
             "message has both",
         )
-    if len(system.message_group.encode()) > MESSAGE_GROUP_BYTES_MAX:
+    group = system.message_group
+    if len(group.encode()) > MESSAGE_GROUP_BYTES_MAX or {"\x01", "\x02"} & {*group}:
         raise Refused(
             pb.ILLEGAL_MESSAGE_GROUP,
-            f"a message group has {MESSAGE_GROUP_BYTES_MAX} bytes at most",
+            f"a message group has {MESSAGE_GROUP_BYTES_MAX} bytes at most, without 0x01 and 0x02",
         )
 
 
@@ -154,7 +156,7 @@ def _check_properties(properties: dict[str, str]) -> None:
             f"{PROPERTIES_MAX} properties and {PROPERTIES_BYTES_MAX} bytes",
         )
     for name, value in properties.items():
-        if not name or name.startswith((PREFIX, "baton.")) or {"\x01", "\x02"} & {*name, *value}:
+        if not name or name.startswith((PREFIX, OWN_PREFIX)) or {"\x01", "\x02"} & {*name, *value}:
             raise Refused(
                 pb.ILLEGAL_MESSAGE_PROPERTY_KEY,
                 f"property {name[:140]!r} is empty, reserved (rocketmq.*, baton.*), or it or its "
@@ -190,7 +192,7 @@ def received(message: ReceivedMessage, topic: pb.Resource, delivery: DeliveryFie
         topic: The topic as the client names it.
     """
     own = {name: value for name, value in message.properties.items() if name.startswith(PREFIX)}
-    group, deliver_at = own.get(MESSAGE_GROUP, ""), own.get(_DELIVER_AT)
+    group, deliver_at = message.ordering_key or "", own.get(_DELIVER_AT)
     kind = pb.FIFO if group else pb.DELAY if deliver_at else pb.NORMAL
     system = pb.SystemProperties(
         keys=message.keys,
@@ -219,7 +221,11 @@ def received(message: ReceivedMessage, topic: pb.Resource, delivery: DeliveryFie
         system.delivery_timestamp.CopyFrom(timestamp(_number(deliver_at)))
     if trace := own.get(_TRACE):
         system.trace_context = trace
-    users = {name: value for name, value in message.properties.items() if name not in own}
+    users = {
+        name: value
+        for name, value in message.properties.items()
+        if not name.startswith((PREFIX, OWN_PREFIX))
+    }
     return pb.Message(
         topic=topic, user_properties=users, system_properties=system, body=message.body
     )

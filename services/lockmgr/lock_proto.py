@@ -33,6 +33,8 @@ from batonmq_server.runtime.paging import key_of_token, malformed_token
 WatchNotice = tuple[GroupQueue, int, WantedNotice | None]
 """A queue and its token, with the notice for its owner; None if the queue is free instead."""
 
+ORDERING_KEY_CHARACTERS_MAX = 255
+"""Characters of an ordering key that are kept for display."""
 _QUEUE_ID = re.compile(r"[0-9]{1,10}")
 _HOLD_STATES = {state: pb.HoldState.Value(f"HOLD_STATE_{state.value}") for state in HoldState}
 _WANTED_REASONS = {r: pb.WantedReason.Value(f"WANTED_REASON_{r.value}") for r in WantedReason}
@@ -131,12 +133,15 @@ def running_from_pb(holds: Iterable[pb.Hold]) -> dict[GroupQueue, RunningHandler
             key = key_from_pb(queue_pb2.GroupQueue(group=hold.queue.group, queue=call.queue))
             check_number("running.offset", call.offset)
             check_number("running.running_ms", call.running_ms)
+            check_number("running.failed_count", call.failed_count)
             handlers[key_from_pb(hold.queue)] = RunningHandler(
                 token=hold.token,
                 queue=QueueRef(key.topic, key.broker, key.queue_id),
                 offset=call.offset,
                 running_ms=call.running_ms,
                 abandoned=call.abandoned,
+                ordering_key=call.ordering_key[:ORDERING_KEY_CHARACTERS_MAX],
+                failed_count=call.failed_count,
             )
     return handlers
 
@@ -241,4 +246,6 @@ def _running_to_pb(entry: LockEntry, now_ms: int) -> pb.RunningHandler | None:
         offset=call.offset,
         running_ms=call.running_ms + now_ms - entry.running_at_ms,
         abandoned=call.abandoned,
+        ordering_key=call.ordering_key,
+        failed_count=call.failed_count,
     )

@@ -49,6 +49,16 @@ _STARTS: Mapping[int, str] = {
     pb.CONSUME_FROM_FIRST: "FIRST",
     pb.CONSUME_FROM_TIMESTAMP: "TIMESTAMP",
 }
+_ORDERS: Mapping[int, str] = {
+    pb.MESSAGE_ORDER_UNSPECIFIED: "NONE",
+    pb.MESSAGE_ORDER_QUEUE: "QUEUE",
+    pb.MESSAGE_ORDER_KEY: "KEY",
+}
+_ORDERS_PB: Mapping[str, pb.MessageOrder.ValueType] = {
+    "NONE": pb.MESSAGE_ORDER_UNSPECIFIED,
+    "QUEUE": pb.MESSAGE_ORDER_QUEUE,
+    "KEY": pb.MESSAGE_ORDER_KEY,
+}
 _POLICIES: Mapping[int, SubscriptionPolicy | None] = {
     pb.SUBSCRIPTION_POLICY_UNSPECIFIED: None,
     pb.SUBSCRIPTION_POLICY_REJECT: SubscriptionPolicy.REJECT,
@@ -82,7 +92,7 @@ def group_to_stored(group: Group) -> StoredGroup:
         subscription_generation=group.subscription_generation,
         model=_model_to_pb(group),
         consume_from=pb.ConsumeFrom.Value(f"CONSUME_FROM_{group.terms.consume_from}"),
-        orderly=group.terms.orderly,
+        order=_ORDERS_PB[group.terms.order],
         policy=pb.SubscriptionPolicy.Value(f"SUBSCRIPTION_POLICY_{group.policy.value}"),
         ownership=_ownership_to_pb(group),
         strategy=pb.Strategy.Value(f"STRATEGY_{group.strategy.value}"),
@@ -143,7 +153,7 @@ def group_from_stored(group: StoredGroup) -> Group:
             subscriptions=_subscriptions_from_pb(group.subscriptions),
             model=_MODELS[group.model],
             consume_from=_STARTS[group.consume_from],
-            orderly=group.orderly,
+            order=_ORDERS[group.order],
         ),
         subscription_generation=group.subscription_generation,
         policy=_POLICIES[group.policy] or SubscriptionPolicy.REJECT,
@@ -189,7 +199,7 @@ def group_to_pb(group: StoredGroup) -> pb.Group:
         subscription_generation=group.subscription_generation,
         model=group.model,
         consume_from=group.consume_from,
-        orderly=group.orderly,
+        order=group.order,
         policy=group.policy,
         ownership=group.ownership,
         strategy=group.strategy,
@@ -230,7 +240,7 @@ def heartbeat_from_pb(request: pb.HeartbeatRequest) -> Heartbeat:
             subscriptions=_checked_subscriptions(request.subscriptions),
             model=enum_value("model", request.model, _MODELS),
             consume_from=enum_value("consume_from", request.consume_from, _STARTS),
-            orderly=request.orderly,
+            order=enum_value("order", request.order, _ORDERS),
         ),
     )
 

@@ -276,7 +276,12 @@ def _lock(entry: lockmgr_pb.LockEntry) -> LockEvidence:
 
 def _handler(call: lockmgr_pb.RunningHandler) -> HandlerEvidence:
     return HandlerEvidence(
-        _queue_from_pb(call.queue), call.offset, call.running_ms, abandoned=call.abandoned
+        _queue_from_pb(call.queue),
+        call.offset,
+        call.running_ms,
+        abandoned=call.abandoned,
+        ordering_key=call.ordering_key,
+        failed_count=call.failed_count,
     )
 
 

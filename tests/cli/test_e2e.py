@@ -364,6 +364,31 @@ def test_other_subscription_is_rejected_with_both_clients(cluster: RunningCluste
     assert (difference["newcomer_value"], difference["member_value"]) == ("B", "A")
 
 
+def test_members_of_a_group_have_one_order_and_messages_show_their_ordering_keys(
+    cluster: RunningCluster,
+) -> None:
+    cluster("topic", "create", "keyed", "--queues", "1")
+    _produce_keyed(cluster, b"a")
+    arguments = ("consume", "keyed", "--group", "keyed", "--from", "first")
+    with cluster.started(*arguments, "--order", "key", "--follow") as reading:
+        assert reading.stdout is not None
+        assert "ordering_key=account 7 a" in reading.stdout.readline().decode()
+        refused = cluster(*arguments, "--order", "queue", "--format", "json")
+        described = cluster("group", "describe", "keyed").out
+    assert "clustering, ordered by key, from first" in described
+    assert refused.code == 1
+    (difference,) = json.loads(refused.err)["error"]["differences"]
+    assert (difference["setting"], difference["newcomer_value"]) == ("order", "QUEUE")
+    _produce_keyed(cluster, b"b")
+    as_its_members = cluster(*arguments, "--count", "1", "--format", "json").json_lines
+    assert [one["ordering_key"] for one in as_its_members] == ["account 7"]
+
+
+def _produce_keyed(cluster: RunningCluster, body: bytes) -> None:
+    with cluster.started("produce", "keyed", "--ordering-key", "account 7") as producing:
+        producing.communicate(body)
+
+
 def _group_state(cluster: RunningCluster, group: str) -> str:
     return next((r["STATE"] for r in cluster("group", "list").rows if r["GROUP"] == group), "")
 

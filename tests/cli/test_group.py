@@ -34,7 +34,7 @@ GROUP = Group(
     subscription_generation=2,
     model="clustering",
     consume_from="last",
-    orderly=False,
+    order="none",
     policy="staged",
     ownership="on",
     strategy="sticky",
@@ -84,12 +84,12 @@ def test_unusual_states_are_described_with_name_and_time() -> None:
     difference = Difference("t", "expression", "c9", "C", "c1", "A||B")
     error = SubscriptionConflict("no", differences=(difference,))
     group = replace(
-        GROUP, members=(replace(MEMBER, differs=True),), pause=PAUSE, staged=STAGED, orderly=True
+        GROUP, members=(replace(MEMBER, differs=True),), pause=PAUSE, staged=STAGED, order="queue"
     )
     refused = RefusedClient("c9", 9, "h9", 0, error)
     lines = list(describe_settings(GroupProgress(group, (), (refused,), ()), None))
     since = "1970-01-01T00:00:00.000Z"
-    assert lines[0].startswith("clustering, orderly, from last;")
+    assert lines[0].startswith("clustering, ordered by queue, from last;")
     assert lines[2:] == [
         f"paused by me@h since {since}: a flood",
         f"since {since} staged: subscription t A",

@@ -2,7 +2,7 @@
 
 Goal: a list is a run of one queue in order, within `messages_max`; a result applies to its message
 alone, an error or a timeout to the whole list; a message that has failed before is in a list of its
-own; with `orderly` no message overtakes a failed one.
+own; with the order of the queue no message overtakes a failed one.
 Method: a real cluster; handlers record their lists and fail on purpose.
 """
 
@@ -30,7 +30,7 @@ from tests.support.conditions import until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
 BACK = replace(QUICK, send_back=None)
-ORDERLY = replace(QUICK, orderly=True)
+IN_ORDER = replace(QUICK, order="queue")
 TEN = [str(number) for number in range(10)]
 
 
@@ -140,7 +140,9 @@ async def test_result_of_the_wrong_length_fails_the_list(
         assert "returned [None" in caplog.text
 
 
-async def test_orderly_list_counts_only_up_to_the_first_failure(nameserver: str) -> None:
+async def test_list_of_an_ordered_queue_counts_only_up_to_the_first_failure(
+    nameserver: str,
+) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send(TEN)
         lists: list[list[tuple[str, int]]] = []
@@ -152,7 +154,7 @@ async def test_orderly_list_counts_only_up_to_the_first_failure(nameserver: str)
                 for message in messages
             ]
 
-        async with running_batches(at, handle, ORDERLY):
+        async with running_batches(at, handle, IN_ORDER):
             await until(lambda: handled_all(at))
         index = next(i for i, each in enumerate(lists) if ("4", 1) in each)
         tail = [body for body, _ in lists[index]]
@@ -212,7 +214,7 @@ async def test_consumer_that_stops_on_a_failure_acknowledges_nothing_of_the_list
         async def fail(_: MessageBatch) -> None:
             raise ValueError("on purpose")
 
-        settings = replace(ORDERLY, retries_max=1, exhausted="stop")
+        settings = replace(IN_ORDER, retries_max=1, exhausted="stop")
         async with at.consumer("a", settings=settings) as consumer:
             with pytest.raises(MessageFailed, match="on purpose"):
                 await consumer.run_batches(fail)

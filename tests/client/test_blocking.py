@@ -94,7 +94,8 @@ def test_send_passes_the_options_of_a_message(at: Scene) -> None:
     with BlockingConsumer(at.nameserver, at.group, {at.topic: "t"}, QUICK) as consumer:
         message = next(iter(consumer))
     assert (message.body, message.tag, message.keys) == (b"yes", "t", ("k",))
-    assert message.properties == {"a": "b"}
+    assert message.properties == {"a": "b", "baton.ordering_key": "o"}
+    assert message.ordering_key == "o"
 
 
 def test_plain_function_handles_every_message_until_stop(at: Scene) -> None:

@@ -18,6 +18,7 @@ from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._core.ordering_key import ORDERING_KEY
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message, encode_record
 from batonmq._producer.producer import Producer
@@ -175,7 +176,7 @@ async def test_metrics_count_events_and_show_gauges_of_a_running_consumer(
             held = {
                 "handling_messages": 1,
                 "buffered_messages": 1,
-                "buffered_bytes": len("waits too"),
+                "buffered_bytes": len("waits too" + f"{ORDERING_KEY}\x014\x02"),
             }
             await until(lambda: held == {name: sample(registry, name, client) for name in held})
             consumer.pause(QueueRef(at.topic, "broker-0", 0))

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.admin.diagnostics import LOG_BYTES, Diagnostics, scrape, without_secrets
+from batonmq.admin.diagnostics import (
+    LOG_BYTES,
+    Diagnostics,
+    _without_key,
+    scrape,
+    without_secrets,
+)
+from batonmq.admin.group_reports import QueueDiagnosis
 
 
 async def test_unreachable_cluster_is_a_problem_and_the_bundle_has_the_rest(tmp_path: Path) -> None:
@@ -69,6 +76,19 @@ def test_secrets_are_removed_by_key_and_fencing_tokens_are_kept() -> None:
         "token": 5, "etcd_password": "[removed]", "deep": [{"api_key": "[removed]", "a": 1}],
         "secret": "",
     }  # fmt: skip
+
+
+def test_ordering_keys_are_removed_from_diagnoses() -> None:
+    evidence = {"running_offset": "5", "running_ordering_key": "it's alice"}
+    text = f"c1 has been handling offset 5 of ordering key {evidence['running_ordering_key']!r}"
+    diagnosis = QueueDiagnosis(
+        group="g", topic="t", broker="b", queue_id=0, reason="HEAD_OF_LINE", message=text,
+        remedy="", evidence=evidence, lag=1, lag_ms=1, committed_offset=5, log_end_offset=6,
+        client_id="c1", unmoved_ms=1,
+    )  # fmt: skip
+    shown = json.dumps(_without_key(diagnosis))
+    assert "alice" not in shown
+    assert "handling offset 5 of ordering key [removed]" in shown
 
 
 async def _serve(answer: bytes, address: list[str]) -> asyncio.Server:

@@ -52,9 +52,9 @@ def dead_letter_after(
     return run_virtual(run())
 
 
-@pytest.mark.parametrize("orderly", [False, True])
+@pytest.mark.parametrize("order", ["none", "queue"])
 def test_cancellation_of_a_task_that_a_handler_awaits_is_a_failure(
-    orderly: bool,
+    order: str,
 ) -> None:
     attempts = []
 
@@ -65,7 +65,7 @@ def test_cancellation_of_a_task_that_a_handler_awaits_is_a_failure(
             work.cancel()
             await work
 
-    assert dead_letter_after(handle, orderly=orderly) == []
+    assert dead_letter_after(handle, order=order) == []
     assert attempts == [1, 2, 3]
 
 

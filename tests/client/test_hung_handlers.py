@@ -99,12 +99,12 @@ async def running(at: HungConsumer, work: Any) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("batches", [False, True], ids=["run", "run_batches"])
-@pytest.mark.parametrize("orderly", [False, True], ids=["", "orderly"])
+@pytest.mark.parametrize("order", ["none", "queue"])
 def test_reset_past_a_hung_handler_cancels_it_and_frees_the_queue_within_a_second(
-    batches: bool, orderly: bool
+    batches: bool, order: str
 ) -> None:
     async def check() -> None:
-        async with hung_consumer(orderly=orderly) as at:
+        async with hung_consumer(order=order) as at:
 
             async def handle_all(messages: Sequence[ReceivedMessage]) -> None:
                 for message in messages:

@@ -60,14 +60,14 @@ def test_seventeenth_failure_is_the_last_by_default() -> None:
         ({"retries_max": 20}, 20, None, SendBack(2 * HOUR)),
         ({"retries_max": 2, "exhausted": "stop"}, 3, None, StopConsumer()),
         ({"send_back": False}, 17, None, RetryInPlace(30 * SECOND)),
-        ({"orderly": True}, 1, None, RetryInPlace(SECOND)),
-        ({"orderly": True}, 5, None, RetryInPlace(16 * SECOND)),
-        ({"orderly": True}, 6, None, RetryInPlace(30 * SECOND)),
-        ({"orderly": True}, 10**6, None, RetryInPlace(30 * SECOND)),
-        ({"orderly": True}, 1, 7, RetryInPlace(7)),
-        ({"orderly": True, "retries_max": 3}, 3, None, RetryInPlace(4 * SECOND)),
-        ({"orderly": True, "retries_max": 3}, 4, None, SendToDeadLetters()),
-        ({"orderly": True, "retries_max": 3, "exhausted": "stop"}, 4, 7, StopConsumer()),
+        ({"order": "queue"}, 1, None, RetryInPlace(SECOND)),
+        ({"order": "queue"}, 5, None, RetryInPlace(16 * SECOND)),
+        ({"order": "queue"}, 6, None, RetryInPlace(30 * SECOND)),
+        ({"order": "queue"}, 10**6, None, RetryInPlace(30 * SECOND)),
+        ({"order": "queue"}, 1, 7, RetryInPlace(7)),
+        ({"order": "queue", "retries_max": 3}, 3, None, RetryInPlace(4 * SECOND)),
+        ({"order": "queue", "retries_max": 3}, 4, None, SendToDeadLetters()),
+        ({"order": "queue", "retries_max": 3, "exhausted": "stop"}, 4, 7, StopConsumer()),
     ],
 )
 def test_retry_decision_follows_attempts_and_settings(
@@ -76,9 +76,9 @@ def test_retry_decision_follows_attempts_and_settings(
     assert decide(attempts, asked_ms, **settings) == expected
 
 
-def test_send_back_with_orderly_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="orderly and send_back are both set"):
-        ConsumerSettings(orderly=True, send_back=True)
+def test_send_back_with_an_order_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"order is 'key' and send_back is set"):
+        ConsumerSettings(order="key", send_back=True)
 
 
 @pytest.mark.parametrize(

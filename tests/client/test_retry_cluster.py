@@ -38,7 +38,7 @@ from tests.support.conditions import until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
 
 BACK = replace(QUICK, send_back=None)
-ORDERLY = replace(QUICK, orderly=True)
+IN_ORDER = replace(QUICK, order="queue")
 READ = replace(QUICK, drain_timeout_ms=1_000)
 
 
@@ -198,7 +198,7 @@ async def test_extended_handler_may_take_longer(nameserver: str) -> None:
                 finally:
                     failed_after.append(clock.monotonic_ms() - begin_ms)
 
-        async with running_member(at, handle, replace(ORDERLY, handle_timeout_ms=100)):
+        async with running_member(at, handle, replace(IN_ORDER, handle_timeout_ms=100)):
             await until(lambda: _no_lag(at))
         (after_ms,), (timer_ms,) = failed_after, due_after
         assert 790 <= after_ms < timer_ms + 1_000, "timers are exact to a second"
@@ -215,7 +215,7 @@ async def test_suspended_message_delays_only_its_own_queue(nameserver: str) -> N
             hold = message.body == b"head" and (message.attempts < 3 or "other" not in order)
             return Suspend(10) if hold else None
 
-        settings = replace(ORDERLY, queue_concurrency=8)
+        settings = replace(IN_ORDER, queue_concurrency=8)
         async with running_member(at, handle, settings):
             await until(lambda: "behind" in order)
         own = [body for body in order if body != "other"]
@@ -224,7 +224,9 @@ async def test_suspended_message_delays_only_its_own_queue(nameserver: str) -> N
         assert len(own) >= 4
 
 
-async def test_orderly_message_that_fails_too_often_becomes_a_dead_letter(nameserver: str) -> None:
+async def test_message_of_an_ordered_queue_that_fails_too_often_becomes_a_dead_letter(
+    nameserver: str,
+) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send(["bad", "behind"])
         order: list[str] = []
@@ -234,7 +236,7 @@ async def test_orderly_message_that_fails_too_often_becomes_a_dead_letter(namese
             if message.body == b"bad":
                 raise ValueError
 
-        async with running_member(at, handle, replace(ORDERLY, retries_max=2)):
+        async with running_member(at, handle, replace(IN_ORDER, retries_max=2)):
             (dead,) = await dead_letters(at, 1)
             await until(lambda: order == ["bad", "bad", "bad", "behind"])
         assert (dead.body, dead.properties["baton.attempts"]) == (b"bad", "3")
@@ -249,7 +251,7 @@ async def test_consumer_that_stops_on_a_failure_leaves_the_message_to_other_memb
         async def handle(message: ReceivedMessage) -> None:
             raise ValueError("on purpose")
 
-        settings = replace(ORDERLY, retries_max=1, exhausted="stop")
+        settings = replace(IN_ORDER, retries_max=1, exhausted="stop")
         async with at.consumer("a", settings=settings) as consumer:
             with pytest.raises(MessageFailed, match="on purpose"):
                 await consumer.run(handle)

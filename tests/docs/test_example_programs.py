@@ -23,7 +23,8 @@ CLAIMED = "idempotent(bank.book, store, claim_ms=CLAIM_MS, done_ms=DONE_MS, key=
 BROKEN = {
     "cache.py": ('model="broadcasting", offsets_file=offsets_file, ', ""),
     "idempotent_payments.py": (CLAIMED, "bank.book"),
-    "ledger.py": ("orderly=True", "send_back=False, queue_concurrency=20"),
+    "ledger.py": ('order="queue"', "send_back=False, queue_concurrency=20"),
+    "mails.py": ('order="key", ', 'order="queue", '),
     "orders.py": ("retries_max=RETRIES_MAX", "retries_max=1"),
     "price_requests.py": ('else b"%d" % price', 'else b"0"'),
     "reminders.py": ("await producer.cancel(receipt.schedule_id)", "pass"),

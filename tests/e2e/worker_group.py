@@ -207,15 +207,19 @@ async def worker_group(nameserver: str, topic: str, folder: Path) -> AsyncIterat
 
 
 async def send(
-    nameserver: str, topic: str, numbers: Iterable[int], *tags: str
+    nameserver: str, topic: str, numbers: Iterable[int], *tags: str, key_count: int = 0
 ) -> dict[int, Receipt]:
-    """Send numbers round-robin over the queues and tags; wait for all receipts."""
+    """Send numbers round-robin over the tags; wait for all receipts.
+
+    Args:
+        key_count: The ordering key is the number, or its remainder by this.
+    """
     async with Producer(nameserver) as producer:
         pending = {
             number: await producer.submit(
                 topic,
                 Message(str(number).encode(), tag=tags[number % len(tags)] if tags else ""),
-                ordering_key=str(number),
+                ordering_key=str(number % key_count if key_count else number),
             )
             for number in numbers
         }

@@ -19,7 +19,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2
-from batonmq import Admin, Consumer, ConsumerSettings
+from batonmq import Admin, Consumer, ConsumerSettings, Producer
 from batonmq._core.reset_targets import ToEarliest
 from batonmq.admin import Operation, Resets, ResetScope
 from batonmq_server.gateway.access import METHODS
@@ -165,6 +165,11 @@ async def test_message_group_waits_for_its_first_message_and_other_messages_go_o
         await at.stub.ack("billing", "orders", [held[b"a1"]])
         (second,) = await at.stub.receive_until("billing", "orders", 1)
         assert second.body == b"a2"
+        async with Producer(at.nameserver) as producer:
+            await producer.send("orders", b"native", ordering_key="k", properties={"x": "y"})
+        (native,) = await at.stub.receive_until("billing", "orders", 1)
+        assert native.system_properties.message_group == "k"
+        assert dict(native.user_properties) == {"x": "y"}
 
 
 async def test_filters_by_tag_and_by_condition_and_a_conflict_of_filters(tmp_path: Path) -> None:

@@ -69,7 +69,10 @@ STUCK = QueueEvidence(
 REFUSED = ExcludedClient(
     "c3",
     "c1",
-    (SubscriptionMismatch("flights", "EWR", "JFK||LGA"), SubscriptionMismatch("orderly", "1", "0")),
+    (
+        SubscriptionMismatch("flights", "EWR", "JFK||LGA"),
+        SubscriptionMismatch("order", "KEY", "NONE"),
+    ),
 )
 NOT_ASSIGNED = replace(STUCK, assigned="", lock=None)
 FREE = LockEvidence(token=5, denial="UNACKED: 1 message is not acked")
@@ -180,6 +183,8 @@ def test_only_stuck_reasons_have_a_remedy(reason: StuckReason) -> None:
                 "running_offset": 2_101,
                 "running_ms": 80_000,
                 "running_abandoned": "false",
+                "running_ordering_key": "",
+                "running_failed_count": 0,
             },
         ),
         (StuckReason.HELD, {"owner": "c1", "held_ms": 60_000, "token": 5, "waiters": "c2"}),
@@ -191,9 +196,9 @@ def test_only_stuck_reasons_have_a_remedy(reason: StuckReason) -> None:
                 "topic": "flights",
                 "wants": "EWR",
                 "has": "JFK||LGA",
-                "topic_2": "orderly",
-                "wants_2": "1",
-                "has_2": "0",
+                "topic_2": "order",
+                "wants_2": "KEY",
+                "has_2": "NONE",
             },
         ),
         (StuckReason.FILTERED, {"expression": "JFK||LGA", "scanned": 100}),
@@ -213,6 +218,37 @@ def test_message_names_the_owner_the_message_its_age_and_its_handling_time() -> 
         "c1 has been handling offset 2101 (message broker-a-1f40-3, 83 s old) for 80 s; "
         "1 message in flight; 99 after offset 2101 are acknowledged"
     )
+
+
+def test_message_names_the_ordering_key_of_a_handler_that_hangs() -> None:
+    finding = diagnose(with_running(replace(CALL, ordering_key="account 7")))
+    assert finding.message == (
+        "c1 has been handling offset 2101 (message broker-a-1f40-3, 83 s old) of ordering key "
+        "'account 7' for 80 s; 1 message in flight; 99 after offset 2101 are acknowledged"
+    )
+    assert finding.values["running_ordering_key"] == "account 7"
+
+
+@pytest.mark.parametrize(("failed_count", "times"), [(1, "once"), (5, "5 times")])
+def test_message_names_the_ordering_key_that_waits_for_a_retry(
+    failed_count: int, times: str
+) -> None:
+    call = replace(CALL, running_ms=12_000, ordering_key="account 7", failed_count=failed_count)
+    finding = diagnose(with_running(call))
+    assert finding.reason is StuckReason.HEAD_OF_LINE
+    assert finding.message == (
+        f"the handler of c1 has failed {times} with offset 2101 (message broker-a-1f40-3, 83 s "
+        "old) of ordering key 'account 7', the last time 12 s ago, and is called again after a "
+        "delay; 1 message in flight; 99 after offset 2101 are acknowledged"
+    )
+    assert "retries_max" in finding.remedy
+    assert finding.values["running_failed_count"] == failed_count
+
+
+def test_cap_of_ranges_names_the_ordering_key() -> None:
+    evidence = with_running(replace(CALL, ordering_key="account 7"))
+    capped = replace(IN_HAND, capped=True, acked_range_count=100_000)
+    assert "of ordering key 'account 7'" in diagnose(replace(evidence, progress=capped)).message
 
 
 def test_message_makes_no_claim_about_the_handler_if_its_call_is_unknown() -> None:

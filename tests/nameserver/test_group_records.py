@@ -53,7 +53,7 @@ FULL = Group(
     name="g",
     generation=77,
     members=(Member("a", 2**64 - 1, "h", 5, "north", 2**63, differs=True), Member("b", 2, "", 6)),
-    terms=terms("x", model="BROADCASTING", consume_from="FIRST", orderly=True),
+    terms=terms("x", model="BROADCASTING", consume_from="FIRST", order="KEY"),
     subscription_generation=3,
     policy=SubscriptionPolicy.STAGED_LATEST,
     owned=False,

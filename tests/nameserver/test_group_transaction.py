@@ -81,7 +81,7 @@ def test_every_difference_is_listed() -> None:
         ),
         model="BROADCASTING",
         consume_from="FIRST",
-        orderly=True,
+        order="QUEUE",
     )
     with pytest.raises(SubscriptionConflict) as refused:
         group.beat("c2", newcomer)
@@ -92,7 +92,7 @@ def test_every_difference_is_listed() -> None:
         ("only-group", "expression", "", "*"),
         ("only-newcomer", "expression", "*", ""),
         ("", "model", "BROADCASTING", "CLUSTERING"),
-        ("", "orderly", "true", "false"),
+        ("", "order", "QUEUE", "NONE"),
         ("", "consume_from", "FIRST", "LAST"),
     ]
 
@@ -160,14 +160,14 @@ def test_group_with_only_dead_members_changes_its_subscription_once_it_has_no_ow
 
 def test_settings_change_without_the_subscription_generation() -> None:
     group = scene(SubscriptionPolicy.REJECT, "c1")
-    group.beat("c1", terms(orderly=True))
-    assert group.record.terms.orderly
+    group.beat("c1", terms(order="KEY"))
+    assert group.record.terms.order == "KEY"
     assert group.record.subscription_generation == 1
 
 
 @pytest.mark.parametrize("policy", SubscriptionPolicy)
 @pytest.mark.parametrize(
-    "other_terms", [terms(model="BROADCASTING"), terms(consume_from="FIRST"), terms(orderly=True)]
+    "other_terms", [terms(model="BROADCASTING"), terms(consume_from="FIRST"), terms(order="KEY")]
 )
 def test_settings_never_differ_whatever_the_policy(
     policy: SubscriptionPolicy, other_terms: Terms

@@ -130,10 +130,10 @@ async def test_condition_and_tags_disagree_and_both_are_shown(nameserver: Replic
 async def test_model_order_and_start_must_agree(nameserver: Replica) -> None:
     await nameserver.join("g", "c1")
     request = heartbeat("g", "c2")
-    request.orderly, request.consume_from = True, pb.CONSUME_FROM_FIRST
+    request.order, request.consume_from = pb.MESSAGE_ORDER_KEY, pb.CONSUME_FROM_FIRST
     error = await refusal(nameserver.stub.Heartbeat(request, timeout=CALL_TIMEOUT_S))
     assert [(d.setting, d.newcomer_value, d.member_value) for d in error.differences] == [
-        ("orderly", "true", "false"),
+        ("order", "KEY", "NONE"),
         ("consume_from", "FIRST", "LAST"),
     ]
 

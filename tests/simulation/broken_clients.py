@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -14,6 +15,9 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._consumer import retry_sender
 from batonmq._consumer.assigned_queue import AssignedQueue
+from batonmq._consumer.key_schedule import KeySchedule
+from batonmq._consumer.keyed_buffer import KeyedBuffer
+from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_dispatcher import MessageDispatcher
 from batonmq._consumer.queue_delivery import QueueDelivery
 from batonmq._consumer.queue_puller import QueuePuller
@@ -157,3 +161,50 @@ def answer_of_an_older_epoch(patch: pytest.MonkeyPatch) -> None:
         return True
 
     patch.setattr(SeenEpochs, "observe", observed)
+
+
+def key_freed_at_a_new_grant(patch: pytest.MonkeyPatch) -> None:
+    """A client forgets at a new grant which ordering keys its running handlers occupy."""
+    drop_waiting = KeySchedule.drop_waiting
+
+    def drop(self: KeySchedule[Any]) -> None:
+        drop_waiting(self)
+        self._occupied.clear()
+
+    patch.setattr(KeySchedule, "drop_waiting", drop)
+
+
+def key_freed_by_a_failure(patch: pytest.MonkeyPatch) -> None:
+    """A client handles the next message of a key while one that has failed waits for its retry."""
+    fail = KeySchedule.fail
+
+    def failed(self: KeySchedule[Any], offset: int, item: object, now_ms: int) -> None:
+        fail(self, offset, item, now_ms)
+        if (key := self._taken[offset]) is not None:
+            self._free(key)
+
+    patch.setattr(KeySchedule, "fail", failed)
+
+
+def key_kept_at_a_reset(patch: pytest.MonkeyPatch) -> None:
+    """A client waits after a reset for handlers from before it, whose results do not count."""
+    patch.setattr(KeyedBuffer, "forget", lambda _: None)
+
+
+def retry_after_a_revocation(patch: pytest.MonkeyPatch) -> None:
+    """A client closes a queue as if a message that waits for its retry had been handled."""
+
+    def give_up_failed(self: KeyedBuffer) -> list[ReceivedMessage]:
+        self._cancel_timers()
+        self._schedule.give_up_failed()
+        return []
+
+    close_content = QueueProgress.close_content
+
+    def all_finished(self: QueueProgress) -> CloseContent:
+        for first, end in self.running:
+            self.finish(first, end)
+        return close_content(self)
+
+    patch.setattr(KeyedBuffer, "give_up_failed", give_up_failed)
+    patch.setattr(QueueProgress, "close_content", all_finished)

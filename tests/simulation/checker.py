@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from batonmq._core.ordering_key import ORDERING_KEY
 from batonmq._core.queues import GroupQueue
 from batonmq._core.records import Record, decode_records, read_header
 from batonmq._core.retries import ATTEMPTS
@@ -101,6 +102,7 @@ class Checker:
                 end = store.offsets((self.expected.topic_ids[key.topic], key.queue_id)).next_offset
                 for offset in [offset for offset in queue.stored if offset >= end]:
                     del queue.stored[offset]
+                    queue.keys.pop(offset, None)
                     self.expected.counts["torn"] += 1
         for once, copy in list(self.expected.copies.items()):
             topic_id, queue_id, offset = copy.place
@@ -158,6 +160,9 @@ class Checker:
         for index, record in enumerate(records):
             offset = receipt.first_offset + index
             queue.stored[offset] = (_name(record), record.tag)
+            queue.keys.pop(offset, None)  # of a message that was torn
+            if (ordering_key := record.properties.get(ORDERING_KEY)) is not None:
+                queue.keys[offset] = ordering_key
             queue.stored_ms[offset] = self.expected.now_ms()
 
     def _scheduled(self, checked: CheckedBatch, receipt: StoreReceipt) -> None:

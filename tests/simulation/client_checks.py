@@ -64,15 +64,21 @@ class ClientChecks:
             late = HandlerStart(client, expected.now_ms(), token, excused=True)
             queue.starts[offset].append(late)
             return
-        self._check_repetition(text, queue, message)
+        self._check_repetition(text, client, queue, message)
         queue.starts[offset].append(HandlerStart(client, expected.now_ms(), token))
         self._check_token(text, key, queue, message)
+        self._check_key_order(text, key, queue, message)
         served = expected.group.served
         if expected.group.bound and 0 < queue.generation_of.get(token, 0) < served:
             expected.fail("section 14", f"{text}; deliveries are of generation {served} already")
 
     def running(self, client: str, message: ReceivedMessage) -> None:
-        """Check that no handler of the queue outlives a reset in this client (section 13)."""
+        """Check that no handler of the queue outlives a reset in this client (section 13).
+
+        Check also that no other handler with the ordering key runs (K1), in any client, unless its
+        client can't know yet that it has lost the queue.
+        """
+        self._check_alone(client, message)
         epochs = self._expected.queues[self._expected.key(message.queue)].epoch_of
         for other_client, other in self._running.values():
             same = other_client == client and other.queue == message.queue
@@ -100,6 +106,9 @@ class ClientChecks:
             client, f"failed {self._expected.key(message.queue)}@{message.offset}"
         )
         self._expected.counts["failed"] += 1
+        if self._expected.by_key:
+            queue = self._expected.queues[self._expected.key(message.queue)]
+            self._last_start(queue, client, message.offset).failed = True
 
     def _check_wanted(self, text: str, tag_filter: TagFilter, tag: str) -> None:
         """Section 14: a delivered message matches the subscription, unless the policy is WARN."""
@@ -108,8 +117,18 @@ class ClientChecks:
                 "section 14", f"{text}; it has tag {tag}, and it wants {tag_filter}"
             )
 
-    def _check_repetition(self, text: str, queue: ExpectedQueue, message: ReceivedMessage) -> None:
+    def _check_repetition(
+        self, text: str, client: str, queue: ExpectedQueue, message: ReceivedMessage
+    ) -> None:
         before = queue.starts[message.offset]
+        if self._expected.by_key and message.attempts > 1:
+            self._expected.counts["retried in place"] += 1
+            if not self._last_start(queue, client, message.offset).failed:
+                self._expected.fail("V6", f"{text}, attempt {message.attempts}, after {before}")
+            before = [start for start in before if start.client != client]
+            if unexcused := [start for start in before if not (start.excused or start.failed)]:
+                self._expected.fail("V6", f"{text}, a retry, after {unexcused}")
+            return
         if not before:
             self._expected.counts["first starts"] += 1
             # A message that was never delivered before is flagged only because of a bound, or after
@@ -118,11 +137,56 @@ class ClientChecks:
             new = new and queue.epoch_of.get(message.token) is queue.epochs[0]
             self._expected.counts["flagged by a bound"] += message.redelivered and new
             return
-        self._expected.counts["repeated"] += 1
+        after_failures = all(start.failed for start in before)
+        self._expected.counts["repeated after failures" if after_failures else "repeated"] += 1
         if not message.redelivered:
             self._expected.fail("V7", f"{text}, unflagged, after {before}")
-        if unexcused := [start for start in before if not start.excused]:
+        if unexcused := [start for start in before if not (start.excused or start.failed)]:
             self._expected.fail("V6", f"{text} after {unexcused}, and nothing has happened to that")
+
+    def _last_start(self, queue: ExpectedQueue, client: str, offset: int) -> HandlerStart:
+        return next(start for start in reversed(queue.starts[offset]) if start.client == client)
+
+    def _check_alone(self, client: str, message: ReceivedMessage) -> None:
+        expected, key = self._expected, self._expected.key(message.queue)
+        queue = expected.queues[key]
+        ordering_key = queue.keys.get(message.offset)
+        if not expected.by_key or ordering_key is None:
+            return
+        expected.counts["starts with a key"] += 1
+        for other_client, other in self._running.values():
+            if other.queue != message.queue or queue.keys.get(other.offset) != ordering_key:
+                continue
+            if other_client == client or not (
+                self._last_start(queue, other_client, other.offset).excused
+            ):
+                expected.fail(
+                    "K1",
+                    f"{client} starts {message!r} of key {ordering_key!r}, while {other_client} "
+                    f"handles {other!r}",
+                )
+
+    def _check_key_order(
+        self, text: str, key: GroupQueue, queue: ExpectedQueue, message: ReceivedMessage
+    ) -> None:
+        """K2: all earlier messages of the ordering key are handled, or need not be handled."""
+        expected, offset = self._expected, message.offset
+        ordering_key = queue.keys.get(offset)
+        if not expected.by_key or ordering_key is None:
+            return
+        epoch = queue.epoch_of[message.token]
+        reset_epoch = queue.durable.reset_epoch if queue.durable else 0
+        missing = [
+            earlier
+            for earlier, other_key in queue.keys.items()
+            if earlier < offset
+            and other_key == ordering_key
+            and earlier not in epoch.handled
+            and not epoch.given.between(earlier, earlier + 1)
+            and expected.wanted(key, earlier, queue.stored[earlier][1], reset_epoch)
+        ]
+        if missing:
+            expected.fail("K2", f"{text}; {missing} of key {ordering_key!r} are not handled")
 
     def _check_token(
         self, text: str, key: GroupQueue, queue: ExpectedQueue, message: ReceivedMessage

@@ -23,12 +23,18 @@ class Violation(AssertionError):
 
 @dataclass(slots=True)
 class HandlerStart:
-    """The start of a handler call."""
+    """The start of a handler call.
+
+    Attributes:
+        excused: Whether the message may start again, because of what has happened since.
+        failed: Whether the call has failed and the same client is to repeat it.
+    """
 
     client: str
     at_ms: int
     token: int
     excused: bool = False
+    failed: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -54,6 +60,7 @@ class ExpectedQueue:
         fenced: Incarnation by token (None without owner), for every accepted fence, durable or not.
         persisted: Owner by token, from etcd.
         stored: Message id and tag by offset, from the log.
+        keys: Ordering key by offset, of messages that have one.
         stored_ms: Time of storing, by offset.
         starts: Handler calls, by offset.
         epochs: State by reset epoch; `epoch_of`: reset epoch by token.
@@ -71,6 +78,7 @@ class ExpectedQueue:
     fenced: dict[int, Incarnation | None] = field(default_factory=dict)
     persisted: dict[int, Incarnation] = field(default_factory=dict)
     stored: dict[int, tuple[str, str]] = field(default_factory=dict)
+    keys: dict[int, str] = field(default_factory=dict)
     stored_ms: dict[int, int] = field(default_factory=dict)
     starts: dict[int, list[HandlerStart]] = field(default_factory=lambda: defaultdict(list))
     epochs: dict[int, ResetEpoch] = field(default_factory=lambda: defaultdict(ResetEpoch))
@@ -154,6 +162,7 @@ class ExpectedState:
         retries: The retry topic of the group.
         topic_ids: Ids of the topics with messages.
         copies: Retry copies, by message id.
+        by_key: Whether members handle messages in the order of their keys, and repeat failed calls.
     """
 
     def __init__(self, group: str, lease_ms: int, trace: Trace, now_ms: Callable[[], int]) -> None:
@@ -164,6 +173,7 @@ class ExpectedState:
         self.retries = retry_topic(group)
         self.topic_ids: dict[str, int] = {}
         self.copies: dict[int, OffsetsCopy] = {}
+        self.by_key = False
         self.tables: dict[str, ProgressTable] = {}
         self.watching = True
         self.violation: Violation | None = None

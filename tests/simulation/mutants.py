@@ -145,6 +145,9 @@ HANGING_OUTAGE = RunOptions(
 )  # fmt: skip
 FAILING_OUTAGE = replace(HANGING_OUTAGE, slow_handler_s=6.0, fails=0.5)
 FORGED = RunOptions(steps=60, forgeries=8, faults=Faults(loss=0.02, duplicate=0.1))
+KEYS = RunOptions(steps=60, queues=2, forces=8, slow_handlers=0.2, by_key=True, fails=0.2)
+KEYS_RESET = replace(KEYS, forces=0, resets=8)
+KEYS_MOVING = replace(KEYS, forces=0, joins=8, leaves=8)
 
 MUTANTS = (
     Mutant("skip the fence", broken_lockmgr.skip_fence, CALM, ("V1", "V2")),
@@ -288,6 +291,15 @@ MUTANTS = (
         RESETS,
         ("section 13",),
         first=1,
+    ),
+    Mutant("key freed at a new grant", broken_clients.key_freed_at_a_new_grant, KEYS, ("K1", "K2")),
+    Mutant("key freed by a failure", broken_clients.key_freed_by_a_failure, KEYS, ("K1", "K2")),
+    Mutant("key kept at a reset", broken_clients.key_kept_at_a_reset, KEYS_RESET, ("V9", "L2")),
+    Mutant(
+        "retry after a revocation",
+        broken_clients.retry_after_a_revocation,
+        KEYS_MOVING,
+        ("V4", "K2", "L2"),
     ),
     Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",), first=6),
     Mutant(

@@ -56,6 +56,8 @@ class RunOptions:
         queues: Queues of the topic.
         consumers: Members at the start.
         parallel: Messages of a queue that one member handles at once.
+        by_key: Whether messages have ordering keys, and members handle those of a key in order.
+            Failed messages are then handled again by the same member.
         buffer: Messages of a queue that wait in one member, at most.
         faults: What the network does to every message.
         joins: Weight of a new member.
@@ -114,6 +116,7 @@ class RunOptions:
     queues: int = 4
     consumers: int = 3
     parallel: int = 3
+    by_key: bool = False
     buffer: int = 20
     faults: Faults = field(default_factory=Faults)
     joins: int = 4

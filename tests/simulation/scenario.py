@@ -108,6 +108,7 @@ class SimulationRun:
     def __init__(self, cluster: SimulatedCluster, options: RunOptions) -> None:
         self.cluster, self.options = cluster, options
         self.context = RunContext(cluster, options)
+        cluster.checker.expected.by_key = options.by_key
         cluster.checker.replicas.min_in_sync = options.min_in_sync
         cluster.checker.stores.min_in_sync = min(options.min_in_sync, options.stores)
         self._members = SimulatedMembers(self.context)

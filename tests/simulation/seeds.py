@@ -31,12 +31,21 @@ OUTAGE_SEEDS = SEEDS[: max(1, SETTINGS.seeds // 10)]
 MOVES_SEEDS = SEEDS[: max(1, SETTINGS.seeds // 10)]
 """Seeds of runs in which the group moves between two sets of offsets."""
 
+BY_KEY = 0.3
+"""Part of the runs in which messages are handled in the order of their ordering keys."""
+
 
 def options_of(seed: int) -> RunOptions:
     """Return the options of the run of a seed."""
     drawn = RunOptions.drawn(Random(f"{seed}/options"), SETTINGS.steps)
     buffer = Random(f"{seed}/buffer").choice((2, 20))
-    return replace(drawn.with_stranger(Random(f"{seed}/stranger")), buffer=buffer)
+    drawn = replace(drawn, buffer=buffer, by_key=by_key(seed))
+    return drawn.with_stranger(Random(f"{seed}/stranger"))
+
+
+def by_key(seed: int) -> bool:
+    """Return whether the messages of a run are handled in the order of their keys."""
+    return Random(f"{seed}/order").random() < BY_KEY
 
 
 def storage_options_of(seed: int) -> RunOptions:
@@ -52,7 +61,8 @@ def moves_options_of(seed: int) -> RunOptions:
 
 def outage_options_of(seed: int) -> RunOptions:
     """Return the options of a run with an outage of all services."""
-    return RunOptions.of_outages(Random(f"{seed}/outage"), SETTINGS.steps)
+    drawn = RunOptions.of_outages(Random(f"{seed}/outage"), SETTINGS.steps)
+    return replace(drawn, by_key=by_key(seed))
 
 
 def switching_options_of(seed: int) -> RunOptions:
@@ -62,7 +72,8 @@ def switching_options_of(seed: int) -> RunOptions:
 
 def graceful_options_of(seed: int) -> RunOptions:
     """Return the options of a run without faults."""
-    return RunOptions.graceful(Random(f"{seed}/options"), SETTINGS.steps)
+    drawn = RunOptions.graceful(Random(f"{seed}/options"), SETTINGS.steps)
+    return replace(drawn, by_key=by_key(seed))
 
 
 KINDS = {

@@ -40,7 +40,10 @@ class SimulatedMembers:
             commit_on_pull=context.options.commit_on_pull,
             keep_alive_ms=2_000,
             drain_timeout_ms=2_000,
-            send_back=context.options.fails > 0,
+            order="key" if context.options.by_key else "none",
+            send_back=context.options.fails > 0 and not context.options.by_key,
+            retry_first_ms=200,
+            retry_ms_max=3_000,
         )
 
     @property

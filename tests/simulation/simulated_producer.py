@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import grpc.aio
 
@@ -57,8 +57,16 @@ class SimulatedProducer:
         bodies = [f"m{self._bursts}.{index}" for index in range(count)]
         self.unsettled.update(dict.fromkeys(bodies))
         tags = [random.choice(TAGS) for _ in bodies]
-        sending = self._send(dict(zip(bodies, tags, strict=True)))
+        sending = self._send(dict(zip(bodies, tags, strict=True)), self._keys(len(bodies)))
         self._sending.append(self._process.host.spawn(sending))
+
+    def _keys(self, count: int) -> list[str | None]:
+        """Draw ordering keys, of which a few are frequent; None for a message without one."""
+        if not self._context.options.by_key:
+            return [None] * count
+        random = self._context.random
+        names = [None, "hot", "hot", *(f"k{number}" for number in range(6))]
+        return [random.choice(names) for _ in range(count)]
 
     async def _live(self) -> None:
         environment = self._process.client_environment()
@@ -76,11 +84,11 @@ class SimulatedProducer:
             self._producer = producer
             await asyncio.Event().wait()
 
-    async def _send(self, messages: Mapping[str, str]) -> None:
+    async def _send(self, messages: Mapping[str, str], keys: Sequence[str | None]) -> None:
         assert self._producer is not None
         calls = {
-            body: await self._producer.submit(TOPIC, Message(body.encode(), tag))
-            for body, tag in messages.items()
+            body: await self._producer.submit(TOPIC, Message(body.encode(), tag), ordering_key=key)
+            for (body, tag), key in zip(messages.items(), keys, strict=True)
         }
         for body, pending in calls.items():
             try:

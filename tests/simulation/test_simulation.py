@@ -44,6 +44,7 @@ LEAST = {
     "back resets": 30, "forces": 10, "drains": 20, "changes of the filter": 15, "pauses known": 15,
     "watch breaks": 15, "acks by pull": 150, "questions": 30, "sent back": 300, "elections": 60,
     "shrinks": 60, "leader faults": 20, "lost disks": 10, "advances": 400, "settled advances": 40,
+    "starts with a key": 500, "retried in place": 60,
 }  # fmt: skip
 """Minimum number of events of each kind in 100 runs with faults, judged over a whole session."""
 LEAST_OF_STORAGE = {

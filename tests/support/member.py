@@ -62,7 +62,8 @@ async def consume(options: argparse.Namespace, lines: Lines) -> None:
         lines.message("start", message)
         if int(message.body) == options.stick:
             await asyncio.Event().wait()
-        await asyncio.sleep(options.handle_ms / 1000)
+        slow = int(message.body) < options.slow_below
+        await asyncio.sleep(options.handle_ms / 1000 * (50 if slow else 1))
         lines.message("done", message)
 
     settings = ConsumerSettings(
@@ -73,6 +74,7 @@ async def consume(options: argparse.Namespace, lines: Lines) -> None:
         drain_timeout_ms=options.drain_ms,
         start_timeout_ms=options.start_ms,
         commit_on_pull=bool(options.commit_on_pull),
+        order="key" if options.by_key else "none",
         send_back=False,  # the journal names queues by number: those of one topic
     )
     consumer = Consumer(
@@ -102,6 +104,12 @@ def main() -> None:
     parser.add_argument("--start-ms", type=int, default=30_000, help="start timeout")
     parser.add_argument(
         "--commit-on-pull", type=int, default=1, help="0: acks are sent in calls of their own"
+    )
+    parser.add_argument(
+        "--by-key", type=int, default=0, help="1: messages of an ordering key go in order"
+    )
+    parser.add_argument(
+        "--slow-below", type=int, default=0, help="messages below this number take 50 times as long"
     )
     parser.add_argument("--stick", type=int, default=-1, help="number whose handler never ends")
     options = parser.parse_args()

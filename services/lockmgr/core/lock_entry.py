@@ -152,8 +152,10 @@ class RunningHandler:
     Attributes:
         token: Token of the queue that waits for the call.
         queue: Queue of the message.
-        running_ms: Time since the call began, at the keep-alive.
+        running_ms: Time since the call began, or has failed, at the keep-alive.
         abandoned: Whether its result is discarded.
+        ordering_key: Ordering key of the message; empty without one.
+        failed_count: Failed calls, if the message waits to be handled again; else 0.
     """
 
     token: int
@@ -161,6 +163,8 @@ class RunningHandler:
     offset: int
     running_ms: int
     abandoned: bool
+    ordering_key: str = ""
+    failed_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

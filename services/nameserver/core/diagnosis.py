@@ -370,7 +370,7 @@ def _ack_cap(e: QueueEvidence) -> Finding | None:
     return Finding(
         StuckReason.ACK_CAP,
         f"{e.progress.acked_range_count} ranges are acknowledged after offset {e.head_offset}, "
-        f"which is not: deliveries stop until {e.owner} acknowledges {_head(e)}",
+        f"which is not: deliveries stop until {e.owner} acknowledges {_head(e)}{_of_key(e)}",
         f"Handle or skip that message: see the log of {e.owner}.",
         _in_flight(e) | _running(e) | {"ranges": e.progress.acked_range_count},
     )
@@ -472,6 +472,11 @@ def _head(e: QueueEvidence) -> str:
     return f"offset {e.head.offset} (message {e.head.message_id}, {span(e.head.age_ms)} old)"
 
 
+def _of_key(e: QueueEvidence) -> str:
+    call = _delaying_call(e)
+    return f" of ordering key {call.ordering_key!r}" if call and call.ordering_key else ""
+
+
 def _delaying_call(e: QueueEvidence) -> HandlerEvidence | None:
     """Return the handler call that delays the oldest message; None if unknown.
 
@@ -489,6 +494,14 @@ def _handles(e: QueueEvidence, call: HandlerEvidence) -> str:
     message = f"offset {call.offset}"
     if own and e.head is not None and e.head.offset == call.offset:
         message = _head(e)
+    if call.ordering_key:
+        message += f" of ordering key {call.ordering_key!r}"
+    if call.failed_count:
+        times = "once" if call.failed_count == 1 else f"{call.failed_count} times"
+        return (
+            f"the handler of {e.owner} has failed {times} with {message}, the last time "
+            f"{span(call.running_ms)} ago, and is called again after a delay"
+        )
     if not own or call.abandoned:
         message = f"{message} of {call.queue}"
     text = f"{e.owner} has been handling {message} for {span(call.running_ms)}"
@@ -502,6 +515,10 @@ def _handler_remedy(e: QueueEvidence, call: HandlerEvidence) -> str:
         return f"Restart {e.owner}, or give it more `concurrency`."
     if call.queue != e.queue:
         return f"Find out what {e.owner} does with that message, or give it more `concurrency`."
+    if call.failed_count:
+        return (
+            f"See the log of {e.owner} for the error. To give up such messages, set `retries_max`."
+        )
     return f"Find out what the handler of {e.owner} does with that message."
 
 
@@ -514,6 +531,8 @@ def _running(e: QueueEvidence) -> dict[str, object]:
         "running_offset": call.offset,
         "running_ms": call.running_ms,
         "running_abandoned": str(call.abandoned).lower(),
+        "running_ordering_key": call.ordering_key,
+        "running_failed_count": call.failed_count,
     }
 
 

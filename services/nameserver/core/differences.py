@@ -32,7 +32,7 @@ def differences(heartbeat: Heartbeat, terms: Terms, client_id: str) -> tuple[Dif
     ]
     settings = [
         ("model", heartbeat.terms.model, terms.model),
-        ("orderly", str(heartbeat.terms.orderly).lower(), str(terms.orderly).lower()),
+        ("order", heartbeat.terms.order, terms.order),
         ("consume_from", heartbeat.terms.consume_from, terms.consume_from),
     ]
     return (*by_topic, *(difference("", *s) for s in settings if s[1] != s[2]))

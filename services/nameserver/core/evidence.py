@@ -89,13 +89,18 @@ class HandlerEvidence:
 
     Attributes:
         queue: Queue of the message, which may be another one.
+        running_ms: Time since the call began, or has failed.
         abandoned: Whether the result is discarded, and the function runs on in its thread.
+        ordering_key: Ordering key of the message; empty without one.
+        failed_count: Failed calls, if the message waits to be handled again; else 0.
     """
 
     queue: QueueRef
     offset: int
     running_ms: int
     abandoned: bool = False
+    ordering_key: str = ""
+    failed_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,13 +58,13 @@ class Terms:
     Attributes:
         model: Name of a `MessageModel` without its prefix.
         consume_from: Name of a `ConsumeFrom` without its prefix.
-        orderly: Whether messages of a queue are handled one at a time.
+        order: `QUEUE` or `KEY`: in which order messages of a queue are handled; `NONE` for any.
     """
 
     subscriptions: Subscriptions = ()
     model: str = "CLUSTERING"
     consume_from: str = "LAST"
-    orderly: bool = False
+    order: str = "NONE"
 
     @property
     def broadcasting(self) -> bool:
@@ -73,8 +73,8 @@ class Terms:
 
     def settings_agree(self, other: Terms) -> bool:
         """Return whether all terms but the subscriptions are the same."""
-        mine = (self.model, self.consume_from, self.orderly)
-        return mine == (other.model, other.consume_from, other.orderly)
+        mine = (self.model, self.consume_from, self.order)
+        return mine == (other.model, other.consume_from, other.order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -795,7 +795,7 @@ class SubscriptionDifference(_message.Message):
     topic: _builtins.str
     """The topic; empty if the setting holds for all topics."""
     setting: _builtins.str
-    """The setting that differs: `expression`, `model`, `orderly` or `consume_from`."""
+    """The setting that differs: `expression`, `model`, `order` or `consume_from`."""
     newcomer_client_id: _builtins.str
     """Client whose heartbeat was rejected."""
     newcomer_value: _builtins.str

@@ -377,10 +377,12 @@ Global___Hold: _TypeAlias = Hold  # noqa: Y015
 
 @_typing.final
 class RunningHandler(_message.Message):
-    """A handler call of an owner that has not returned. It is shown to operators, and decides nothing.
+    """A handler call of an owner that has not returned, or has failed and is to be repeated. It is shown
+    to operators, and decides nothing.
 
     Of a queue it is the queue's own oldest call; or, if the queue has none and all calls that the
-    owner may make at once are running, the owner's oldest call.
+    owner may make at once are running, the owner's oldest call. Of a queue that is handled by
+    ordering keys it is the call with the lowest offset, whether it runs or is to be repeated.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -389,12 +391,22 @@ class RunningHandler(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     RUNNING_MS_FIELD_NUMBER: _builtins.int
     ABANDONED_FIELD_NUMBER: _builtins.int
+    ORDERING_KEY_FIELD_NUMBER: _builtins.int
+    FAILED_COUNT_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Offset of the message, the first one of a batch."""
     running_ms: _builtins.int
-    """Time since the call began, in milliseconds."""
+    """Time since the call began, or since it failed if `failed_count` is set, in milliseconds."""
     abandoned: _builtins.bool
     """True if the result is discarded, and the function runs on because a thread can't be cancelled."""
+    ordering_key: _builtins.str
+    """Ordering key of the message, its first 255 characters; empty if the message has none, or if the
+    group does not handle messages by ordering keys.
+    """
+    failed_count: _builtins.int
+    """Positive if no call runs and the message waits to be handled again: the number of calls that have
+    failed.
+    """
     @_builtins.property
     def queue(self) -> _queue_pb2.QueueRef:
         """Queue of the message."""
@@ -406,10 +418,12 @@ class RunningHandler(_message.Message):
         offset: _builtins.int = ...,
         running_ms: _builtins.int = ...,
         abandoned: _builtins.bool = ...,
+        ordering_key: _builtins.str = ...,
+        failed_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "offset", b"offset", "queue", b"queue", "running_ms", b"running_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "failed_count", b"failed_count", "offset", b"offset", "ordering_key", b"ordering_key", "queue", b"queue", "running_ms", b"running_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -250,6 +250,34 @@ before it starts. The member that reads a queue first decides.
 """
 Global___ConsumeFrom: _TypeAlias = ConsumeFrom  # noqa: Y015
 
+class _MessageOrder:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MessageOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MessageOrder.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MESSAGE_ORDER_UNSPECIFIED: _MessageOrder.ValueType  # 0
+    """In any order: as many at a time as the member's settings allow."""
+    MESSAGE_ORDER_QUEUE: _MessageOrder.ValueType  # 1
+    """One after the other, in the order of the queue."""
+    MESSAGE_ORDER_KEY: _MessageOrder.ValueType  # 2
+    """Those of one ordering key one after the other, in the order of the queue; those of different keys
+    side by side.
+    """
+
+class MessageOrder(_MessageOrder, metaclass=_MessageOrderEnumTypeWrapper):
+    """In which order a member handles the messages of a queue."""
+
+MESSAGE_ORDER_UNSPECIFIED: MessageOrder.ValueType  # 0
+"""In any order: as many at a time as the member's settings allow."""
+MESSAGE_ORDER_QUEUE: MessageOrder.ValueType  # 1
+"""One after the other, in the order of the queue."""
+MESSAGE_ORDER_KEY: MessageOrder.ValueType  # 2
+"""Those of one ordering key one after the other, in the order of the queue; those of different keys
+side by side.
+"""
+Global___MessageOrder: _TypeAlias = MessageOrder  # noqa: Y015
+
 class _SubscriptionVerdict:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -317,7 +345,9 @@ class _StuckReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StuckReas
     STUCK_REASON_HEAD_OF_LINE: _StuckReason.ValueType  # 11
     """The owner does not acknowledge the oldest message in flight. Evidence: `owner`, `unacked`,
     `offset`, `message_id`, `age_ms`; and of the handler call that the queue waits for, if it is
-    known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
+    known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`,
+    `running_ordering_key` (empty for none), `running_failed_count` (positive if the call has failed
+    and is to be repeated; then `running_ms` is the time since it failed).
     """
     STUCK_REASON_ACK_CAP: _StuckReason.ValueType  # 12
     """Too many ranges are acknowledged out of order, so deliveries wait for the oldest message. Evidence:
@@ -325,7 +355,8 @@ class _StuckReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StuckReas
     """
     STUCK_REASON_NOT_PULLING: _StuckReason.ValueType  # 13
     """The owner does not pull. Evidence: `owner`, `idle_ms`; and of the handler call that the queue
-    waits for, if it is known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
+    waits for, if it is known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`,
+    `running_ordering_key`, `running_failed_count`.
     """
     STUCK_REASON_FILTERED: _StuckReason.ValueType  # 14
     """Not stuck: the filter drops all messages that wait. Evidence: `expression`, `scanned`."""
@@ -382,7 +413,9 @@ STUCK_REASON_PHANTOM_TOKEN: StuckReason.ValueType  # 10
 STUCK_REASON_HEAD_OF_LINE: StuckReason.ValueType  # 11
 """The owner does not acknowledge the oldest message in flight. Evidence: `owner`, `unacked`,
 `offset`, `message_id`, `age_ms`; and of the handler call that the queue waits for, if it is
-known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
+known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`,
+`running_ordering_key` (empty for none), `running_failed_count` (positive if the call has failed
+and is to be repeated; then `running_ms` is the time since it failed).
 """
 STUCK_REASON_ACK_CAP: StuckReason.ValueType  # 12
 """Too many ranges are acknowledged out of order, so deliveries wait for the oldest message. Evidence:
@@ -390,7 +423,8 @@ as HEAD_OF_LINE, and `ranges`.
 """
 STUCK_REASON_NOT_PULLING: StuckReason.ValueType  # 13
 """The owner does not pull. Evidence: `owner`, `idle_ms`; and of the handler call that the queue
-waits for, if it is known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
+waits for, if it is known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`,
+`running_ordering_key`, `running_failed_count`.
 """
 STUCK_REASON_FILTERED: StuckReason.ValueType  # 14
 """Not stuck: the filter drops all messages that wait. Evidence: `expression`, `scanned`."""
@@ -1287,7 +1321,7 @@ class HeartbeatRequest(_message.Message):
     SUBSCRIPTIONS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     CONSUME_FROM_FIELD_NUMBER: _builtins.int
-    ORDERLY_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     ROOM_FIELD_NUMBER: _builtins.int
     group: _builtins.str
@@ -1296,8 +1330,8 @@ class HeartbeatRequest(_message.Message):
     """Message model; must agree within the group."""
     consume_from: Global___ConsumeFrom.ValueType
     """Where to start on a queue without progress; must agree within the group."""
-    orderly: _builtins.bool
-    """True if messages of a queue are handled one at a time; must agree within the group."""
+    order: Global___MessageOrder.ValueType
+    """In which order the messages of a queue are handled; must agree within the group."""
     host: _builtins.str
     """Host name of the client, for display; at most 255 characters."""
     room: _builtins.str
@@ -1318,13 +1352,13 @@ class HeartbeatRequest(_message.Message):
         subscriptions: _abc.Iterable[Global___Subscription] | None = ...,
         model: Global___MessageModel.ValueType = ...,
         consume_from: Global___ConsumeFrom.ValueType = ...,
-        orderly: _builtins.bool = ...,
+        order: Global___MessageOrder.ValueType = ...,
         host: _builtins.str = ...,
         room: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consume_from", b"consume_from", "group", b"group", "host", b"host", "incarnation", b"incarnation", "model", b"model", "orderly", b"orderly", "room", b"room", "subscriptions", b"subscriptions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consume_from", b"consume_from", "group", b"group", "host", b"host", "incarnation", b"incarnation", "model", b"model", "order", b"order", "room", b"room", "subscriptions", b"subscriptions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1629,7 +1663,7 @@ class Group(_message.Message):
     SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     CONSUME_FROM_FIELD_NUMBER: _builtins.int
-    ORDERLY_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     OWNERSHIP_FIELD_NUMBER: _builtins.int
     STRATEGY_FIELD_NUMBER: _builtins.int
@@ -1649,8 +1683,8 @@ class Group(_message.Message):
     """Message model."""
     consume_from: Global___ConsumeFrom.ValueType
     """Where to start on a queue without progress."""
-    orderly: _builtins.bool
-    """True if messages of a queue are handled one at a time."""
+    order: Global___MessageOrder.ValueType
+    """In which order the messages of a queue are handled."""
     policy: Global___SubscriptionPolicy.ValueType
     """What happens to a heartbeat with another subscription."""
     ownership: Global___Ownership.ValueType
@@ -1694,7 +1728,7 @@ class Group(_message.Message):
         subscription_generation: _builtins.int = ...,
         model: Global___MessageModel.ValueType = ...,
         consume_from: Global___ConsumeFrom.ValueType = ...,
-        orderly: _builtins.bool = ...,
+        order: Global___MessageOrder.ValueType = ...,
         policy: Global___SubscriptionPolicy.ValueType = ...,
         ownership: Global___Ownership.ValueType = ...,
         strategy: Global___Strategy.ValueType = ...,
@@ -1705,7 +1739,7 @@ class Group(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "staged", b"staged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "beginnings", b"beginnings", "consume_from", b"consume_from", "generation", b"generation", "members", b"members", "model", b"model", "name", b"name", "orderly", b"orderly", "ownership", b"ownership", "pause", b"pause", "policy", b"policy", "staged", b"staged", "strategy", b"strategy", "subscription_generation", b"subscription_generation", "subscriptions", b"subscriptions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "beginnings", b"beginnings", "consume_from", b"consume_from", "generation", b"generation", "members", b"members", "model", b"model", "name", b"name", "order", b"order", "ownership", b"ownership", "pause", b"pause", "policy", b"policy", "staged", b"staged", "strategy", b"strategy", "subscription_generation", b"subscription_generation", "subscriptions", b"subscriptions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -166,7 +166,7 @@ class StoredGroup(_message.Message):
     SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     CONSUME_FROM_FIELD_NUMBER: _builtins.int
-    ORDERLY_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     OWNERSHIP_FIELD_NUMBER: _builtins.int
     STRATEGY_FIELD_NUMBER: _builtins.int
@@ -185,8 +185,8 @@ class StoredGroup(_message.Message):
     """Message model."""
     consume_from: _nameserver_service_pb2.ConsumeFrom.ValueType
     """Start position of a queue without progress."""
-    orderly: _builtins.bool
-    """True if the messages of a queue are handled one at a time."""
+    order: _nameserver_service_pb2.MessageOrder.ValueType
+    """In which order the messages of a queue are handled."""
     policy: _nameserver_service_pb2.SubscriptionPolicy.ValueType
     """What happens to a heartbeat with another subscription."""
     ownership: _nameserver_service_pb2.Ownership.ValueType
@@ -231,7 +231,7 @@ class StoredGroup(_message.Message):
         subscription_generation: _builtins.int = ...,
         model: _nameserver_service_pb2.MessageModel.ValueType = ...,
         consume_from: _nameserver_service_pb2.ConsumeFrom.ValueType = ...,
-        orderly: _builtins.bool = ...,
+        order: _nameserver_service_pb2.MessageOrder.ValueType = ...,
         policy: _nameserver_service_pb2.SubscriptionPolicy.ValueType = ...,
         ownership: _nameserver_service_pb2.Ownership.ValueType = ...,
         strategy: _nameserver_service_pb2.Strategy.ValueType = ...,
@@ -243,7 +243,7 @@ class StoredGroup(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "staged", b"staged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "beginnings", b"beginnings", "consume_from", b"consume_from", "creator", b"creator", "generation", b"generation", "members", b"members", "model", b"model", "name", b"name", "orderly", b"orderly", "ownership", b"ownership", "pause", b"pause", "policy", b"policy", "staged", b"staged", "strategy", b"strategy", "subscription_generation", b"subscription_generation", "subscriptions", b"subscriptions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "beginnings", b"beginnings", "consume_from", b"consume_from", "creator", b"creator", "generation", b"generation", "members", b"members", "model", b"model", "name", b"name", "order", b"order", "ownership", b"ownership", "pause", b"pause", "policy", b"policy", "staged", b"staged", "strategy", b"strategy", "subscription_generation", b"subscription_generation", "subscriptions", b"subscriptions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
