@@ -7,7 +7,7 @@ VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(CURDIR)/build/etcd:$(PATH)
 # Tests start hundreds of processes, which must not all compile the bytecode again.
 unexport PYTHONDONTWRITEBYTECODE
-PROTOS := $(shell find protos/baton -name '*.proto')
+PROTOS := $(shell find protos/baton protos/apache -name '*.proto')
 ETCD_PROTOS := $(shell find protos/batonmq_server -name '*.proto')
 SETUP := $(VENV)/.installed
 # What the demo and a local cluster need; all of it is part of the whole set-up.
@@ -55,6 +55,7 @@ lock: $(SETUP)  ## lock the newest allowed versions in requirements.lock and dep
 	$(LOCK_IMAGE) spark-jobs/pyproject.toml -o deploy/images/spark.lock
 	$(LOCK_IMAGE) --no-deps deploy/images/demo.in -o deploy/images/demo.lock
 	$(LOCK_IMAGE) --group pyproject.toml:peers -o bench/peers/requirements.lock
+	$(LOCK_IMAGE) --group pyproject.toml:clients -o tests/gateway/clients/python/requirements.lock
 
 fmt: $(SETUP)   ## rewrite code to the house format
 	ruff check --fix --quiet . && ruff format --quiet . && buf format -w

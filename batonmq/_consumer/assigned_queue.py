@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from baton.common.v1 import queue_pb2
+from batonmq._consumer.commit_waiters import CommitWaiters
 from batonmq._consumer.keyed_buffer import KeyedBuffer
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_batch import MessageBatch
@@ -73,6 +74,8 @@ class AssignedQueue:
         keyed: The buffer, if messages are handled in the order of their keys; else None.
         flow: The flow limit that delays the next pull; None without one.
         paused: Whether the application has paused the queue.
+        commit_waiters: Callers that wait for their acks to be committed; the queue is not drained
+            before that.
         on_work_dropped: Called when the results of running handlers do not count any more.
         wakeup: Notified when the state, the group's record, `paused` or room in the buffer changes.
         freed: Set when another request for the queue may succeed at once.
@@ -98,6 +101,7 @@ class AssignedQueue:
         self.flow: FlowReason | None = None
         self.credit_due_at = -1
         self.paused = ref in session.paused
+        self.commit_waiters = CommitWaiters()
         self.on_work_dropped: Callable[[], None] = lambda: None
         self.wakeup, self.freed = Wakeup(), asyncio.Event()
         self.revoked = Condition(self.wakeup, lambda: not self._ownership.assigned)
@@ -305,6 +309,7 @@ class AssignedQueue:
         """Note that offsets has accepted `acks`, which were those of `progress`."""
         if self.progress is progress:
             progress.confirm(acks)
+            self.commit_waiters.settle(progress)
             self.lease.renew(sent_ms)
             self.useful = True
             self.wakeup.notify()
@@ -321,6 +326,7 @@ class AssignedQueue:
             self._forget_work()
         kept = self.progress
         self.progress = QueueProgress(start) if kept is None else kept.renewed(start)
+        self.commit_waiters.settle(self.progress)
         if self.keyed is not None:
             self.keyed.begin_grant()
         self.token = start.token
@@ -370,7 +376,9 @@ class AssignedQueue:
 
     def _is_drained(self) -> bool:
         draining = self.state is OwnershipState.DRAINING
-        return not draining or self.progress is None or not self.progress.running_count
+        if not draining or self.progress is None:
+            return True
+        return not self.progress.running_count and not self.commit_waiters
 
     def _handlers_ended(self) -> None:
         if self.state is OwnershipState.DRAINING and self._is_drained():
@@ -379,6 +387,7 @@ class AssignedQueue:
     def _forget_work(self) -> None:
         self.progress = None
         self.lineage += 1
+        self.commit_waiters.fail()
         if self.keyed is not None:
             self.keyed.forget()
         self.on_work_dropped()

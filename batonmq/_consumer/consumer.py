@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
@@ -30,7 +30,9 @@ from batonmq._consumer.handler_adapters import (
     HandlerAdapter,
     SingleMessageAdapter,
 )
+from batonmq._consumer.handler_deadlines import HandlerDeadlines
 from batonmq._consumer.handler_results import MessageFailed
+from batonmq._consumer.held_messages import HeldMessages
 from batonmq._consumer.lease_renewer import LeaseRenewer
 from batonmq._consumer.local_offsets import LocalOffsets
 from batonmq._consumer.lock_watch import LockWatch
@@ -58,6 +60,18 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from batonmq._telemetry.client_stream import ClientStream
     from batonmq._telemetry.event_counters import ConsumerEventCounter
+
+
+class _QueueHandlers(Protocol):
+    """What starts and ends the messages of the queues."""
+
+    def begin(self, queue: AssignedQueue) -> None: ...
+
+    def cancel(self, ref: QueueRef) -> None: ...
+
+    def end(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def _ignore(_: OwnershipEvent) -> None:
@@ -187,7 +201,8 @@ class Consumer:
         self._retry_sender = RetrySender(self._session, self._spawn)
         self._reply_sender = ReplySender(self._session, self._spawn)
         self._streams = DeliveryStreams(self._session.directory, self._spawn)
-        self._dispatcher: MessageDispatcher | None = None
+        self._dispatcher: _QueueHandlers | None = None
+        self._deadlines: HandlerDeadlines | None = None
         self._handle_timeout_ms = self._session.settings.handle_timeout_ms
         self._failed: MessageFailed | None = None
         self._rotation = QueueRotation(self._session)
@@ -389,7 +404,7 @@ class Consumer:
         await self._run(BatchAdapter(handler, messages_max))
 
     async def _run(self, adapter: HandlerAdapter) -> None:
-        self._dispatcher = MessageDispatcher(
+        dispatcher = MessageDispatcher(
             self._session,
             adapter,
             self._retry_sender,
@@ -397,13 +412,18 @@ class Consumer:
             self._tasks,
             self._stop_failed,
         )
-        self._dispatcher.deadlines.set(self._handle_timeout_ms)
+        self._deadlines = dispatcher.deadlines
+        self._deadlines.set(self._handle_timeout_ms)
         self._handle_signals()
-        for queue in self._queues.values():
-            self._dispatcher.begin(queue)
+        self._begin(dispatcher)
         await self._stopped.wait()
         if self._failed is not None:
             raise self._failed
+
+    def _begin(self, handlers: _QueueHandlers) -> None:
+        self._dispatcher = handlers
+        for queue in self._queues.values():
+            handlers.begin(queue)
 
     @property
     def handle_timeout_ms(self) -> int | None:
@@ -413,8 +433,8 @@ class Consumer:
     @handle_timeout_ms.setter
     def handle_timeout_ms(self, timeout_ms: int | None) -> None:
         self._handle_timeout_ms = timeout_ms
-        if self._dispatcher is not None:
-            self._dispatcher.deadlines.set(timeout_ms)
+        if self._deadlines is not None:
+            self._deadlines.set(timeout_ms)
 
     def _handle_signals(self) -> None:
         if self.handles_signals:
@@ -530,3 +550,15 @@ class Consumer:
                 await self._session.local.close()
         finally:
             await self._session.directory.close()
+
+
+def hold_messages(consumer: Consumer, on_dropped: Callable[[QueueRef], None]) -> HeldMessages:
+    """Start the messages of a consumer for holders outside of it; not for applications.
+
+    Args:
+        consumer: In its block; neither `run` nor the iteration is used.
+        on_dropped: Called with a queue whose held messages do not count any more.
+    """
+    held = HeldMessages(consumer._session, consumer._retry_sender, on_dropped)
+    consumer._begin(held)
+    return held

@@ -86,6 +86,11 @@ class QueueProgress:
         """C, as confirmed by offsets."""
         return self._confirmed.committed
 
+    def is_confirmed(self, offset: int) -> bool:
+        """Whether offsets has the acknowledgement of `offset`."""
+        confirmed = self._confirmed
+        return offset < confirmed.committed or contains(confirmed.ranges, offset)
+
     @property
     def span(self) -> int:
         """Number of offsets between C and the last one received."""

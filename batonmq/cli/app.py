@@ -72,7 +72,7 @@ SERVER_COMMANDS = {
     "check.",
     "fsck": "Check every batch of a storage node, and its indexes against the batches.",
     "traffic": "Send to topic `traffic`, handle in group `drivers`, and compare the two.",
-    "up": "Start etcd and the four services on loopback ports, and keep them running until Ctrl-C.",
+    "up": "Start etcd and the services on loopback ports, and keep them running until Ctrl-C.",
 }
 """Commands of batonmq-server with their summaries; they are listed if it is installed."""
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-SERVICES = ("storage", "offsets", "lockmgr", "nameserver")
+SERVICES = ("storage", "offsets", "lockmgr", "nameserver", "gateway")
 _TIMEOUT_S = 60.0
 _FOLDER = "/"
 """Working directory of the programs: `python -m` imports from it, and here it finds nothing."""

@@ -36,6 +36,7 @@ from batonmq_server.local.prometheus import (
 )
 
 NAMESERVER_PORT = 9876
+GATEWAY_PORT = 8081
 _COLUMNS: Columns = {
     "SERVICE": "name",
     "ADDRESS": "address",
@@ -73,6 +74,18 @@ _COLUMNS: Columns = {
     f"data directory, or {NAMESERVER_PORT}.",
 )
 @click.option(
+    "--gateway",
+    is_flag=True,
+    help="Also start a gateway for clients of RocketMQ 5; not possible with --secure.",
+)
+@click.option(
+    "--gateway-port",
+    type=click.IntRange(0, 65_535),
+    metavar="PORT",
+    help="Port of the gateway; 0 takes a free one. By default that of the last start on the data "
+    f"directory, or {GATEWAY_PORT}.",
+)
+@click.option(
     "--profile",
     default="single",
     show_default=True,
@@ -101,12 +114,14 @@ def up(
     cluster: str,
     brokers: int,
     nameserver_port: int | None,
+    gateway: bool,
+    gateway_port: int | None,
     profile: str,
     secure: bool,
     observe: bool,
     log_level: str,
 ) -> None:
-    """Start etcd and the four services on loopback ports, and keep them running until Ctrl-C.
+    """Start etcd and the services on loopback ports, and keep them running until Ctrl-C.
 
     All data is kept in the data directory: a cluster started on it again has the same messages,
     progress and addresses. A process that ends is reported and started again; if a process keeps
@@ -114,15 +129,22 @@ def up(
 
     Without --secure every user of this machine can read and write everything.
     """
-    if nameserver_port is None:
-        nameserver_port = stored_ports(data_dir / PORTS_FILE).get("nameserver", NAMESERVER_PORT)
+    if gateway and secure:
+        raise click.UsageError(
+            "--gateway and --secure can't be combined: the gateway does not check the credentials "
+            "of its clients yet, and they would act with its rights"
+        )
+    stored = {"nameserver": NAMESERVER_PORT, "gateway": GATEWAY_PORT}
+    stored |= stored_ports(data_dir / PORTS_FILE)
     os.umask(0o077)  # all files of the cluster are for this user only
     options = ClusterOptions(
         etcd=etcd,
         cluster=cluster,
         brokers=max(brokers, len(list(data_dir.glob("storage*")))),
         log_level=log_level,
-        nameserver_port=nameserver_port,
+        nameserver_port=_first_given(nameserver_port, stored["nameserver"]),
+        gateways=int(gateway),
+        gateway_port=_first_given(gateway_port, stored["gateway"]) if gateway else 0,
         secure=secure,
         access=secure,
     )
@@ -139,7 +161,7 @@ def up(
     except PortInUse as error:
         remedy = (
             "It may be another cluster: stop it, or start this one with --nameserver-port 0, which "
-            "takes a free port, and export the variable that it prints."
+            "takes a free port, and export the variable that it prints. Likewise --gateway-port 0."
         )
         _fail(session, "PORT_IN_USE", error, remedy)
     except ClusterFailed as error:
@@ -156,6 +178,10 @@ def up(
         _fail(session, "BAD_CONTEXT", error, "")
     except (OSError, NoFreePort) as error:
         _fail(session, "NOT_STARTED", error, "")
+
+
+def _first_given(chosen: int | None, otherwise: int) -> int:
+    return otherwise if chosen is None else chosen
 
 
 async def _up(

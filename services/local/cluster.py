@@ -171,9 +171,12 @@ class LocalCluster:
             if self._forks:
                 exits.enter_context(self._fork_server)
             offsets = self.options.names_of("offsets")
-            writers = [name for name in self.options.names if name not in offsets]
+            gateways = self.options.names_of("gateway")  # they drain with the help of the others
+            last = {*offsets, *gateways}
+            writers = [name for name in self.options.names if name not in last]
             etcds = [_etcd(number) for number in range(self.options.etcds)]
-            exits.push_async_callback(self._processes.stop_all, (writers, offsets, etcds))
+            order = (gateways, writers, offsets, etcds)
+            exits.push_async_callback(self._processes.stop_all, order)
             await self._start_all()
             tasks = await exits.enter_async_context(asyncio.TaskGroup())
             for name in self._processes:

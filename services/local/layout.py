@@ -25,6 +25,7 @@ from batonmq_server.local.ports import HOST, keep_ports
 from batonmq_server.local.process_host import LOOPBACK, ProcessHost
 
 SERVICES = ("storage", "offsets", "lockmgr", "nameserver")
+"""The services that every cluster has."""
 _WITH_DATA = ("storage", "offsets")
 ADMIN = "admin"
 """Subject of the clients' certificate, and administrator if access control is on."""
@@ -36,6 +37,9 @@ _WATERMARKS = {
     "disk_full_percent": 98,
 }
 """Higher than the defaults, because the disk of a workstation may be 90 % full of other data."""
+
+_DRAIN_MS = 5_000
+"""Shorter than the default: a process that does not stop within 15 s is killed."""
 
 
 class TlsSetupFailed(Exception):
@@ -76,6 +80,8 @@ class ClusterOptions:
             and `offsets-b` and so on, with nodes `offsets-b-0` and so on.
         lockmgrs: Number of lock managers, one of which is the leader.
         nameservers: Number of nameservers.
+        gateways: Number of gateways for clients of RocketMQ 5.
+        gateway_port: Port of the first gateway; 0 for the one that the data directory had before.
         nameserver_port: Port of the first nameserver; 0 for the one that the data directory had
             before, if it is free, or else any.
         secure: Whether all connections use mutual TLS, with certificates of an authority that the
@@ -103,6 +109,8 @@ class ClusterOptions:
     lockmgrs: int = 1
     nameservers: int = 1
     nameserver_port: int = 0
+    gateways: int = 0
+    gateway_port: int = 0
     secure: bool = False
     access: bool = False
     log_level: str = "INFO"
@@ -125,6 +133,10 @@ class ClusterOptions:
             *(
                 ServiceInstance(_nth("nameserver", i), "nameserver", f"nameserver-{i}")
                 for i in range(self.nameservers)
+            ),
+            *(
+                ServiceInstance(_nth("gateway", i), "gateway", f"gateway-{i}")
+                for i in range(self.gateways)
             ),
         )
 
@@ -190,9 +202,11 @@ class Layout:
     def __init__(self, data_dir: Path, options: ClusterOptions) -> None:
         self._data_dir, self._options = data_dir, options
         wanted = [port for name in options.names for port in (name, f"{name}-metrics")]
-        port = options.nameserver_port
+        required = {"nameserver": options.nameserver_port, "gateway": options.gateway_port}
         self._ports = keep_ports(
-            data_dir / PORTS_FILE, wanted, required={"nameserver": port} if port else None
+            data_dir / PORTS_FILE,
+            wanted,
+            required={name: port for name, port in required.items() if port},
         )
         self._tls = data_dir / "tls"
         exists = self.etcd_dir(0).exists() and options.etcds > 1
@@ -257,6 +271,8 @@ class Layout:
             settings["data_dir"] = self._data_dir / name
         if service == "storage":
             settings |= _WATERMARKS
+        if service == "gateway":
+            settings["drain_timeout_ms"] = _DRAIN_MS
         settings |= {**member.settings, **self._options.settings.get(service, {})}
         return Program(
             name=name,

@@ -38,7 +38,9 @@ class App:
         room: Registered with the node: its machine room; empty for none.
         replica_set: Registered with the node: the replica set it belongs to; empty for none.
         caught_up: Whether the service has all data that it follows; waits until this is known.
-        resign: Called first when the process stops: the node gives up its leadership.
+        finish: Called first when the process stops, while it still takes calls: the service ends
+            what its clients have to end.
+        resign: Called next: the node gives up its leadership.
         drain: Called after the server has stopped taking calls: finish, flush, release.
     """
 
@@ -51,5 +53,6 @@ class App:
     room: str = ""
     replica_set: str = ""
     caught_up: Callable[[], Awaitable[bool]] = _true
+    finish: Callable[[], Awaitable[None]] = _nothing
     resign: Callable[[], None] = lambda: None
     drain: Callable[[], Awaitable[None]] = _nothing

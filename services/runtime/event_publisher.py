@@ -23,14 +23,14 @@ def event_publisher(runtime: Runtime) -> MetricsPublisher:
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Producer]:
-        addresses = await _nameservers(runtime.nodes)
+        addresses = await nameserver_addresses(runtime.nodes)
         async with Producer(addresses, METRICS_PRODUCER, environment=environment) as producer:
             yield producer
 
     return MetricsPublisher(runtime.hub, opened)
 
 
-async def _nameservers(nodes: EtcdMirror) -> str:
+async def nameserver_addresses(nodes: EtcdMirror) -> str:
     """Wait until a nameserver is registered; return the addresses of all, separated by commas."""
     addresses: set[str] = set()
     async with aclosing(nodes.watch()) as changes:

@@ -37,7 +37,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the handlers of all calls; third-party services get admission only.
+    """Wraps the handlers of all calls; services that gRPC brings get admission only.
 
     - With a `guard` that is on, calls without permission are rejected, and long polls and streams
       end when access is revoked. The request of an unauthenticated caller is not read.
@@ -53,6 +53,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
     Args:
         long_polls: Names of the methods without a stream that are long polls.
         pause: Pauses a connection, named by its client, when its caller ignores its quota.
+        services: Full names of the services of this process, beside those of `baton`.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         long_polls: frozenset[str] = frozenset(),
         guard: Guard | None = None,
         pause: Callable[[str], None] = lambda _: None,
+        *,
+        services: frozenset[str] = frozenset(),
     ) -> None:
-        self._clock, self._long_polls = clock, long_polls
+        self._clock, self._long_polls, self._services = clock, long_polls, services
         self.draining = False
         self._admission = (
             Admission(guard, long_polls, pause) if guard is not None and guard.on else None
@@ -98,7 +101,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self, name: str, handler: grpc.RpcMethodHandler[Any, Any]
     ) -> grpc.RpcMethodHandler[Any, Any]:
         _, service, method = name.split("/")
-        if service.startswith("baton."):
+        if service.startswith("baton.") or service in self._services:
             return self._wrap(handler, service, method)
         if self._admission is not None:
             handler = self._admission.third_party(name, handler)

@@ -190,7 +190,12 @@ async def _serve(
     export_expiry(settings, runtime.registry)
     pauser = ConnectionPauser(runtime.registry)
     edge = EdgeInterceptor(
-        runtime.clock, runtime.registry, app.long_polls, runtime.guard, pauser.pause
+        runtime.clock,
+        runtime.registry,
+        app.long_polls,
+        runtime.guard,
+        pauser.pause,
+        services=frozenset(app.servicers),
     )
     server = _server(runtime, app, status, edge, shares.clients)
     add_settings(described, server)
@@ -218,9 +223,7 @@ async def _serve(
                 log.info("serving address=%s metrics_port=%d", address, http.server_port)
                 await runtime.stop_requested.wait()
             log.info("draining grace_ms=%d", settings.shutdown_grace_ms)
-            app.resign()
-            edge.drain()
-            await status.set_draining()
+            await _drain(app, edge, status)
             await _close(runtime, app, server)
             for task in running:
                 task.cancel()
@@ -242,6 +245,13 @@ def _server(
     names = [*app.servicers, *_COMMON_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(names, server)
     return server
+
+
+async def _drain(app: App, edge: EdgeInterceptor, status: Health) -> None:
+    await app.finish()
+    app.resign()
+    edge.drain()
+    await status.set_draining()
 
 
 async def _close(runtime: Runtime, app: App, server: grpc.aio.Server) -> None:

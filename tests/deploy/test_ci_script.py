@@ -25,6 +25,8 @@ PACKAGES = {
     "ip": "iproute2",
     "postgres": "postgresql",
     "initdb": "postgresql",
+    "node": "nodejs",
+    "npm": "npm",
 }
 NEW, OLD = "Client Version: v1.31.0", 'version.Info{Major:"1", Minor:"20", GitVersion:"v1.20.2"}'
 VERBS = ("quick", "lint", "k8s", "test", "coverage", "pythons")

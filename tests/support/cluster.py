@@ -15,6 +15,7 @@ SEGMENT_BYTES = 16 * 1024 * 1024
 """Segments are preallocated: with the default of 1 GiB a test run would fill a small disk."""
 REPO = Path(__file__).resolve().parents[2]
 PROGRAMS = (
+    "batonmq_server.gateway",
     "batonmq_server.lockmgr",
     "batonmq_server.nameserver",
     "batonmq_server.offsets",
@@ -38,6 +39,7 @@ async def local_cluster(
     brokers: int = 1,
     offsets_sets: int = 1,
     storage_replicas: int = 1,
+    gateways: int = 0,
     available: bool = False,
     secure: bool = False,
     auto_restart: bool = True,
@@ -54,6 +56,7 @@ async def local_cluster(
         brokers: Storage nodes: `storage`, `storage-1` and so on.
         offsets_sets: `offsets`, `offsets-b` and so on.
         storage_replicas: Nodes of each broker.
+        gateways: Gateways for clients of RocketMQ 5.
         available: Whether to start enough processes to lose one of each service and of etcd.
         secure: Whether all connections use mutual TLS.
         settings: By service, such as `storage={"segment_bytes": 65536}`.
@@ -66,6 +69,7 @@ async def local_cluster(
         brokers=brokers,
         offsets_sets=offsets_sets,
         storage_replicas=storage_replicas,
+        gateways=gateways,
         secure=secure,
         settings=settings,
         auto_restart=auto_restart,

@@ -17,6 +17,7 @@ from batonmq._common.clock import Clock
 from batonmq._process.config import load
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq._telemetry.event_hub import EventHub
+from batonmq_server.gateway.metrics import GatewayMetrics
 from batonmq_server.lockmgr.metrics import LockmgrMetrics
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.metrics import (
@@ -41,7 +42,7 @@ from batonmq_server.storage.metrics import StorageMetrics
 from batonspark.alert_writer import AlertGauges
 from batonspark.progress import ProgressListener
 
-SERVICES = ("storage", "offsets", "lockmgr", "nameserver")
+SERVICES = ("storage", "offsets", "lockmgr", "nameserver", "gateway")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -120,6 +121,7 @@ _REGISTER: Mapping[str, Callable[[CollectorRegistry], object]] = {
     "offsets": OffsetsMetrics,
     "lockmgr": lambda registry: LockmgrMetrics(registry, _hub()),
     "nameserver": _nameserver,
+    "gateway": GatewayMetrics,
     "clients": ClientMetrics,
     "spark": lambda registry: (ProgressListener(registry), AlertGauges(registry)),
 }

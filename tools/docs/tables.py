@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from batonmq._process.config import Settings
 from batonmq._process.settings_help import allowed_of, default_of, meanings, unit_of
+from batonmq_server.gateway.config import GatewaySettings
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets.config import OffsetsSettings
@@ -32,6 +33,7 @@ SETTINGS: Mapping[str, type[ServiceSettings]] = {
     "offsets": OffsetsSettings,
     "lockmgr": LockmgrSettings,
     "nameserver": NameserverSettings,
+    "gateway": GatewaySettings,
 }
 _BLOCK = re.compile(r"(<!-- begin ([a-z -]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 

@@ -66,6 +66,8 @@ class _ServiceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServiceKi
     """services/lockmgr."""
     SERVICE_KIND_NAMESERVER: _ServiceKind.ValueType  # 4
     """services/nameserver."""
+    SERVICE_KIND_GATEWAY: _ServiceKind.ValueType  # 5
+    """services/gateway."""
 
 class ServiceKind(_ServiceKind, metaclass=_ServiceKindEnumTypeWrapper):
     """A service of the cluster."""
@@ -80,6 +82,8 @@ SERVICE_KIND_LOCKMGR: ServiceKind.ValueType  # 3
 """services/lockmgr."""
 SERVICE_KIND_NAMESERVER: ServiceKind.ValueType  # 4
 """services/nameserver."""
+SERVICE_KIND_GATEWAY: ServiceKind.ValueType  # 5
+"""services/gateway."""
 Global___ServiceKind: _TypeAlias = ServiceKind  # noqa: Y015
 
 class _MessageModel:

@@ -1,0 +1,151 @@
+"""Builds the gateway from its parts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from apache.rocketmq.v2 import service_pb2_grpc
+from batonmq._connection.directory import ClientEnvironment, Directory
+from batonmq._process.config import ConfigError, ConfigProblem
+from batonmq._producer.producer import Producer
+from batonmq.errors import NotServing
+from batonmq_server.gateway.access import RULES
+from batonmq_server.gateway.clients import RemoteClients
+from batonmq_server.gateway.config import GatewaySettings
+from batonmq_server.gateway.core.receipt_handles import KEY_BYTES_MIN, ReceiptSigner
+from batonmq_server.gateway.gateway_parts import GatewayParts
+from batonmq_server.gateway.groups import Groups
+from batonmq_server.gateway.metrics import GatewayMetrics
+from batonmq_server.gateway.routes import Routes
+from batonmq_server.gateway.server import MessagingServicer
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.event_publisher import nameserver_addresses
+from batonmq_server.runtime.service_runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+SERVICE = "apache.rocketmq.v2.MessagingService"
+HOUSEKEEPING_S = 2.0
+"""How often silent clients are forgotten, and gauges are set."""
+_SERIAL_BITS = 62
+
+
+class GatewayTasks:
+    """Runs the tasks of the gateway's groups and streams."""
+
+    def __init__(self) -> None:
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Run tasks until cancelled; if one raises, this does."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                await asyncio.Event().wait()
+        finally:
+            self._tasks = None
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task.
+
+        Raises:
+            NotServing: The process is starting or stopping.
+        """
+        if self._tasks is None:
+            work.close()
+            raise NotServing("the gateway is starting or stopping", retry_after_ms=100)
+        return self._tasks.create_task(work)
+
+
+@asynccontextmanager
+async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[App]:
+    """Yield a gateway, ready to be run by the runtime."""
+    if settings.access:
+        text = (
+            "access must be false: the gateway does not check the credentials of its clients yet, "
+            "and they would act with its rights"
+        )
+        raise ConfigError(ConfigProblem("access", text))
+    signer = ReceiptSigner(_receipt_key(settings))
+    nameserver = await runtime.unless_stopped(nameserver_addresses(runtime.nodes)) or ""
+    tasks, metrics = GatewayTasks(), GatewayMetrics(runtime.registry)
+    environment = ClientEnvironment(
+        clock=runtime.clock, random=runtime.random, connect=runtime.connect
+    )
+    clients = RemoteClients(runtime.clock, settings.client_timeout_ms)
+    parts = GatewayParts(
+        settings=settings,
+        nameserver=nameserver,
+        environment=environment,
+        clients=clients,
+        signer=signer,
+        # Another process of this node never uses the numbers of this one.
+        serials=count(runtime.random.getrandbits(_SERIAL_BITS)),
+        spawn=tasks.spawn,
+    )
+    groups = Groups(parts)
+    directory = Directory(nameserver, runtime.random, runtime.connect)
+
+    async def housekeeping() -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            clients.forget_silent()
+            _export(metrics, clients, groups, runtime)
+
+    async def finish() -> None:
+        await runtime.node_entry.remove()  # no route names this gateway any more
+        await groups.stop()
+
+    try:
+        async with Producer(nameserver, environment=environment) as producer:
+            servicer = MessagingServicer(
+                parts, groups, Routes(runtime.nodes, settings.node_id), producer, directory, metrics
+            )
+            yield App(
+                servicers={
+                    SERVICE: lambda server: service_pb2_grpc.add_MessagingServiceServicer_to_server(
+                        servicer, server
+                    )
+                },
+                rules=RULES,
+                loops=[tasks.run, housekeeping],
+                long_polls=frozenset({"ReceiveMessage"}),
+                finish=finish,
+            )
+    finally:
+        await directory.close()
+
+
+def _receipt_key(settings: GatewaySettings) -> bytes:
+    if not settings.receipt_key_file:
+        return secrets.token_bytes(KEY_BYTES_MIN)
+    try:
+        key = Path(settings.receipt_key_file).read_bytes().strip()
+    except OSError as error:
+        text = f"receipt_key_file: {error}"
+        raise ConfigError(ConfigProblem("receipt_key_file", text)) from error
+    if len(key) < KEY_BYTES_MIN:
+        text = f"receipt_key_file has {len(key)} bytes; it needs {KEY_BYTES_MIN} at least"
+        raise ConfigError(ConfigProblem("receipt_key_file", text))
+    return key
+
+
+def _export(
+    metrics: GatewayMetrics, clients: RemoteClients, groups: Groups, runtime: Runtime
+) -> None:
+    begins = (group.oldest_lease_ms() for group in groups)
+    now_ms = runtime.clock.monotonic_ms()
+    oldest_ms = min((one for one in begins if one is not None), default=now_ms)
+    metrics.set_gauges(
+        clients=len(clients),
+        groups=len(list(groups)),
+        in_flight_messages=sum(group.leased_count for group in groups),
+        waiting_receives=sum(group.waiting_count for group in groups),
+        oldest_lease_seconds=(now_ms - oldest_ms) / 1_000,
+    )

@@ -1,0 +1,88 @@
+"""The caller of a call: what its metadata say, and the names that it uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from apache.rocketmq.v2 import definition_pb2 as pb
+from batonmq._core.names import check_group, check_user_topic
+from batonmq._core.retries import group_of
+from batonmq.errors import InvalidName
+from batonmq_server.gateway.statuses import Refused
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_CLIENT_ID_CHARACTERS_MAX = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A remote client.
+
+    Attributes:
+        namespace: Namespace of names that have none of their own; empty for none.
+        language: Language that it names; `OTHER` for an unknown one.
+    """
+
+    client_id: str
+    namespace: str
+    language: str
+
+    @classmethod
+    def of(cls, context: Context) -> Caller:
+        """Return the caller of a call.
+
+        Raises:
+            Refused: The call has no client id.
+        """
+        metadata = {key: value for key, value in context.invocation_metadata() or ()}
+        client_id = _text(metadata.get("x-mq-client-id"))
+        if not client_id or len(client_id) > _CLIENT_ID_CHARACTERS_MAX:
+            raise Refused(
+                pb.CLIENT_ID_REQUIRED,
+                "the header x-mq-client-id is missing or longer than 255 characters; every call "
+                "needs the id of its client",
+            )
+        language = _text(metadata.get("x-mq-language")).upper()
+        known = language in pb.Language.keys() or language == "HTTP"  # noqa: SIM118  not a dict
+        return cls(client_id, _text(metadata.get("x-mq-namespace")), language if known else "OTHER")
+
+    def topic(self, resource: pb.Resource) -> str:
+        """Return the name under which a topic is stored.
+
+        Raises:
+            Refused: The name is not valid.
+        """
+        name = self._stored(resource)
+        try:
+            check_user_topic(name)
+        except InvalidName as error:
+            raise Refused(pb.ILLEGAL_TOPIC, f"{error.message}. {error.remedy}") from error
+        if group_of(resource.name):
+            raise Refused(
+                pb.ILLEGAL_TOPIC,
+                f"topic {resource.name} belongs to a consumer group. Use a topic of your own",
+            )
+        return name
+
+    def group(self, resource: pb.Resource) -> str:
+        """Return the name under which a group is stored.
+
+        Raises:
+            Refused: The name is not valid.
+        """
+        name = self._stored(resource)
+        try:
+            return check_group(name)
+        except InvalidName as error:
+            raise Refused(pb.ILLEGAL_CONSUMER_GROUP, f"{error.message}. {error.remedy}") from error
+
+    def _stored(self, resource: pb.Resource) -> str:
+        namespace = resource.resource_namespace or self.namespace
+        return f"{namespace}%{resource.name}" if namespace else resource.name
+
+
+def _text(value: str | bytes | None) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""

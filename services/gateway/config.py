@@ -1,0 +1,52 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from batonmq_server.runtime.settings import ServiceSettings, names_of
+
+
+class GatewaySettings(ServiceSettings):
+    """Settings from BATON_GATEWAY_<NAME>. A gateway keeps no data, so there is no directory."""
+
+    node_id: str = Field("gateway-0", pattern=r"^[a-z0-9-]{1,63}$")
+    """Name of this node, unique among the gateways."""
+    receipt_key_file: str = ""
+    """File with the key that signs receipt handles, at least 32 bytes, the same for all gateways.
+    Empty: a random key; then a gateway knows only its own handles."""
+    consume_from: Literal["first", "last"] = "first"
+    """Where a group without progress starts: at the `first` message that is kept, or at the `last`
+    one. All members of a group must have the same, native consumers too."""
+    fifo_groups: str = ""
+    """Groups whose push consumers work in FIFO mode, separated by commas: they retry a failed
+    message themselves. Messages with a message group are delivered in order in all groups."""
+    delivery_attempts_max: int = Field(17, ge=1, le=1_000)
+    """Deliveries of a message before it is stored among the dead letters of its group."""
+    invisible_ms_min: int = Field(10_000, ge=1)
+    """Shortest invisible duration that a receive call may ask for, in milliseconds."""
+    invisible_ms_max: int = Field(12 * 3_600_000, ge=1)
+    """Longest invisible duration, in milliseconds."""
+    renew_ms: int = Field(60_000, ge=1_000)
+    """Lease of messages with automatic renewal, in milliseconds. It is renewed for 3 hours at most,
+    as long as the client is alive."""
+    client_timeout_ms: int = Field(30_000, ge=1_000)
+    """A client that was silent for this long counts as dead, in milliseconds."""
+    polling_ms_max: int = Field(20_000, ge=0)
+    """Longest time that a receive call waits for a message, in milliseconds."""
+    in_flight_max: int = Field(10_000, ge=1, le=1_000_000)
+    """Offsets of one queue between its committed offset and the last one received, at most. It
+    bounds the messages of a queue that clients hold."""
+    group_idle_ms: int = Field(60_000, ge=100)
+    """A group without receive calls and messages in flight for this long is left, in
+    milliseconds."""
+    drain_timeout_ms: int = Field(30_000, ge=0)
+    """How long clients may end what they hold when a queue moves to another member or the gateway
+    stops, in milliseconds. What is left is redelivered at once."""
+
+    @property
+    def fifo(self) -> frozenset[str]:
+        """The groups of `fifo_groups`."""
+        return frozenset(names_of(self.fifo_groups))

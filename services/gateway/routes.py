@@ -1,0 +1,86 @@
+"""What clients are told about where to send and receive: the gateways, as brokers.
+
+To a client each gateway is one broker with one queue per topic. A client sends to any of them, and
+receives from all of them: each gateway owns other queues of the group.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from apache.rocketmq.v2 import definition_pb2 as pb
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
+from batonmq_server.gateway.statuses import Refused
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+
+ACCEPTED_TYPES = (pb.NORMAL, pb.FIFO, pb.DELAY)
+ANY_QUEUE = -1
+
+
+class Routes:
+    """The gateways that are registered.
+
+    Args:
+        nodes: Mirror of the nodes in etcd.
+        node_id: This gateway.
+    """
+
+    def __init__(self, nodes: EtcdMirror, node_id: str) -> None:
+        self._nodes, self._node_id = nodes, node_id
+
+    def brokers(self, access_point: pb.Endpoints) -> list[pb.Broker]:
+        """Return a broker for each gateway, by name.
+
+        Args:
+            access_point: The address that the client has called. A gateway that is alone is
+                named by it, since the client can reach it.
+        """
+        stored = (StoredNode.FromString(one.value) for one in self._nodes.values.values())
+        addresses = {
+            node.node_id: node.outside_address or node.address
+            for node in stored
+            if node.service == nameserver_pb.SERVICE_KIND_GATEWAY
+        }
+        if len(addresses) <= 1 and access_point.addresses:
+            name = next(iter(addresses), self._node_id)
+            return [pb.Broker(name=name, id=0, endpoints=access_point)]
+        return [
+            pb.Broker(name=name, id=0, endpoints=endpoints_of(address))
+            for name, address in sorted(addresses.items())
+        ]
+
+    def queues(
+        self, topic: pb.Resource, access_point: pb.Endpoints, queue_id: int = 0
+    ) -> list[pb.MessageQueue]:
+        """Return the queues of a topic, one for each gateway.
+
+        Raises:
+            Refused: No gateway is registered yet, and the client names no address.
+        """
+        brokers = self.brokers(access_point)
+        if not brokers:
+            raise Refused(pb.HA_NOT_AVAILABLE, "no gateway is registered yet; try again")
+        return [
+            pb.MessageQueue(
+                topic=topic,
+                id=queue_id,
+                permission=pb.READ_WRITE,
+                broker=broker,
+                accept_message_types=ACCEPTED_TYPES,
+            )
+            for broker in brokers
+        ]
+
+
+def endpoints_of(address: str) -> pb.Endpoints:
+    """Return host:port in the form of the contract."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        scheme = pb.DOMAIN_NAME
+    else:
+        scheme = pb.IPv4 if version == 4 else pb.IPv6
+    return pb.Endpoints(scheme=scheme, addresses=[pb.Address(host=host, port=int(port))])

@@ -1,0 +1,111 @@
+// The official Node.js client as a program: takes one task as JSON, prints the result as JSON.
+'use strict';
+
+const { Producer, SimpleConsumer, PushConsumer, ConsumeResult, FilterExpression } =
+  require('rocketmq-client-nodejs');
+
+const quiet = { info() {}, debug() {}, warn() {}, error() {} };
+
+function options(task) {
+  return { endpoints: task.endpoints, namespace: task.namespace || '', logger: quiet };
+}
+
+function view(message) {
+  return {
+    body: message.body.toString(),
+    id: message.messageId,
+    tag: message.tag || '',
+    keys: [...message.keys].sort(),
+    message_group: message.messageGroup || '',
+    properties: Object.fromEntries(message.properties),
+    attempt: message.deliveryAttempt,
+  };
+}
+
+async function send(task) {
+  const producer = new Producer({ ...options(task), topic: task.topic });
+  await producer.startup();
+  const sent = [];
+  for (const one of task.messages) {
+    const receipt = await producer.send({
+      topic: task.topic,
+      body: Buffer.from(one.body),
+      tag: one.tag,
+      keys: one.keys || [],
+      messageGroup: one.message_group,
+      deliveryTimestamp: one.deliver_at_s && new Date(one.deliver_at_s * 1000),
+      properties: new Map(Object.entries(one.properties || {})),
+    });
+    const result = { id: receipt.messageId, offset: receipt.offset };
+    if (one.recall) {
+      result.recalled = (await producer.recallMessage(task.topic, receipt.recallHandle)).messageId;
+    }
+    sent.push(result);
+  }
+  await producer.shutdown();
+  return { sent };
+}
+
+async function simple(task) {
+  const consumer = new SimpleConsumer({
+    ...options(task),
+    consumerGroup: task.group,
+    subscriptions: new Map([[task.topic, new FilterExpression(task.filter || '*')]]),
+    awaitDuration: 2000,
+  });
+  await consumer.startup();
+  const received = [];
+  const end = Date.now() + task.seconds * 1000;
+  while (received.length < task.count && Date.now() < end) {
+    for (const message of await consumer.receive(16, task.invisible_s * 1000)) {
+      received.push(view(message));
+      if (task.give_back && message.deliveryAttempt === 1) {
+        await consumer.changeInvisibleDuration(message, 0);
+      } else if (task.ack !== false) {
+        await consumer.ack(message);
+      }
+    }
+  }
+  await consumer.shutdown();
+  return { received };
+}
+
+async function push(task) {
+  const received = [];
+  const failures = { ...task.fail };
+  const consumer = new PushConsumer({
+    ...options(task),
+    consumerGroup: task.group,
+    subscriptions: new Map([[task.topic, new FilterExpression(task.filter || '*')]]),
+    longPollingTimeout: 2000,
+    messageListener: {
+      async consume(message) {
+        const body = message.body.toString();
+        received.push(view(message));
+        if (failures[body]) {
+          failures[body] -= 1;
+          return ConsumeResult.FAILURE;
+        }
+        return ConsumeResult.SUCCESS;
+      },
+    },
+  });
+  await consumer.startup();
+  const end = Date.now() + task.seconds * 1000;
+  while (received.length < task.count && Date.now() < end) {
+    await new Promise((resolve) => setTimeout(resolve, 50));
+  }
+  await new Promise((resolve) => setTimeout(resolve, 1000)); // the last acks leave
+  await consumer.shutdown();
+  return { received };
+}
+
+const task = JSON.parse(process.argv[2]);
+({ send, simple, push })[task.op](task).then(
+  (result) => {
+    process.stdout.write(`${JSON.stringify(result)}\n`, () => process.exit(0));
+  },
+  (error) => {
+    process.stderr.write(`${error.stack}\n`, () => process.exit(1));
+  },
+);

@@ -1,0 +1,129 @@
+"""The official Python client as a program: takes one task as JSON, prints the result as JSON.
+
+It runs in a process and a virtual environment of its own: its contract and ours can't be in one
+process, as both define the same messages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+from time import monotonic  # noqa: TID251  this process has nothing of ours
+
+from rocketmq import (
+    ClientConfiguration,
+    ConsumeResult,
+    Credentials,
+    FilterExpression,
+    Message,
+    MessageListener,
+    Producer,
+    PushConsumer,
+    SimpleConsumer,
+)
+
+
+def configuration(task):
+    return ClientConfiguration(task["endpoints"], Credentials(), task.get("namespace", ""))
+
+
+def send(task):
+    producer = Producer(configuration(task), (task["topic"],))
+    producer.startup()
+    sent = []
+    try:
+        for one in task["messages"]:
+            message = Message()
+            message.topic, message.body = task["topic"], one["body"].encode()
+            if "tag" in one:
+                message.tag = one["tag"]
+            for key in one.get("keys", ()):
+                message.keys = key
+            if "message_group" in one:
+                message.message_group = one["message_group"]
+            if "deliver_at_s" in one:
+                message.delivery_timestamp = one["deliver_at_s"]
+            for name, value in one.get("properties", {}).items():
+                message.add_property(name, value)
+            receipt = producer.send(message)
+            result = {"id": receipt.message_id, "offset": receipt.offset}
+            if one.get("recall"):
+                handle = receipt.recall_handle
+                result["recalled"] = producer.recall_message(task["topic"], handle)
+            sent.append(result)
+    finally:
+        producer.shutdown()
+    return {"sent": sent}
+
+
+def view(message):
+    return {
+        "body": message.body.decode(),
+        "id": message.message_id,
+        "tag": message.tag or "",
+        "keys": sorted(message.keys),
+        "message_group": message.message_group or "",
+        "properties": dict(message.properties),
+        "attempt": message.delivery_attempt,
+    }
+
+
+def simple(task):
+    wanted = {task["topic"]: FilterExpression(task.get("filter", "*"))}
+    consumer = SimpleConsumer(configuration(task), task["group"], wanted)
+    consumer.await_duration = 2
+    consumer.startup()
+    received, end = [], monotonic() + task["seconds"]
+    try:
+        while len(received) < task["count"] and monotonic() < end:
+            for message in consumer.receive(16, task["invisible_s"]) or ():
+                received.append(view(message))
+                if task.get("give_back") and message.delivery_attempt == 1:
+                    consumer.change_invisible_duration(message, 0)
+                elif task.get("ack", True):
+                    consumer.ack(message)
+    finally:
+        consumer.shutdown()
+    return {"received": received}
+
+
+def push(task):
+    arrived = queue.Queue()
+    failures = dict(task.get("fail", {}))
+
+    class Listener(MessageListener):
+        def consume(self, message):
+            body = message.body.decode()
+            arrived.put(view(message))
+            if failures.get(body, 0):
+                failures[body] -= 1
+                return ConsumeResult.FAILURE
+            return ConsumeResult.SUCCESS
+
+    wanted = {task["topic"]: FilterExpression(task.get("filter", "*"))}
+    consumer = PushConsumer(configuration(task), task["group"], Listener(), wanted)
+    consumer.startup()
+    received, end = [], monotonic() + task["seconds"]
+    try:
+        while len(received) < task["count"] and (left := end - monotonic()) > 0:
+            try:
+                received.append(arrived.get(timeout=left))
+            except queue.Empty:
+                break
+        end = monotonic() + 1  # the acks of the last messages leave before the shutdown
+        while (left := end - monotonic()) > 0:
+            try:
+                received.append(arrived.get(timeout=left))
+            except queue.Empty:
+                break
+    finally:
+        consumer.shutdown()
+    return {"received": received}
+
+
+if __name__ == "__main__":
+    task = json.loads(sys.argv[1])
+    print(json.dumps({"send": send, "simple": simple, "push": push}[task["op"]](task)), flush=True)
+    os._exit(0)  # the client leaves threads behind that keep the process alive

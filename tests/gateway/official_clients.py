@@ -1,0 +1,111 @@
+"""Official clients of RocketMQ 5, installed from their registries as locked, run as programs.
+
+Each program takes a task as JSON and prints its result. Installations are kept in build/clients and
+shared by all tests and workers. A test is skipped if the toolchain is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+SOURCES = Path(__file__).with_name("clients")
+INSTALLED = REPO / "build" / "clients"
+LOCKS = {"python": "requirements.lock", "node": "package-lock.json"}
+LANGUAGES = tuple(LOCKS)
+_INSTALL_S = 240
+_PATH = "/usr/local/bin:/usr/bin:/bin"
+
+
+class OfficialClient:
+    """One language's client.
+
+    Attributes:
+        folder: Where it is installed.
+    """
+
+    def __init__(self, language: str, folder: Path) -> None:
+        self.language, self.folder = language, folder
+
+    async def run(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """Run a task to its end and return its result; the test's time limit holds."""
+        process = await asyncio.create_subprocess_exec(
+            *self.command,
+            json.dumps(task),
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        try:
+            out, err = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        assert process.returncode == 0, f"{self.language}: {err.decode()[-2_000:]}"
+        result: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
+        return result
+
+    @property
+    def command(self) -> Sequence[str]:
+        """The program and its fixed arguments."""
+        if self.language == "python":
+            program = str(self.folder / "bin" / "python")
+            return program, str(SOURCES / "python" / "client.py")
+        return "node", str(SOURCES / "node" / "client.js")
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Its whole environment: the clients write logs into their home."""
+        paths = f"{Path(shutil.which('node') or '/usr/bin/node').parent}:{_PATH}"
+        return {
+            "PATH": paths,
+            "HOME": str(self.folder),
+            "NODE_PATH": str(self.folder / "node_modules"),
+        }
+
+
+def official_client(language: str) -> OfficialClient:
+    """Return the client of a language, installed; skip the test if its toolchain is missing."""
+    lock = SOURCES / language / LOCKS[language]
+    if language == "node" and not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("NO NODE.JS OR NPM ON PATH: the official Node.js client is not tested")
+    digest = hashlib.sha256(lock.read_bytes()).hexdigest()[:12]
+    folder = INSTALLED / f"{language}-{digest}"
+    INSTALLED.mkdir(parents=True, exist_ok=True)
+    with (INSTALLED / f"{folder.name}.lock").open("w") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            _install(language, lock, folder)
+            (folder / "complete").touch()
+    return OfficialClient(language, folder)
+
+
+def _install(language: str, lock: Path, folder: Path) -> None:
+    if language == "python":
+        _call([sys.executable, "-m", "venv", str(folder)])
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        _call([*pip, "--disable-pip-version-check", "--require-hashes", "-r", str(lock)])
+        return
+    for name in ("package.json", "package-lock.json"):
+        shutil.copy(lock.with_name(name), folder)
+    _call(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(folder)])
+
+
+def _call(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S, check=False)
+    if done.returncode:
+        pytest.skip(f"NO OFFICIAL CLIENT: {command[:4]} failed: {done.stderr[-500:]}")

@@ -1,0 +1,207 @@
+"""Unmodified official clients against a real cluster with a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batonmq import Admin, Consumer, ConsumerSettings, Producer
+from batonmq._common.clock import Clock
+from batonmq_server.local.cluster import LocalCluster
+from tests.gateway.official_clients import LANGUAGES, OfficialClient, official_client
+from tests.support.cluster import local_cluster
+from tests.support.conditions import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+TOPIC = "orders"
+SETTINGS = {"invisible_ms_min": 500, "group_idle_ms": 3_000, "delivery_attempts_max": 3}
+
+
+class Scene:
+    """A cluster with a gateway, and the official clients."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster, self.nameserver = cluster, cluster.nameserver
+        self.clients: Mapping[str, OfficialClient] = {
+            language: official_client(language) for language in LANGUAGES
+        }
+
+    async def run(self, language: str, op: str, **task: Any) -> list[dict[str, Any]]:
+        """Run a task of an official client; return what it sent or received."""
+        common: dict[str, Any] = {
+            "op": op,
+            "endpoints": self.cluster.addresses["gateway"],
+            "topic": TOPIC,
+        }
+        common |= {"seconds": 30, "invisible_s": 10}
+        result = await self.clients[language].run(common | task)
+        found: list[dict[str, Any]] = next(iter(result.values()))
+        return found
+
+
+@asynccontextmanager
+async def scene(folder: Path, queues: int = 4, **settings: object) -> AsyncIterator[Scene]:
+    for language in LANGUAGES:
+        official_client(language)  # before the cluster starts: it may take a minute
+    async with local_cluster(folder, gateways=1, gateway=SETTINGS | settings) as cluster:
+        async with Admin(cluster.nameserver) as admin:
+            await admin.create_topic(TOPIC, queues)
+        yield Scene(cluster)
+
+
+def bodies(messages: list[dict[str, Any]]) -> list[str]:
+    return sorted(one["body"] for one in messages)
+
+
+async def test_every_producer_is_understood_by_every_consumer(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        sent: dict[str, str] = {}
+        for language in LANGUAGES:
+            messages = [
+                {
+                    "body": f"{language}-{n} ä",
+                    "tag": "paid",
+                    "keys": ["k1", "k2"],
+                    "properties": {"region": "eu", "naïve": "ü"},
+                }
+                for n in range(5)
+            ]
+            receipts = await at.run(language, "send", messages=messages)
+            sent |= {one["id"]: two["body"] for one, two in zip(receipts, messages, strict=True)}
+        async with Producer(at.nameserver) as producer:
+            for n in range(5):
+                receipt = await producer.send(
+                    TOPIC,
+                    f"native-{n} ä".encode(),
+                    tag="paid",
+                    keys=["k1", "k2"],
+                    properties={"region": "eu", "naïve": "ü"},
+                )
+                sent[receipt.message_id] = f"native-{n} ä"
+        async with asyncio.TaskGroup() as tasks:
+            results = {
+                (language, op): tasks.create_task(
+                    at.run(language, op, group=f"{language}-{op}", count=15)
+                )
+                for language in LANGUAGES
+                for op in ("simple", "push")
+            }
+        for name, result in results.items():
+            got = result.result()
+            assert {one["id"]: one["body"] for one in got} == sent, name
+            assert len(got) == 15, name
+            for one in got:
+                assert (one["tag"], one["keys"], one["attempt"]) == ("paid", ["k1", "k2"], 1)
+                assert one["properties"] == {"region": "eu", "naïve": "ü"}, name
+        received = []
+        settings = ConsumerSettings(consume_from="first")
+        async with Consumer(at.nameserver, "natives", {TOPIC: "*"}, settings) as consumer:
+            async for message in consumer:
+                received.append(message.body.decode())
+                assert message.properties["region"] == "eu"
+                if len(received) == 15:
+                    break
+        assert sorted(received) == sorted(sent.values())
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+async def test_message_that_fails_is_delivered_again_and_at_last_a_dead_letter(
+    tmp_path: Path, language: str
+) -> None:
+    async with scene(tmp_path) as at:
+        messages = [{"body": f"m{n}"} for n in range(4)]
+        await at.run(language, "send", messages=messages)
+        got = await at.run(
+            language, "push", group="workers", count=7, fail={"m1": 1, "m2": 9}, seconds=20
+        )
+        attempts = sorted((one["body"], one["attempt"]) for one in got)
+        once, again = [("m0", 1), ("m3", 1)], [("m1", 1), ("m1", 2)]
+        assert attempts == sorted([*once, *again, ("m2", 1), ("m2", 2), ("m2", 3)])
+        async with Admin(at.nameserver) as admin:
+            letters = [one async for one in dead_letters(admin, at.nameserver)]
+        assert letters == ["m2"]
+
+
+async def dead_letters(admin: Admin, nameserver: str) -> AsyncIterator[str]:
+    """Yield the bodies of the dead letters of the group, once there is one."""
+    settings = ConsumerSettings(consume_from="first", send_back=False)
+
+    async def exists() -> bool:
+        return "%DLQ%workers" in {topic.name for topic in await admin.list_topics()}
+
+    await until(exists)
+    async with Consumer(nameserver, "undertaker", {"%DLQ%workers": "*"}, settings) as consumer:
+        async for message in consumer:
+            yield message.body.decode()
+            return
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+async def test_simple_consumer_gives_back_and_gets_again_what_it_did_not_acknowledge(
+    tmp_path: Path, language: str
+) -> None:
+    async with scene(tmp_path) as at:
+        await at.run(language, "send", messages=[{"body": "a"}, {"body": "b"}])
+        got = await at.run(language, "simple", group="back", count=4, give_back=True)
+        assert sorted((one["body"], one["attempt"]) for one in got) == [
+            ("a", 1), ("a", 2), ("b", 1), ("b", 2),
+        ]  # fmt: skip
+        got = await at.run(language, "simple", group="lazy", count=2, ack=False, invisible_s=1)
+        assert bodies(got) == ["a", "b"]
+        got = await at.run(language, "simple", group="lazy", count=2)
+        assert sorted((one["body"], one["attempt"]) for one in got) == [("a", 2), ("b", 2)]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+async def test_message_group_is_delivered_in_order_though_its_first_message_fails(
+    tmp_path: Path, language: str
+) -> None:
+    async with scene(tmp_path, fifo_groups="fifo", delivery_attempts_max=17) as at:
+        messages = [
+            {"body": f"{group}{n}", "message_group": group} for n in range(6) for group in "ab"
+        ]
+        await at.run(language, "send", messages=messages)
+        for name in ("fifo", "standard"):
+            got = await at.run(language, "push", group=name, count=13, fail={"a0": 1}, seconds=25)
+            by_group = {g: [one["body"] for one in got if one["message_group"] == g] for g in "ab"}
+            assert by_group["b"] == [f"b{n}" for n in range(6)], name
+            assert by_group["a"] == ["a0", "a0", *(f"a{n}" for n in range(1, 6))], name
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+async def test_delay_recall_and_filters(tmp_path: Path, language: str) -> None:
+    async with scene(tmp_path) as at:
+        now_s = Clock().unix_ms() // 1_000
+        messages: list[dict[str, Any]] = [
+            {"body": "later", "deliver_at_s": now_s + 4, "tag": "a", "properties": {"price": "9"}},
+            {"body": "never", "deliver_at_s": now_s + 5, "tag": "a", "recall": True},
+            {"body": "now", "tag": "b", "properties": {"price": "2"}},
+        ]
+        sent = await at.run(language, "send", messages=messages)
+        assert sent[1]["recalled"] == sent[1]["id"]
+        async with asyncio.TaskGroup() as tasks:
+            every = tasks.create_task(at.run(language, "simple", group="all", count=3, seconds=9))
+            tagged = tasks.create_task(
+                at.run(language, "simple", group="tagged", filter="a||c", count=1, seconds=9)
+            )
+        assert [one["body"] for one in every.result()] == ["now", "later"]
+        assert bodies(tagged.result()) == ["later"]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+async def test_namespaces_do_not_see_each_other(tmp_path: Path, language: str) -> None:
+    async with scene(tmp_path) as at:
+        async with Admin(at.nameserver) as admin:
+            await admin.create_topic(f"blue%{TOPIC}", 1)
+        await at.run(language, "send", messages=[{"body": "plain"}])
+        await at.run(language, "send", messages=[{"body": "blue"}], namespace="blue")
+        for namespace, body in (("", "plain"), ("blue", "blue")):
+            got = await at.run(
+                language, "simple", group="team", count=2, seconds=4, namespace=namespace
+            )
+            assert bodies(got) == [body]
