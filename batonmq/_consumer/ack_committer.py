@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 COMMIT_ITEMS_MAX = 1_024
 LONG_CALL_COMMIT_MS = 500
 """How often a consumer commits while a handler runs long."""
-COMMIT_GATHER_MS = 10
-"""Acks that arrive within this time are committed by the same call."""
 
 
 class AckCommitter:
@@ -47,7 +45,7 @@ class AckCommitter:
             left_ms = max(0, due_ms - clock.monotonic_ms())
             wait_ms = min(left_ms, LONG_CALL_COMMIT_MS) if session.running else left_ms
             if await wait_until(session.commit_soon, wait_ms):
-                await asyncio.sleep(COMMIT_GATHER_MS / 1000)
+                await asyncio.sleep(session.commit_gather_ms / 1000)
             elif (now_ms := clock.monotonic_ms()) < due_ms and not self._handles_long(now_ms):
                 continue
             session.commit_soon.clear()

@@ -20,6 +20,9 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.retries import HandlingFailure
 from batonmq.errors import Fenced
 
+AWAITED_GATHER_MS = 2
+"""How long a commit waits for more acks: each caller waits for it."""
+
 
 @dataclass(slots=True, eq=False)
 class HeldMessage:
@@ -53,6 +56,7 @@ class HeldMessages:
         self._held: dict[QueueRef, dict[HeldMessage, None]] = {}
         self._ended = False
         self.available = session.available
+        session.commit_gather_ms = AWAITED_GATHER_MS
 
     @property
     def queues(self) -> Mapping[QueueRef, AssignedQueue]:

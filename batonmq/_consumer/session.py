@@ -26,6 +26,9 @@ from batonmq._telemetry.client_metrics import ConsumerMetrics
 if TYPE_CHECKING:
     from batonmq._telemetry.event_counters import ConsumerEventCounter
 
+COMMIT_GATHER_MS = 10
+"""How long a commit waits for more acks, unless callers wait for theirs."""
+
 
 @dataclass(frozen=True, slots=True)
 class OwnershipEvent:
@@ -56,6 +59,8 @@ class Session:
         acquire_seq: Number of the last Acquire.
         available: Set when a message may wait for a handler.
         commit_soon: Set when enough acks wait to be committed.
+        commit_gather_ms: Acks that arrive within this time after that are committed by the same
+            call.
         keep_alive_soon: Set when the lock manager may have granted a queue that is not wanted.
         heartbeat_soon: Set when `view` may be old, or this consumer may be no member any more.
         local: Progress of a broadcasting member; None for a clustering one.
@@ -83,6 +88,7 @@ class Session:
     acquire_seq: int = 0
     available: asyncio.Event = field(default_factory=asyncio.Event)
     commit_soon: asyncio.Event = field(default_factory=asyncio.Event)
+    commit_gather_ms: int = COMMIT_GATHER_MS
     keep_alive_soon: asyncio.Event = field(default_factory=asyncio.Event)
     heartbeat_soon: asyncio.Event = field(default_factory=asyncio.Event)
     start_at_unix_ms: int = field(init=False)
