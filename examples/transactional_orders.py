@@ -122,7 +122,7 @@ async def delivered_orders(nameserver: str, orders: Orders, run: str) -> list[st
             consumer.stop()
 
     async with (
-        asyncio.timeout(40),
+        asyncio.timeout(60),
         Producer(nameserver, group=SHOP, transaction_checker=check),
         Consumer(nameserver, GROUP, {TOPIC: "*"}, SETTINGS) as consumer,
     ):
