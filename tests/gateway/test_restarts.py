@@ -185,6 +185,29 @@ async def test_killed_gateway_of_three_under_load_loses_nothing(tmp_path: Path) 
         assert ledger.sent - ledger.acknowledged <= ledger.unsure
 
 
+@pytest.mark.parametrize("name", ["storage", "offsets", "lockmgr", "nameserver"])
+async def test_killed_service_behind_the_gateway_under_load_loses_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    async with scene(tmp_path, 1) as cluster:
+        ledger = Ledger()
+        async with asyncio.TaskGroup() as tasks:
+            consuming = tasks.create_task(
+                consume_at(cluster.addresses["gateway"], "c@gateway", ledger)
+            )
+            producing = tasks.create_task(produce(cluster.nameserver, ledger, 1_000))
+            await until(partial(ledger.has_acknowledged, 200), 60)
+            await cluster.kill(name)
+            await cluster.serving(name)
+            await producing
+            async with Admin(cluster.nameserver) as admin:
+                await until(partial(is_done, admin, 1_000), 90)
+            consuming.cancel()
+        assert ledger.delivered_after_ack == []
+        assert set(ledger.deliveries) == ledger.sent
+        assert ledger.sent - ledger.acknowledged <= ledger.unsure
+
+
 async def is_done(admin: Admin, count: int) -> bool:
     """Whether all of `count` messages are acknowledged, durably."""
     rows = (await admin.group_progress("billing")).queues
