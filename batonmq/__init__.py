@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from batonmq import errors
-    from batonmq._blocking import BlockingConsumer, BlockingProducer, BlockingPuller
+    from batonmq._blocking import (
+        BlockingConsumer,
+        BlockingProducer,
+        BlockingPuller,
+        BlockingTransaction,
+    )
     from batonmq._common.secret import Secret
     from batonmq._connection.security import Security
     from batonmq._consumer.consumer import Consumer
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
     from batonmq._core.records import Message
     from batonmq._core.requests import Reply
     from batonmq._core.retries import Origin
+    from batonmq._core.transactions import CommitReceipt, PendingTransaction, TransactionState
     from batonmq._producer.message_columns import ArrowColumn
     from batonmq._producer.producer import Producer
     from batonmq._producer.producer_settings import Durability, ProducerSettings
@@ -49,6 +55,7 @@ if TYPE_CHECKING:
     from batonmq._producer.requester import RequestFailed, RequestTimedOut
     from batonmq._producer.scheduled_sender import PendingSchedule, ScheduleReceipt
     from batonmq._producer.send_buffer import ProducerClosed
+    from batonmq._producer.transaction import Transaction
     from batonmq._telemetry.client_metrics import ClientMetrics
     from batonmq.admin.admin import Admin
     from batonmq.errors import BatonError, Retry
@@ -61,7 +68,9 @@ __all__ = [
     "BlockingConsumer",
     "BlockingProducer",
     "BlockingPuller",
+    "BlockingTransaction",
     "ClientMetrics",
+    "CommitReceipt",
     "Consumer",
     "ConsumerSettings",
     "Durability",
@@ -74,6 +83,7 @@ __all__ = [
     "PartlySent",
     "PendingReceipt",
     "PendingSchedule",
+    "PendingTransaction",
     "Producer",
     "ProducerClosed",
     "ProducerSettings",
@@ -93,6 +103,8 @@ __all__ = [
     "Security",
     "SubscriptionVerdict",
     "Suspend",
+    "Transaction",
+    "TransactionState",
     "errors",
 ]
 
@@ -104,7 +116,9 @@ _HOMES = {
     "BlockingConsumer": "batonmq._blocking",
     "BlockingProducer": "batonmq._blocking",
     "BlockingPuller": "batonmq._blocking",
+    "BlockingTransaction": "batonmq._blocking",
     "ClientMetrics": "batonmq._telemetry.client_metrics",
+    "CommitReceipt": "batonmq._core.transactions",
     "Consumer": "batonmq._consumer.consumer",
     "ConsumerSettings": "batonmq._consumer.consumer_settings",
     "Durability": "batonmq._producer.producer_settings",
@@ -118,6 +132,7 @@ _HOMES = {
     "PendingReceipt": "batonmq._producer.receipts",
     "ReceiptRange": "batonmq._producer.receipts",
     "PendingSchedule": "batonmq._producer.scheduled_sender",
+    "PendingTransaction": "batonmq._core.transactions",
     "Reply": "batonmq._core.requests",
     "RequestFailed": "batonmq._producer.requester",
     "RequestTimedOut": "batonmq._producer.requester",
@@ -136,6 +151,8 @@ _HOMES = {
     "Security": "batonmq._connection.security",
     "Suspend": "batonmq._consumer.handler_results",
     "SubscriptionVerdict": "batonmq._consumer.membership",
+    "Transaction": "batonmq._producer.transaction",
+    "TransactionState": "batonmq._core.transactions",
 }
 
 

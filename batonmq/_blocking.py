@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -24,11 +24,13 @@ from batonmq._consumer.puller import Puller, PullerSettings, SeekTarget
 from batonmq._core.flow_control import FlowReason
 from batonmq._core.queues import QueueRef
 from batonmq._core.requests import Reply
+from batonmq._core.transactions import CommitReceipt, PendingTransaction, TransactionState
 from batonmq._producer.message_columns import Bodies, Keys
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq._producer.receipts import Receipt, ReceiptRange
 from batonmq._producer.scheduled_sender import ScheduleReceipt
+from batonmq._producer.transaction import Transaction
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq.errors import Unreachable
 
@@ -144,12 +146,83 @@ class _ClientContext:
                 self._entered.set_exception(error)
 
 
+class BlockingTransaction:
+    """A `Transaction` with blocking calls."""
+
+    def __init__(self, thread: _LoopThread, transaction: Transaction) -> None:
+        self._thread, self._transaction = thread, transaction
+
+    @property
+    def transaction_id(self) -> str:
+        """See `Transaction`."""
+        return self._transaction.transaction_id
+
+    @property
+    def receipt(self) -> CommitReceipt | None:
+        """See `Transaction`."""
+        return self._transaction.receipt
+
+    def commit(self) -> CommitReceipt:
+        """See `Transaction.commit`."""
+        return self._thread.call(self._transaction.commit())
+
+    def rollback(self) -> None:
+        """See `Transaction.rollback`."""
+        self._thread.call(self._transaction.rollback())
+
+    def leave_open(self) -> None:
+        """See `Transaction.leave_open`."""
+        self._transaction.leave_open()
+
+
+class _BlockingTransactionBlock:
+    """A `with` block that ends a transaction; see `Producer.transaction`."""
+
+    def __init__(
+        self, thread: _LoopThread, block: AbstractAsyncContextManager[Transaction]
+    ) -> None:
+        self._thread, self._block = thread, block
+
+    def __enter__(self) -> BlockingTransaction:
+        return BlockingTransaction(self._thread, self._thread.call(self._block.__aenter__()))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._thread.call(self._block.__aexit__(kind, error, trace))
+
+
+def _in_a_thread(
+    checker: Callable[[PendingTransaction], TransactionState],
+) -> Callable[[PendingTransaction], Coroutine[Any, Any, TransactionState]]:
+    """Return the checker as a coroutine function that calls it in a thread."""
+
+    async def check(transaction: PendingTransaction) -> TransactionState:
+        return await asyncio.to_thread(checker, transaction)
+
+    return check
+
+
 class BlockingProducer:
     """A `Producer` with blocking calls. Use it as a context manager; threads may share it."""
 
-    def __init__(self, nameserver: str, settings: ProducerSettings | None = None) -> None:
+    def __init__(
+        self,
+        nameserver: str,
+        settings: ProducerSettings | None = None,
+        *,
+        group: str = "",
+        transaction_checker: Callable[[PendingTransaction], TransactionState] | None = None,
+    ) -> None:
+        """See `Producer`; the transaction checker is a function that may block."""
         self._thread = _LoopThread()
-        self._make: Callable[[], Producer] = lambda: Producer(nameserver, settings)
+        checker = None if transaction_checker is None else _in_a_thread(transaction_checker)
+        self._make: Callable[[], Producer] = lambda: Producer(
+            nameserver, settings, group=group, transaction_checker=checker
+        )
 
     def __enter__(self) -> Self:
         self._producer = self._make()
@@ -271,6 +344,35 @@ class BlockingProducer:
     def one_way_failures(self) -> int:
         """See `Producer.one_way_failures`."""
         return self._producer.one_way_failures
+
+    def transaction(  # noqa: PLR0913  keyword-only, each with a default
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tag: str = "",
+        keys: Sequence[str] = (),
+        properties: Mapping[str, str] | None = None,
+        ordering_key: str | None = None,
+        queue: QueueRef | None = None,
+    ) -> AbstractContextManager[BlockingTransaction]:
+        """See `Producer.transaction`; for a `with` block."""
+        block = self._producer.transaction(
+            topic,
+            body,
+            tag=tag,
+            keys=keys,
+            properties=properties,
+            ordering_key=ordering_key,
+            queue=queue,
+        )
+        return _BlockingTransactionBlock(self._thread, block)
+
+    def end_transaction(
+        self, transaction_id: str, state: TransactionState, *, topic: str = ""
+    ) -> CommitReceipt | None:
+        """See `Producer.end_transaction`."""
+        return self._thread.call(self._producer.end_transaction(transaction_id, state, topic=topic))
 
     def cancel(self, schedule_id: str) -> None:
         """See `Producer.cancel`."""

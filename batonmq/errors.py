@@ -445,6 +445,22 @@ class NotScheduled(BatonError):
     remedy = "Check the id; the message may have been delivered or cancelled already."
 
 
+class TransactionNotFound(BatonError):
+    """No transaction has this id, or it ended so long ago that its outcome is forgotten."""
+
+    reason = "TRANSACTION_NOT_FOUND"
+    kind = "NOT_FOUND"
+    remedy = "Check the id; look for the message in its topic."
+
+
+class TransactionEnded(BatonError):
+    """The transaction has ended with the other outcome."""
+
+    reason = "TRANSACTION_ENDED"
+    kind = "FAILED_PRECONDITION"
+    remedy = "Nothing can change the outcome; send a new message if one is needed."
+
+
 class NotWritable(BatonError):
     """The topic, or the queue, does not take messages."""
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # for administration only: these methods import them when the
     from baton.storage.v1 import query_service_pb2_grpc as query_grpc
     from baton.storage.v1 import replication_service_pb2_grpc as storage_replication_grpc
     from baton.storage.v1 import reply_service_pb2_grpc as reply_grpc
+    from baton.storage.v1 import transaction_service_pb2_grpc as transaction_grpc
 
 log = logging.getLogger(__name__)
 
@@ -254,6 +255,31 @@ class Directory:
         """
         address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
         return schedule_grpc.ScheduleServiceStub(self._channel(address))
+
+    async def transactions(self, broker: str) -> transaction_grpc.TransactionServiceAsyncStub:
+        """Return a stub for transactions at the storage leader of `broker`.
+
+        Raises:
+            Unreachable: The broker is not registered, or no nameserver responds.
+        """
+        from baton.storage.v1 import (  # noqa: PLC0415
+            transaction_service_pb2_grpc as transaction_grpc,
+        )
+
+        address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
+        return transaction_grpc.TransactionServiceStub(self._channel(address))
+
+    async def brokers(self) -> set[str]:
+        """Ask a nameserver for the names of all brokers.
+
+        Raises:
+            Unreachable: No nameserver responds.
+        """
+        return {
+            node.replica_set or node.node_id
+            for node in await self.refresh()
+            if node.service == pb.SERVICE_KIND_STORAGE
+        }
 
     async def query(self, broker: str, node_id: str = "") -> query_grpc.QueryServiceAsyncStub:
         """Return a stub for queries of messages at `broker`.

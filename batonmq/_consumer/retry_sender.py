@@ -42,7 +42,7 @@ from batonmq._core.retries import (
     with_origin_key,
     without_origin_key,
 )
-from batonmq._producer.scheduled_sender import REQUEST_ITEMS_MAX, parts
+from batonmq._producer.item_sender import REQUEST_ITEMS_MAX, parts
 from batonmq.errors import BatonError, QueueNotFound, Retry, TopicExists, TopicNotFound
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,8 @@ METRICS_TOPIC = "BATON_SYS_METRICS"
 """Topic of the events that services and clients publish, as `baton.metrics.v1.MetricBatch`."""
 ALERTS_TOPIC = "BATON_SYS_ALERTS"
 """Topic of the alerts that Spark jobs derive from these events."""
+UNRESOLVED_TOPIC = "BATON_SYS_UNRESOLVED"
+"""Topic of the messages of transactions that reached a limit without an answer."""
 
 
 def is_system_topic(name: str) -> bool:

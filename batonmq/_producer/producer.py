@@ -7,6 +7,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -14,10 +15,13 @@ from batonmq._common.aio import only_error, unless
 from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._connection.routes import follow_route, wait_for_route
 from batonmq._core.delays import deliver_time
+from batonmq._core.names import check_group
 from batonmq._core.ordering_key import with_ordering_key
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message, encode_record
 from batonmq._core.requests import Reply
+from batonmq._core.transactions import CommitReceipt, TransactionChecker, TransactionState
+from batonmq._producer.check_responder import CheckResponder
 from batonmq._producer.message_columns import Bodies, Keys, MessageColumns, MessagePiece
 from batonmq._producer.producer_settings import METRICS_PRODUCER, ProducerSettings
 from batonmq._producer.receipts import (
@@ -34,6 +38,8 @@ from batonmq._producer.requester import Requester
 from batonmq._producer.scheduled_sender import PendingSchedule, ScheduledSender, ScheduleReceipt
 from batonmq._producer.send_buffer import ProducerClosed, SendBuffer
 from batonmq._producer.topic_queues import TopicQueues
+from batonmq._producer.transaction import Transaction, TransactionBlock
+from batonmq._producer.transaction_sender import TransactionSender, needs_group
 from batonmq._producer.waiting_sends import WaitingSend, WaitingSends
 from batonmq._telemetry.client_metrics import ClientMetrics, ProducerMetrics
 from batonmq.errors import BatonError, Unreachable
@@ -55,6 +61,10 @@ class Producer:
         settings: Settings; None for the defaults.
         client_id: Name of this producer in the metrics stream; by default the host and a random
             part.
+        group: Producer group, for transactions: any producer of the group may be asked what became
+            of a transaction of another one. 1 to 127 characters of A-Z a-z 0-9 _ % -.
+        transaction_checker: Says what became of a transaction, when a broker asks; needs a group.
+            It is called in the event loop, and may be a coroutine function.
         metrics: Prometheus metrics; None for none.
         environment: Clock, random numbers and transport, for tests.
 
@@ -65,15 +75,21 @@ class Producer:
     messages without an outcome fail, and may be stored or not.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keyword-only, each with a default
         self,
         nameserver: str,
         settings: ProducerSettings | None = None,
         *,
         client_id: str = "",
+        group: str = "",
+        transaction_checker: TransactionChecker | None = None,
         metrics: ClientMetrics | None = None,
         environment: ClientEnvironment | None = None,
     ) -> None:
+        self._group = check_group(group) if group else ""
+        self._checker = transaction_checker
+        if transaction_checker is not None:
+            needs_group(group)
         self._settings = settings or ProducerSettings()
         secured = (environment or ClientEnvironment()).secured(self._settings.security)
         self._metrics = None if metrics is None else ProducerMetrics(metrics)
@@ -107,6 +123,9 @@ class Producer:
         self._scheduled = ScheduledSender(
             self._directory, self._clock, secured.random, self._tasks, self._settings
         )
+        self._transactions = TransactionSender(
+            self._directory, self._clock, secured.random, self._start, self._settings
+        )
         self._requester = Requester(
             self._directory, secured.random, self.submit, self._start, self._metrics
         )
@@ -118,6 +137,11 @@ class Producer:
             self._metrics.watch(lambda: bound - self._buffer.free_bytes)
         if self._stream is not None:
             self._loops.add(self._stream.start(self._tasks))
+        if self._checker is not None:
+            responder = CheckResponder(
+                self._directory, self._transactions, self._start, self._group, self._checker
+            )
+            self._start(responder.run())
         return self
 
     async def __aexit__(
@@ -135,6 +159,7 @@ class Producer:
             self._closing.set()
             self._scheduled.close()
             self._requester.close(_closed())
+            self._transactions.close(_closed())
             self._waiting.fail_all(_closed())
             for task in list(self._loops):
                 task.cancel()
@@ -268,6 +293,91 @@ class Producer:
         message = Message(body, tag, tuple(keys), properties or {})
         self._refuse_if_closing()
         return await self._requester.request(topic, message, timeout_ms, ordering_key, queue)
+
+    def transaction(  # noqa: PLR0913  keyword-only, each with a default
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tag: str = "",
+        keys: Sequence[str] = (),
+        properties: Mapping[str, str] | None = None,
+        ordering_key: str | None = None,
+        queue: QueueRef | None = None,
+    ) -> AbstractAsyncContextManager[Transaction]:
+        """Return a block that sends a message if, and only if, the block succeeds.
+
+            async with producer.transaction("orders", body, keys=[order.id]) as tx:
+                await database.store(order)
+
+        At the start of the block the message is stored as a half message, which no consumer sees.
+        Without an error the end of the block commits it: it gets its offset and becomes visible.
+        An `Exception` rolls it back. If this process dies, or the block is cancelled, the broker
+        asks the `transaction_checker` of any live producer of the group: first after 6 s, then
+        every 30 s. After 15 checks without an answer, or after 24 h, the message moves to the topic
+        BATON_SYS_UNRESOLVED. The arguments are those of `send`. Messages of the same ordering key
+        are in the order of their commits.
+
+        Raises:
+            InvalidArgument: The producer has no group.
+            TopicNotFound, LimitExceeded, ProducerClosed: As for `send`; the block is not run.
+            Unreachable: At the start: the block is not run, and the half message may be stored. At
+                the end: the message may be committed, and the checker will be asked.
+            TransactionEnded: At the end: a check-back or an operator has rolled it back.
+        """
+        message = Message(body, tag, tuple(keys), properties or {})
+        return TransactionBlock(
+            lambda: self.begin_transaction(topic, message, ordering_key=ordering_key, queue=queue)
+        )
+
+    async def begin_transaction(
+        self,
+        topic: str,
+        message: Message,
+        *,
+        ordering_key: str | None = None,
+        queue: QueueRef | None = None,
+    ) -> Transaction:
+        """Store a half message and return its transaction, which the caller ends.
+
+        Arguments and errors are those of `transaction`, which is simpler if one block does it all.
+        """
+        group = needs_group(self._group)
+        message = with_ordering_key(message, ordering_key)
+        record = encode_record(message)
+        self._refuse_if_closing()
+        known = self._buffer.topics.get(topic) or await self._open_topic(
+            topic, self._settings.delivery_timeout_ms
+        )
+        options = SendOptions(ordering_key, queue)
+
+        def choose() -> QueueRef:
+            return known.choose(options, self._clock.monotonic_ms())
+
+        begun, transaction_id = await self._transactions.begin(group, message, record, choose)
+        return Transaction(self._transactions, begun, transaction_id)
+
+    async def end_transaction(
+        self, transaction_id: str, state: TransactionState, *, topic: str = ""
+    ) -> CommitReceipt | None:
+        """End a transaction of any producer by its id.
+
+        Args:
+            state: COMMIT or ROLLBACK; UNKNOWN changes nothing.
+            topic: Topic of the message, for the receipt.
+
+        Returns:
+            The receipt of a commit; None otherwise.
+
+        Raises:
+            TransactionEnded: It has the other outcome.
+            TransactionNotFound: The id is unknown, or its outcome is forgotten.
+            Unreachable: No outcome within the delivery timeout; it may have ended.
+        """
+        if state is TransactionState.COMMIT:
+            return await self._transactions.commit(transaction_id, topic)
+        await self._transactions.end(transaction_id, state)
+        return None
 
     @overload
     async def submit(

@@ -83,6 +83,7 @@ if TYPE_CHECKING:
         ResetStep,
     )
     from batonmq.admin.topic_stats import QueueStats, TopicStats
+    from batonmq.admin.transactions import TransactionDetail, Transactions
 
 __all__ = [
     "AcceptedLoss",
@@ -165,6 +166,8 @@ __all__ = [
     "TraceEvent",
     "TraceEventKind",
     "TraceReport",
+    "TransactionDetail",
+    "Transactions",
     "elect",
     "group_lags",
     "locate_group",
@@ -255,6 +258,8 @@ _HOMES = {
     "TraceEvent": "batonmq._core.message_trace",
     "TraceEventKind": "batonmq._core.message_trace",
     "TraceReport": "batonmq.admin.message_tracer",
+    "TransactionDetail": "batonmq.admin.transactions",
+    "Transactions": "batonmq.admin.transactions",
     "elect": "batonmq.admin.replication",
     "group_lags": "batonmq.admin.group_lag",
     "locate_group": "batonmq.admin.placement",

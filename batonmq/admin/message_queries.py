@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from baton.storage.v1 import query_service_pb2 as pb
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, Record, check_batch, decode_records, record_lengths
+from batonmq._core.transactions import COMMITTED_PRODUCER_ID
 from batonmq.admin.admin import Admin
 from batonmq.admin.reports import queue_to_pb
 from batonmq.errors import InvalidArgument, MessageNotFound
@@ -24,7 +25,7 @@ class StoredMessage:
         store_unix_ms: Time of the batch by storage's wall clock.
         topic_id: Id of the topic; a later topic with the same name has a greater id.
         producer_id: Producer id of the batch, as `producer_epoch` and `sequence`. 0 for none;
-            negative for a scheduled message.
+            negative for a scheduled message or one of a transaction.
         record_bytes: Size of the whole message in its batch before compression.
         batch_count: Number of messages in the batch.
     """
@@ -48,7 +49,14 @@ class StoredMessage:
     @property
     def scheduled_unix_ms(self) -> int | None:
         """Scheduled time of delivery; None if the message was not scheduled."""
-        return -self.producer_id if self.producer_id < 0 else None
+        return -self.producer_id if COMMITTED_PRODUCER_ID < self.producer_id < 0 else None
+
+    @property
+    def transaction_id(self) -> str | None:
+        """Id of the transaction that stored the message here; None without a transaction."""
+        if self.producer_id > COMMITTED_PRODUCER_ID:
+            return None
+        return f"{self.queue.broker}-{self.producer_epoch << 32 | self.sequence:x}"
 
 
 @dataclass(frozen=True, slots=True)

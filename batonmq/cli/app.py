@@ -63,6 +63,9 @@ COMMANDS = {
     "top": LazyCommand(
         "batonmq.cli.top:top", "Show rates, lag, owners, hand-overs and conflicts, live."
     ),
+    "transaction": LazyCommand(
+        "batonmq.cli.transaction:commands", "Show and end transactions of producers."
+    ),
     "topic": LazyCommand(
         "batonmq.cli.topic:commands", "Create, list, describe, change and delete topics."
     ),

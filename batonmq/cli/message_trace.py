@@ -151,6 +151,10 @@ def _events(report: TraceReport) -> Iterator[dict[str, Any]]:
         if scheduled is not None:
             text = f"scheduled for delivery at {wall_time(scheduled)}"
             yield _event(message.born_unix_ms, "scheduled", text)
+        if message.transaction_id is not None:
+            text = f"as a half message of transaction {message.transaction_id}"
+            yield _event(message.born_unix_ms, "begun", text)
+            yield _event(message.store_unix_ms, *_transaction_end(message))
     else:
         yield _event(
             message.born_unix_ms, "born", f"{origin.message_id} {place}, which is deleted already"
@@ -159,6 +163,16 @@ def _events(report: TraceReport) -> Iterator[dict[str, Any]]:
         yield _event(None, "now", "no group subscribes to the topic or has progress on the queue")
     for group in report.groups:
         yield from _group_events(group)
+
+
+def _transaction_end(message: StoredMessage) -> tuple[str, str]:
+    """Return event and detail of the end of the message's transaction."""
+    reason = message.properties.get("baton.transaction_reason")
+    if reason is None:
+        return "committed", "the message got its offset then, and became visible"
+    topic = message.properties.get("baton.transaction_topic")
+    group = message.properties.get("baton.transaction_group")
+    return "discarded", f"{reason}; it was for topic {topic}, from producer group {group}"
 
 
 def _group_events(group: GroupTrace) -> Iterator[dict[str, Any]]:
@@ -237,7 +251,9 @@ def _event(unix_ms: int | None, event: str, detail: str, group: str = "") -> dic
 
 def _stored(message: StoredMessage) -> str:
     batch = f", one of {message.batch_count} in its batch" if message.batch_count > 1 else ""
-    producer = "by the schedule" if message.producer_id < 0 else "no producer id"
+    producer = "by the schedule" if message.scheduled_unix_ms is not None else "no producer id"
+    if message.transaction_id is not None:
+        producer = "by its transaction"
     if message.producer_id > 0:
         producer = (
             f"producer {message.producer_id:x} epoch {message.producer_epoch} "
@@ -272,6 +288,7 @@ def _item(report: TraceReport, events: list[dict[str, Any]]) -> Item:
         "born_unix_ms": message.born_unix_ms,
         "store_unix_ms": message.store_unix_ms if report.kept else None,
         "scheduled_unix_ms": message.scheduled_unix_ms,
+        "transaction_id": message.transaction_id,
         "producer_id": message.producer_id,
         "producer_epoch": message.producer_epoch,
         "sequence": message.sequence,

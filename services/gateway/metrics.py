@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-
 from apache.rocketmq.v2 import definition_pb2 as pb
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class GatewayMetrics:

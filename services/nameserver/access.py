@@ -25,6 +25,7 @@ from batonmq_server.runtime.access.rules import (
     requires,
     requires_by_request,
     rules_by_path,
+    services_only,
 )
 
 
@@ -45,6 +46,7 @@ RULES: AccessRules = {
         "baton.nameserver.v1.NameserverService",
         {
             "CreateTopic": requires_by_request(lambda request: [create_topic(request.topic)]),
+            "EnsureUnresolvedTopic": services_only("storage"),
             "UpdateTopic": requires_by_request(lambda request: [change_topic(request.topic)]),
             "DeleteTopic": requires_by_request(lambda request: [change_topic(request.topic)]),
             "ListTopics": requires(ANY_GRANT),

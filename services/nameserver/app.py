@@ -134,6 +134,12 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         interval_ms=settings.inspect_interval_ms,
     )
     etcd_monitor = EtcdMonitor(etcd, runtime.registry, interval_ms=settings.etcd_check_interval_ms)
+    system_topics = SystemTopics(
+        catalog,
+        topic_store,
+        progress_deleter.delete_topic,
+        queue_count=settings.metrics_queue_count,
+    )
     servicer = NameserverServicer(
         catalog,
         topics,
@@ -142,6 +148,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         UncleanElection(etcd),
         may=runtime.guard.allows,
         etcd_monitor=etcd_monitor,
+        system_topics=system_topics,
         identity_of=runtime.guard.caller_identity,
     )
     access = AccessServicer(AccessStore(etcd, swap), runtime.guard)
@@ -152,12 +159,6 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         offsets_of_group,
         runtime.connect,
         interval_ms=settings.shrink_interval_ms,
-    )
-    system_topics = SystemTopics(
-        catalog,
-        topic_store,
-        progress_deleter.delete_topic,
-        queue_count=settings.metrics_queue_count,
     )
     try:
         yield App(

@@ -14,6 +14,7 @@ from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
 from batonmq_server.nameserver.etcd_monitor import EtcdMonitor
 from batonmq_server.nameserver.group_calls import GroupCalls
+from batonmq_server.nameserver.system_topics import SystemTopics
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.unclean_election import UncleanElection
 from batonmq_server.runtime.access.permissions import Permission, join_group, use_topic
@@ -42,19 +43,28 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         *,
         may: Callable[[Context, Permission], bool],
         etcd_monitor: EtcdMonitor,
+        system_topics: SystemTopics,
         identity_of: Callable[[Context], str] = lambda _: "",
     ) -> None:
         self._identity_of = identity_of
         self._catalog, self._unclean_election = catalog, unclean_election
         self._topics, self._groups = topics, groups
         self._diagnosis, self._may = diagnosis, may
-        self._etcd_monitor = etcd_monitor
+        self._etcd_monitor, self._system_topics = etcd_monitor, system_topics
 
     async def CreateTopic(
         self, request: pb.CreateTopicRequest, context: Context
     ) -> pb.CreateTopicResponse:
         """See the proto."""
         return await self._topics.create(request, self._identity_of(context))
+
+    async def EnsureUnresolvedTopic(
+        self, request: pb.EnsureUnresolvedTopicRequest, context: Context
+    ) -> pb.EnsureUnresolvedTopicResponse:
+        """See the proto."""
+        self._catalog.check_ready()
+        await self._system_topics.ensure_unresolved()
+        return pb.EnsureUnresolvedTopicResponse()
 
     async def UpdateTopic(
         self, request: pb.UpdateTopicRequest, context: Context

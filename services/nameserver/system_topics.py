@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from batonmq._core.names import ALERTS_TOPIC, METRICS_TOPIC
+from batonmq._core.names import ALERTS_TOPIC, METRICS_TOPIC, UNRESOLVED_TOPIC
 from batonmq.errors import BatonError
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.topic_resize import resized_spread
@@ -20,6 +20,8 @@ CHECK_INTERVAL_S = 1.0
 FIRST_INTERVAL_S = 0.1
 """While no broker is registered: publishers are waiting for the topic of the metrics."""
 ALERTS_QUEUE_COUNT = 1
+ON_EVERY_BROKER = METRICS_TOPIC, UNRESOLVED_TOPIC
+"""Topics with a queue on every broker: each publishes events, or discards transactions."""
 
 
 class SystemTopics:
@@ -58,15 +60,25 @@ class SystemTopics:
                 interval_s = FIRST_INTERVAL_S
             await asyncio.sleep(interval_s)
 
+    async def ensure_unresolved(self) -> None:
+        """Create the topic of unresolved messages, or extend it to every broker.
+
+        It exists only in clusters that have discarded a transaction.
+
+        Raises:
+            NoBroker, NoQuorum, Overloaded, OffsetsUnreachable: it is not created.
+        """
+        await self._check(UNRESOLVED_TOPIC, 1)
+
     async def _check(self, name: str, queue_count: int) -> None:
         brokers, topic = self._catalog.rooms, self._catalog.topics.get(name)
         if topic is None:
-            if name == METRICS_TOPIC:
+            if name in ON_EVERY_BROKER:
                 queue_count = max(queue_count, len(brokers))
             done = await self._store.create(name, queue_count, brokers, self._delete_progress)
             if done.created:
                 log.info("system topic created topic=%s queues=%d", name, queue_count)
-        elif name == METRICS_TOPIC and _brokers_without_queue(topic, brokers):
+        elif name in ON_EVERY_BROKER and _brokers_without_queue(topic, brokers):
             await self._store.update(
                 name, lambda present: _with_queue_on_every_broker(present, brokers)
             )

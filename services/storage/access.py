@@ -1,7 +1,8 @@
 """The permission that each call of storage needs.
 
-GetMessage and CancelScheduled name a message, not a topic. Their servicers check the permission
-themselves once they know the topic. The servicer of Deliver checks those of each delivery.
+GetMessage, CancelScheduled and the calls about transactions name a message or a group, not a topic.
+Their servicers check the permission themselves once they know the topic. The servicer of Deliver
+checks those of each delivery.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from baton.storage.v1 import reply_service_pb2 as reply_pb
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
+from baton.storage.v1 import transaction_service_pb2 as transaction_pb
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.records import read_topic
 from batonmq.errors import BadBatch
@@ -97,6 +99,24 @@ RULES: AccessRules = {
                 traffic=Traffic.PRODUCE,
             ),
             "CancelScheduled": requires(ANY_GRANT),
+        },
+    ),
+    **rules_by_path(
+        "baton.storage.v1.TransactionService",
+        {
+            "Begin": AccessRule(
+                lambda _: (),
+                per_item=PerItemRule(
+                    "items",
+                    lambda item: _write(item.batch),
+                    "outcomes",
+                    lambda error: transaction_pb.BeginOutcome(error=error_to_pb(error)),
+                ),
+                traffic=Traffic.PRODUCE,
+            ),
+            "End": requires(ANY_GRANT),
+            "WatchChecks": requires(ANY_GRANT),
+            "ListTransactions": requires(ANY_GRANT),
         },
     ),
     **rules_by_path(

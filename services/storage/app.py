@@ -11,12 +11,16 @@ from typing import cast
 
 import grpc.aio
 
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import replication_service_pb2_grpc as replication_grpc
 from baton.storage.v1 import reply_service_pb2_grpc as reply_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+from baton.storage.v1 import transaction_service_pb2_grpc as transaction_grpc
+from batonmq._common.rpc import from_rpc_error
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.etcd.mirror import EtcdMirror, all_ready
 from batonmq_server.runtime.group_gates import GATES_PREFIX, GroupGates
@@ -52,10 +56,13 @@ from batonmq_server.storage.topic_cache import TopicCache
 
 log = logging.getLogger(__name__)
 
+CALL_TIMEOUT_S = 5.0
+
 SERVICE = "baton.storage.v1.StorageService"
 QUERY_SERVICE = "baton.storage.v1.QueryService"
 SCHEDULE_SERVICE = "baton.storage.v1.ScheduleService"
 _QUERIES = frozenset({"SearchOffset", "Read", "FindByKey", "GetMessage"})
+TRANSACTION_SERVICE = "baton.storage.v1.TransactionService"
 REPLY_SERVICE = "baton.storage.v1.ReplyService"
 REPLICATION_SERVICE = "baton.storage.v1.ReplicationService"
 
@@ -110,6 +117,10 @@ async def served(
                 SCHEDULE_SERVICE: partial(
                     schedule_grpc.add_ScheduleServiceServicer_to_server, components.scheduling
                 ),
+                TRANSACTION_SERVICE: partial(
+                    transaction_grpc.add_TransactionServiceServicer_to_server,
+                    components.transactions,
+                ),
                 REPLY_SERVICE: _replies(environment),
             },
             rules=RULES,
@@ -120,6 +131,7 @@ async def served(
                 environment.deliveries.run,
                 *components.loops,
                 components.due.run,
+                components.checker.run,
             ),
             long_polls=frozenset({"Pull"}),
             epoch=node.store.epoch,
@@ -206,6 +218,13 @@ async def replicated(
                             CurrentServicer(role, lambda components: components.scheduling),
                         ),
                     ),
+                    TRANSACTION_SERVICE: partial(
+                        transaction_grpc.add_TransactionServiceServicer_to_server,
+                        cast(
+                            transaction_grpc.TransactionServiceServicer,
+                            CurrentServicer(role, lambda components: components.transactions),
+                        ),
+                    ),
                     REPLY_SERVICE: _replies(environment),
                     REPLICATION_SERVICE: partial(
                         replication_grpc.add_ReplicationServiceServicer_to_server,
@@ -272,6 +291,17 @@ async def _environment(
         EtcdMirror(runtime.etcd, PLACES_PREFIX),
     )
 
+    nameserver = LeaderChannel(
+        runtime.nodes, "nameserver", nameserver_grpc.NameserverServiceStub, runtime.connect
+    )
+
+    async def ensure_unresolved() -> None:
+        request = nameserver_pb.EnsureUnresolvedTopicRequest()
+        try:
+            await nameserver.stub().EnsureUnresolvedTopic(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
     def deliveries(offsets_set: str) -> DeliveryRecorder:
         return DeliveryRecorder(
             partial(peers.stub, offsets_set),
@@ -301,10 +331,12 @@ async def _environment(
         gates=gates,
         deliveries=DeliveryRouter(GroupPlacements(placements_mirror, runtime.nodes), deliveries),
         in_thread=in_thread,
+        ensure_unresolved=ensure_unresolved,
     )
     try:
         yield environment, mirrors
     finally:
+        await nameserver.close()
         await peers.close()
 
 

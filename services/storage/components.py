@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from baton.storage.v1.transaction_service_pb2 import TransactionCheck
 from batonmq.errors import BatonError, NotLeader
 from batonmq_server.runtime.access.stream_access import StreamAccess
 from batonmq_server.runtime.app import Loop
@@ -15,6 +16,7 @@ from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.core.check_streams import CheckStreams
 from batonmq_server.storage.core.commitlog import PositionRange
 from batonmq_server.storage.core.keyindex import RunExtent
 from batonmq_server.storage.core.queue_repair import QueueRepair
@@ -39,6 +41,8 @@ from batonmq_server.storage.server import StorageServicer
 from batonmq_server.storage.servicer_parts import StorageServicerParts
 from batonmq_server.storage.topic_cache import TopicCache
 from batonmq_server.storage.topic_purger import TopicPurger
+from batonmq_server.storage.transaction_checker import TransactionChecker, TransactionLimits
+from batonmq_server.storage.transaction_server import TransactionServicer
 
 EXPIRE_INTERVAL_S = 600
 DELIVER = "/baton.storage.v1.StorageService/Deliver"
@@ -51,6 +55,7 @@ class StorageEnvironment:
     Attributes:
         deliveries: Records deliveries at offsets; the app runs its loop.
         in_thread: Runs blocking calls outside the event loop.
+        ensure_unresolved: Asks a nameserver for a queue of the topic of unresolved messages.
     """
 
     settings: StorageSettings
@@ -61,6 +66,7 @@ class StorageEnvironment:
     gates: GroupGates
     deliveries: DeliveryRouter
     in_thread: InThread
+    ensure_unresolved: Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,7 @@ class StorageComponents:
     Attributes:
         loops: Loops to run while the directory is open.
         due: Delivers scheduled batches; its loop runs on the leader only.
+        checker: Checks open transactions; its loop runs on the leader only.
     """
 
     node: StorageNode
@@ -78,10 +85,12 @@ class StorageComponents:
     checkpointer: Checkpointer
     cleaner: LogCleaner
     due: ScheduledDeliverer
+    checker: TransactionChecker
     damage: DamageTracker
     servicer: StorageServicer
     queries: QueryServicer
     scheduling: ScheduleServicer
+    transactions: TransactionServicer
     loops: Sequence[Loop]
 
     async def drain(self) -> None:
@@ -100,6 +109,7 @@ class StorageComponents:
         """End all waiting pulls and all streams of deliveries with `error`."""
         self.pulls.end(error)
         self.servicer.streams.end(error)
+        self.transactions.end_streams(error)
 
 
 def build_components(
@@ -152,6 +162,7 @@ def build_components(
         CleaningBounds(
             needed_from=(
                 store.schedule.waiting.oldest_position,
+                store.transactions.open.oldest_position,
                 lambda: store.readable_position,
             ),
             checkpointed=checkpointer.position,
@@ -179,6 +190,19 @@ def build_components(
         clock=runtime.clock,
     )
     due = ScheduledDeliverer(appender, topics, age_ms_max=settings.retention_ms)
+    check_streams: CheckStreams[TransactionCheck] = CheckStreams()
+    checker = TransactionChecker(
+        appender,
+        topics,
+        check_streams,
+        TransactionLimits(
+            check_interval_ms=settings.transaction_check_interval_ms,
+            checks_max=settings.transaction_checks_max,
+            age_ms_max=settings.transaction_age_ms_max,
+            retention_ms=settings.retention_ms,
+        ),
+        environment.ensure_unresolved,
+    )
     purger = TopicPurger(
         node.disk,
         appender,
@@ -228,6 +252,7 @@ def build_components(
         checkpointer=checkpointer,
         cleaner=cleaner,
         due=due,
+        checker=checker,
         damage=damage,
         servicer=servicer,
         queries=QueryServicer(
@@ -242,6 +267,15 @@ def build_components(
         ),
         scheduling=ScheduleServicer(
             appender, topics, due.wake, require, runtime.guard.caller_identity
+        ),
+        transactions=TransactionServicer(
+            appender,
+            topics,
+            check_streams,
+            checker.wake,
+            check_first_ms=settings.transaction_check_first_ms,
+            require=require,
+            identity_of=runtime.guard.caller_identity,
         ),
         loops=(
             flusher.run,

@@ -77,6 +77,17 @@ class StorageSettings(ServiceSettings):
     scrub_bytes_per_s: int = Field(4 * 1024 * 1024, ge=0)
     """Maximum read rate of the background scrub, which re-reads the log to find damage; 0 turns the
     scrub off."""
+    transaction_check_first_ms: int = Field(6_000, ge=0, le=86_400_000)
+    """Age of a transaction without an end at its first check, in milliseconds. Checks are due at
+    whole seconds."""
+    transaction_check_interval_ms: int = Field(30_000, ge=1_000, le=86_400_000)
+    """Interval between two checks of a transaction, in milliseconds."""
+    transaction_checks_max: int = Field(15, ge=1, le=255)
+    """Number of checks without an answer, after which a transaction is discarded: its message moves
+    to the topic BATON_SYS_UNRESOLVED."""
+    transaction_age_ms_max: int = Field(86_400_000, ge=1_000)
+    """Age at which a transaction without an end is discarded, in milliseconds; 24 h by default. It
+    is reached if no producer of the group is alive."""
     accept_loss: bool = False
     """Start even if acknowledged messages are damaged: the log is cut at the damage, and what
     follows is lost."""

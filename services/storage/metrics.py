@@ -134,6 +134,39 @@ class StorageMetrics:
             ("reason",),
             registry=registry,
         )
+        self.open_transactions = Gauge(
+            "baton_storage_open_transactions",
+            "Half messages whose transaction has not ended.",
+            registry=registry,
+        )
+        self.oldest_transaction_age_seconds = Gauge(
+            "baton_storage_oldest_transaction_age_seconds",
+            "Age of the oldest open transaction, reported by the leader; 0 if none is open.",
+            registry=registry,
+        )
+        self.check_streams = Gauge(
+            "baton_storage_check_streams",
+            "Streams on which producers wait for checks of their transactions.",
+            registry=registry,
+        )
+        self.transaction_checks = Counter(
+            "baton_storage_transaction_checks",
+            "Checks that were sent to producers.",
+            registry=registry,
+        )
+        self.transaction_answers = Counter(
+            "baton_storage_transaction_answers",
+            "Answers that left a transaction open, by answer.",
+            ("answer",),
+            registry=registry,
+        )
+        self.ended_transactions = Counter(
+            "baton_storage_ended_transactions",
+            "Ended transactions by outcome: committed, rolled_back, discarded (a limit was "
+            "reached), damaged.",
+            ("outcome",),
+            registry=registry,
+        )
         self.leader = Gauge(
             "baton_storage_leader",
             "1 if this node is the serving leader of its replica set, 0 if it is a follower.",

@@ -185,6 +185,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
                     self._serving = True
                     self._metrics.leader.set(1)
                     tasks.create_task(self._watch(leadership))
+                    tasks.create_task(components.checker.run())
                     await components.due.run()
             except* OSError as errors:
                 self.copy.fail(errors.exceptions[0])

@@ -135,6 +135,12 @@ class CurrentServicer:
         )
         return answers
 
+    async def WatchChecks(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        """Ask about transactions at the leader; see TransactionService."""
+        servicer = self._pick(self._role.leading_components)
+        async for response in servicer.WatchChecks(request, context):
+            yield response
+
     def __getattr__(self, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
         if method not in self._on_followers:
             at_leader: Callable[[Any, Context], Awaitable[Any]] = getattr(self._at_leader, method)

@@ -20,7 +20,7 @@ from batonmq_server.runtime.access.owner import owner_of
 from batonmq_server.runtime.access.permissions import produce
 from batonmq_server.storage import validation
 from batonmq_server.storage.appender import Appender
-from batonmq_server.storage.core import schedule
+from batonmq_server.storage.core import schedule, transactions
 from batonmq_server.storage.core.delay_queue import DelayKey
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.schedule import (
@@ -39,7 +39,8 @@ from batonmq_server.storage.core.store import (
 from batonmq_server.storage.topic_cache import TopicCache
 
 SYSTEM_TOPICS: Mapping[str, LocalTopic | BatonError] = {
-    schedule.TOPIC: LocalTopic(schedule.TOPIC_ID, schedule.QUEUE_COUNT)
+    schedule.TOPIC: LocalTopic(schedule.TOPIC_ID, schedule.QUEUE_COUNT),
+    transactions.TOPIC: LocalTopic(schedule.TOPIC_ID, transactions.QUEUE_COUNT),
 }
 _POSITION_BITS = 64
 _ID = re.compile(r"([a-z0-9-]{1,63})-([0-9a-f]{1,32})")

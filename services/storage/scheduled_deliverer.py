@@ -16,7 +16,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from batonmq._core.records import HEADER_BYTES, Header, check_stamp, read_header
+from batonmq._core.records import Header, read_header
 from batonmq.errors import (
     BatonError,
     DataLoss,
@@ -28,9 +28,9 @@ from batonmq.errors import (
     TopicNotFoundDetail,
 )
 from batonmq_server.storage.appender import Appender
+from batonmq_server.storage.blocked_retention import REWRITE_INTERVAL_MS, blocked_segment_end
 from batonmq_server.storage.core.delay_queue import DelayedBatch
 from batonmq_server.storage.core.producers import StoreReceipt
-from batonmq_server.storage.core.retention import DiskState
 from batonmq_server.storage.core.schedule import (
     ScheduledBatch,
     delivery,
@@ -52,9 +52,6 @@ CLOCK_INTERVAL_MS = 100
 RETRY_MS = 1_000
 UNDELIVERED_MAX = 4_096
 """If this many due batches could not be delivered, no more are taken until they are retried."""
-REWRITE_INTERVAL_MS = 10_000
-REWRITE_AGE_MS_MIN = 600_000
-"""A batch younger than this is not rewritten, however full the disk is."""
 
 _ReadBatches = dict[DelayedBatch, ScheduledBatch | DataLoss]
 _Topics = Mapping[str, LocalTopic | BatonError]
@@ -121,10 +118,10 @@ class ScheduledDeliverer:
 
     async def rewrite_old(self) -> bool:
         """Rewrite batches that block the oldest segment; return whether there may be more."""
-        now_ms, log_ = self._clock.monotonic_ms(), self._store.log
+        now_ms = self._clock.monotonic_ms()
         oldest = self._waiting.oldest_position() if now_ms >= self._rewrite_ms else None
-        end = next((end for begin, end in log_.sealed() if begin <= (oldest or 0) < end), None)
-        if oldest is None or end is None or not self._blocks_retention(oldest):
+        end = blocked_segment_end(self._appender, oldest, age_ms_max=self._age_ms_max)
+        if end is None:
             self._rewrite_ms = max(self._rewrite_ms, now_ms + REWRITE_INTERVAL_MS)
             return False
         old_batches = self._read(self._waiting.before(end, ROUND_MAX))
@@ -210,19 +207,6 @@ class ScheduledDeliverer:
             )
         return outcome.next_position
 
-    def _blocks_retention(self, position: int) -> bool:
-        """Return whether the batch at `position` has waited so long that it blocks retention."""
-        try:
-            head = self._store.log.read(position, HEADER_BYTES)
-            header = read_header(head)
-            check_stamp(head)
-        except BatonError:  # the caller reads the whole batch and reports the damage
-            return True
-        age_ms = self._clock.unix_ms() - header.store_unix_ms
-        if self._appender.retention.state >= DiskState.CLEAN_FORCIBLY:
-            return age_ms >= REWRITE_AGE_MS_MIN
-        return 0 < self._age_ms_max <= 2 * age_ms
-
 
 def _readable(batches: _ReadBatches) -> list[ScheduledBatch]:
     return [one for one in batches.values() if isinstance(one, ScheduledBatch)]
@@ -239,13 +223,13 @@ def _delivery_batch(
     if isinstance(one, DataLoss):
         raise one
     header = read_header(one.batch)
-    queue_id = _queue(header, one.topic_id, topics[header.topic])
+    queue_id = open_queue(header, one.topic_id, topics[header.topic])
     batch = delivery(entry.key, one.batch, queue_id)
     return CheckedBatch(read_header(batch), batch)
 
 
-def _queue(header: Header, topic_id: int, topic: LocalTopic | BatonError) -> int:
-    """Return the id of the queue that a batch is delivered to.
+def open_queue(header: Header, topic_id: int, topic: LocalTopic | BatonError) -> int:
+    """Return the id of the queue that an accepted batch is delivered to.
 
     Raises:
         TopicNotFound: its topic was deleted; another topic may have the name now.
@@ -256,7 +240,7 @@ def _queue(header: Header, topic_id: int, topic: LocalTopic | BatonError) -> int
         raise topic
     if topic.topic_id != topic_id:
         raise TopicNotFound(
-            f"topic {header.topic} was deleted and created again since the batch was scheduled",
+            f"topic {header.topic} was deleted and created again since the batch was accepted",
             detail=TopicNotFoundDetail(topic=header.topic),
         )
     count = topic.queue_count if topic.write_queue_count is None else topic.write_queue_count

@@ -19,6 +19,7 @@ from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import Puller, PullerSettings
 from batonmq._core.queues import QueueRef
+from batonmq._core.transactions import TransactionChecker
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
@@ -130,11 +131,24 @@ class MemoryBroker:
         """Clock of the cluster; virtual time starts at 2023-11-14 22:13:20 UTC."""
         return self._own.clock
 
-    def producer(self, settings: ProducerSettings | None = None) -> Producer:
-        """Return a producer; enter it with `async with`."""
+    def producer(
+        self,
+        settings: ProducerSettings | None = None,
+        *,
+        group: str = "",
+        transaction_checker: TransactionChecker | None = None,
+    ) -> Producer:
+        """Return a producer; enter it with `async with`. See `Producer` for the arguments."""
         process = self._client()
         return self._known(
-            Producer(self.nameserver, settings, environment=process.client_environment()), process
+            Producer(
+                self.nameserver,
+                settings,
+                group=group,
+                transaction_checker=transaction_checker,
+                environment=process.client_environment(),
+            ),
+            process,
         )
 
     def consumer(

@@ -73,6 +73,10 @@ QueryService        FindByKey          read
 QueryService        GetMessage         granted
 ScheduleService     Schedule           write
 ScheduleService     CancelScheduled    granted
+TransactionService  Begin              write
+TransactionService  End                granted
+TransactionService  WatchChecks        granted
+TransactionService  ListTransactions   granted
 ReplyService        WatchReplies       granted
 ReplyService        Reply              read
 storage.Replication Fetch              only storage
@@ -109,6 +113,7 @@ QuotaService        SetQuota
 QuotaService        DeleteQuota
 QuotaService        ListQuotas
 NameserverService   CreateTopic        topic-admin
+NameserverService   EnsureUnresolvedTopic only storage
 NameserverService   UpdateTopic        topic-admin
 NameserverService   ListTopics         granted
 NameserverService   DescribeTopic      use
@@ -173,6 +178,9 @@ CHECKED_INSIDE = {
     "QueryService/GetMessage": "the header of the batch, which names the topic",
     "ReplyService/WatchReplies": "nothing: a new inbox gets replies to requests of the caller only",
     "ScheduleService/CancelScheduled": "the head of the scheduled batch, which names the topic",
+    "TransactionService/End": "the half message, which names the topic",
+    "TransactionService/WatchChecks": "nothing: each check needs the permission of Begin",
+    "TransactionService/ListTransactions": "half messages, of which the answer has those allowed",
     "LockmgrService/Watch": "nothing: it shows the changes of the caller's own incarnation",
     "NameserverService/ListTopics": "names, of which the answer has those that are allowed",
     "NameserverService/ListGroups": "names, of which the answer has those that are allowed",

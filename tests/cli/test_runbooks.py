@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from batonmq._blocking import BlockingProducer
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
@@ -78,6 +79,9 @@ EXPECTED_TEXTS: Mapping[str, str] = {
     "top": TOPIC,
     "topic delete": SPARE,
     "topic": TOPIC,
+    "transaction commit": "committed, in queue 0",
+    "transaction list": "TRANSACTION",
+    "transaction rollback": "rolled back",
 }
 """A text that the output contains, by the beginning of the command."""
 
@@ -94,6 +98,8 @@ class RunbookScene:
         values = dict(self.values)
         if "delete" in command:
             values |= {"TOPIC": SPARE, "GROUP": SPARE}
+        if "rollback" in command:
+            values["TRANSACTION"] = values["OTHER"]
         filled = [values.get(word, word) for word in shlex.split(command)]
         return (
             [*filled, "--yes"] if "delete" in command else filled
@@ -139,10 +145,22 @@ def scene(
         "NODE": "broker-0",
         "NAME": "broker-0",
         "S": "storage",
+        **_open_transactions(cluster.nameserver),
     }
     with cluster.started("consume", TOPIC, "--group", GROUP, "--follow"):
         until_now(lambda: GROUP in cluster("group", "members", GROUP).out, timeout_s=60)
         yield RunbookScene(cluster, values)
+
+
+def _open_transactions(nameserver: str) -> dict[str, str]:
+    """Leave two transactions open; return their ids by placeholder."""
+    values = {}
+    with BlockingProducer(nameserver, group="shop") as producer:
+        for name in ("TRANSACTION", "OTHER"):
+            with producer.transaction(SPARE, b"half") as tx:
+                tx.leave_open()
+            values[name] = tx.transaction_id
+    return values
 
 
 async def _fail_once(nameserver: str) -> None:

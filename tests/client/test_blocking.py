@@ -18,6 +18,7 @@ from batonmq._blocking import BlockingConsumer, BlockingProducer, BlockingPuller
 from batonmq._consumer.membership import SubscriptionVerdict
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_batch import MessageBatch
+from batonmq._core.transactions import PendingTransaction, TransactionState
 from batonmq._producer.send_buffer import ProducerClosed
 from batonmq.admin.admin import Admin
 from batonmq.errors import BadExpression, TopicNotFound, Unreachable
@@ -236,4 +237,33 @@ def test_error_in_the_block_reaches_the_caller(at: Scene) -> None:
     with pytest.raises(ValueError, match="on purpose"), BlockingProducer(at.nameserver) as producer:
         producer.send(at.topic, b"")
         raise ValueError("on purpose")
+    assert not our_threads()
+
+
+def test_transactions_end_with_their_blocks_and_a_function_answers_checks(at: Scene) -> None:
+    asked: list[str] = []
+
+    def check(pending: PendingTransaction) -> TransactionState:
+        asked.append(pending.transaction_id)
+        return TransactionState.COMMIT
+
+    with BlockingProducer(at.nameserver, group="payments", transaction_checker=check) as producer:
+        with producer.transaction(at.topic, b"committed") as committed:
+            pass
+        with pytest.raises(ZeroDivisionError), producer.transaction(at.topic, b"dropped"):
+            raise ZeroDivisionError
+        with producer.transaction(at.topic, b"checked") as checked:
+            checked.leave_open()
+        with producer.transaction(at.topic, b"by hand") as by_hand:
+            by_hand.leave_open()
+        assert producer.end_transaction(by_hand.transaction_id, TransactionState.ROLLBACK) is None
+        assert committed.receipt is not None
+        seen: list[bytes] = []
+        with BlockingConsumer(at.nameserver, at.group, {at.topic: "*"}, QUICK) as consumer:
+            for message in consumer:
+                seen.append(message.body)
+                if len(seen) == 2:
+                    break
+        assert sorted(seen) == [b"checked", b"committed"]
+        assert asked == [checked.transaction_id]
     assert not our_threads()

@@ -29,6 +29,7 @@ BROKEN = {
     "price_requests.py": ('else b"%d" % price', 'else b"0"'),
     "reminders.py": ("await producer.cancel(receipt.schedule_id)", "pass"),
     "sql_filter.py": (" AND agent IS NULL", ""),
+    "transactional_orders.py": ("TransactionState.COMMIT if known else ", ""),
 }
 
 

@@ -21,6 +21,7 @@ from baton.storage.v1 import replication_service_pb2_grpc as replication_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+from baton.storage.v1 import transaction_service_pb2_grpc as transaction_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._core.records import decode_records, read_header
@@ -59,6 +60,7 @@ class Replica(RunningNode):
     stub: pb_grpc.StorageServiceAsyncStub
     queries: query_grpc.QueryServiceAsyncStub
     scheduling: schedule_grpc.ScheduleServiceAsyncStub
+    transactions: transaction_grpc.TransactionServiceAsyncStub
     replication: replication_grpc.ReplicationServiceAsyncStub
 
     async def call_leader(self) -> None:
@@ -216,6 +218,7 @@ async def _running(settings: StorageSettings) -> AsyncIterator[Replica]:
                 stub=pb_grpc.StorageServiceStub(serving.channel),
                 queries=query_grpc.QueryServiceStub(serving.channel),
                 scheduling=schedule_grpc.ScheduleServiceStub(serving.channel),
+                transactions=transaction_grpc.TransactionServiceStub(serving.channel),
                 replication=replication_grpc.ReplicationServiceStub(serving.channel),
             )
             if not session.cut:  # as the runtime does

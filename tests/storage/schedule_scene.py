@@ -1,4 +1,4 @@
-"""A node in memory; the test controls its clock and its scheduled deliveries."""
+"""A node in memory; the test controls its clock, its scheduled deliveries and its checks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from baton.storage.v1 import schedule_service_pb2 as pb
+from baton.storage.v1 import transaction_service_pb2 as transaction_pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb
+from batonmq._core.names import UNRESOLVED_TOPIC
 from batonmq._telemetry.event_hub import EventHub
 from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.storage.appender import Appender
+from batonmq_server.storage.core.check_streams import CheckStreams
 from batonmq_server.storage.core.retention import Retention, RetentionPolicy
 from batonmq_server.storage.core.store import LocalTopic, MessageStore
 from batonmq_server.storage.flusher import Flusher
@@ -25,11 +28,14 @@ from batonmq_server.storage.node_role import StandaloneRole
 from batonmq_server.storage.schedule_server import ScheduleServicer
 from batonmq_server.storage.scheduled_deliverer import ScheduledDeliverer
 from batonmq_server.storage.topic_cache import TopicCache
+from batonmq_server.storage.transaction_checker import TransactionChecker, TransactionLimits
+from batonmq_server.storage.transaction_server import TransactionServicer
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, bodies
 
 BROKER = "broker-a"
 SEGMENT_BYTES = 4_096
+UNRESOLVED_ID = 99
 
 
 class SetClock(Clock):
@@ -109,10 +115,53 @@ class Scene:
         self.servicer = ScheduleServicer(
             self.appender, self.topics, self.due.wake, identity_of=lambda _: self.identity
         )
+        self.streams: CheckStreams[transaction_pb.TransactionCheck] = CheckStreams()
+        limits = TransactionLimits(
+            check_interval_ms=30_000,
+            checks_max=3,
+            age_ms_max=86_400_000,
+            retention_ms=policy.age_ms_max,
+        )
+        self.checker = TransactionChecker(
+            self.appender, self.topics, self.streams, limits, self.add_unresolved
+        )
+        self.transactions = TransactionServicer(
+            self.appender, self.topics, self.streams, self.checker.wake, check_first_ms=6_000
+        )
 
     @property
     def store(self) -> MessageStore:
         return self.node.store
+
+    async def add_unresolved(self) -> None:
+        """Add the topic of unresolved messages, as a nameserver does."""
+        self.topics.topics[UNRESOLVED_TOPIC] = LocalTopic(UNRESOLVED_ID, 1)
+
+    async def begin(self, *batches: bytes, group: str = "shop") -> list[str]:
+        """Begin transactions; return their ids, or the reasons of errors."""
+        items = [transaction_pb.BeginItem(batch=one, group=group) for one in batches]
+        request = transaction_pb.BeginRequest(items=items)
+        answer = await self.transactions.Begin(request, None)  # type: ignore[arg-type]
+        return [
+            error_from_pb(one.error).reason if one.HasField("error") else one.receipt.transaction_id
+            for one in answer.outcomes
+        ]
+
+    async def end_all(self, *ends: tuple[str, str]) -> list[str]:
+        """End transactions by one call; return offset, state or reason of each outcome."""
+        items = [
+            transaction_pb.EndItem(
+                transaction_id=name,
+                state=transaction_pb.TransactionState.Value(f"TRANSACTION_STATE_{state}"),
+            )
+            for name, state in ends
+        ]
+        request = transaction_pb.EndRequest(items=items)
+        answer = await self.transactions.End(request, None)  # type: ignore[arg-type]
+        return [_end_text(one) for one in answer.outcomes]
+
+    def open_count(self) -> int:
+        return len(self.store.transactions.open)
 
     async def outcomes(self, *items: tuple[bytes, int]) -> list[pb.ScheduleOutcome]:
         request = pb.ScheduleRequest(
@@ -151,6 +200,15 @@ class Scene:
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"baton_storage_{name}", labels) or 0
+
+
+def _end_text(outcome: transaction_pb.EndOutcome) -> str:
+    if outcome.HasField("error"):
+        return error_from_pb(outcome.error).reason
+    receipt = outcome.receipt
+    state = transaction_pb.TransactionState.Name(receipt.state).removeprefix("TRANSACTION_STATE_")
+    place = f" {receipt.first_offset}" if state == "COMMITTED" else ""
+    return f"{state}{place}{' again' if receipt.duplicate else ''}"
 
 
 async def at_once(call: Callable[[Any], None], argument: Any) -> None:

@@ -151,6 +151,12 @@ STORAGE = Dashboard(
                 "s",
             ),
             Panel(
+                "Age of the oldest transaction",
+                "baton transaction list",
+                {"{{node_id}}": f"baton_storage_oldest_transaction_age_seconds{{{IN_CLUSTER}}}"},
+                "s",
+            ),
+            Panel(
                 "Damaged batches found",
                 "baton fsck DIR",
                 {"{{node_id}}": f"baton_storage_damaged_batches_total{{{IN_CLUSTER}}}"},

@@ -176,6 +176,11 @@ READINGS: Mapping[str, Mapping[str, Reading]] = {
             "Idle consumers wait here. 0: all are busy, or none is connected."
         ),
         "Lateness of scheduled messages": _R("Normal is below a second; more: the node lacks CPU."),
+        "Age of the oldest transaction": _R(
+            "A transaction above the line waits for a producer that can say what became of it.",
+            "BatonTransactionOld",
+            900,
+        ),
         "Damaged batches found": _R(
             "Must be 0. A disk returns other bytes than were written.", "BatonDataDamaged", 1
         ),

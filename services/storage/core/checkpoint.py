@@ -7,7 +7,7 @@ it. The file is replaced as a whole. A damaged file counts as missing: the index
     checkpoint, big-endian:
     at  size  field
      0     4  magic "BTNC"
-     4     2  version, 2
+     4     2  version: 3, or 2 if there is no transaction
      6     2  reserved, 0
      8     8  position
     16     8  store time of the last batch, Unix milliseconds
@@ -31,6 +31,12 @@ it. The file is replaced as a whole. A damaged file counts as missing: the index
               b batches, oldest first: 4 sequence, 4 count, 8 first offset, 8 position,
                 8 next position, 8 store time, 4 checksum of the producer
               w scheduled batches: 8 delivery time, 8 schedule id, 8 position
+              in version 3 the transactions:
+                4 group count, then each group: 2 number, 1 length, then ASCII
+                4 count of open ones, then each, little-endian: 8 id, 8 position, 4 time of the next
+                  check in Unix seconds, 2 number of its group, 1 number of checks
+                4 count of ended ones, then each, oldest end first: 8 id, 8 position of the end,
+                  1 outcome (1 committed, 2 rolled back, 3 discarded)
      end   4  CRC-32C of everything before
 
 Version 1 has neither owners nor checksums of the producer, and one row for all topics of a
@@ -53,7 +59,7 @@ from batonmq_server.storage.core.keyindex import OpenRun, RunExtent
 from batonmq_server.storage.core.producers import ProducerState, StoredBatch, StoreReceipt
 
 PATH = "checkpoint"
-MAGIC, VERSION, OLD_VERSION = 0x42544E43, 2, 1
+MAGIC, VERSION, PLAIN_VERSION, OLD_VERSION = 0x42544E43, 3, 2, 1
 HEAD = struct.Struct(">IHHqqqqqIIIIIIII")
 CRC = struct.Struct(">I")
 QUEUE_ROW = np.dtype(
@@ -85,6 +91,7 @@ BATCH_ROW = np.dtype([*OLD_BATCH_ROW.descr, ("checksum", ">u4")])
 _ROWS = (QUEUE_ROW, PRODUCER_ROW, PAIR_ROW, BATCH_ROW)
 _ROWS_BY_VERSION = {
     VERSION: _ROWS,
+    PLAIN_VERSION: _ROWS,
     OLD_VERSION: (QUEUE_ROW, OLD_PRODUCER_ROW, PAIR_ROW, OLD_BATCH_ROW),
 }
 
@@ -106,6 +113,8 @@ class Checkpoint:
 
     Attributes:
         waiting: The scheduled batches, as `DelaySnapshot.encode` returns them.
+        transactions: The transactions, as `Transactions.restore` reads them; empty if there were
+            none.
     """
 
     position: int
@@ -114,6 +123,7 @@ class Checkpoint:
     queues: Sequence[QueueState]
     producers: Sequence[ProducerState]
     waiting: bytes = b""
+    transactions: bytes = b""
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
@@ -138,8 +148,9 @@ def encode(checkpoint: Checkpoint) -> bytes:
         ],
     )  # fmt: skip
     run, at = checkpoint.open_run, checkpoint.open_run.extent
+    version = VERSION if checkpoint.transactions else PLAIN_VERSION
     head = HEAD.pack(
-        MAGIC, VERSION, 0, checkpoint.position, checkpoint.store_unix_ms, at.first_position,
+        MAGIC, version, 0, checkpoint.position, checkpoint.store_unix_ms, at.first_position,
         at.first_unix_ms, at.last_unix_ms, run.count, run.crc, len(names), *map(len, columns),
         len(checkpoint.waiting) // DELAY_ROW.itemsize,
     )  # fmt: skip
@@ -149,6 +160,7 @@ def encode(checkpoint: Checkpoint) -> bytes:
             *(bytes((len(name),)) + name.encode("ascii") for name in names),
             *(np.array(rows, dtype).tobytes() for rows, dtype in zip(columns, _ROWS, strict=True)),
             checkpoint.waiting,
+            checkpoint.transactions,
         )
     )
     return content + CRC.pack(crc32c(content))
@@ -173,13 +185,15 @@ def decode(raw: bytes) -> Checkpoint | None:
         columns.append(np.frombuffer(content, dtype, count, at).tolist())
         at += count * dtype.itemsize
     extent = RunExtent(run_position, position, first_unix_ms, last_unix_ms)
+    waiting_to = at + counts[-1] * DELAY_ROW.itemsize
     return Checkpoint(
         position,
         store_unix_ms,
         OpenRun(extent, run_count, run_crc),
         [QueueState(names[row[0]], *row[1:]) for row in columns[0]],
         _producers(*columns[1:]),
-        content[at : at + counts[-1] * DELAY_ROW.itemsize],
+        content[at:waiting_to],
+        content[waiting_to:] if version == VERSION else b"",
     )
 
 
@@ -210,7 +224,7 @@ def _producers(
     pairs: list[tuple[int, int, int]],
     batches: list[tuple[int, ...]],
 ) -> list[ProducerState]:
-    """Return the producers of rows of version 1 or 2."""
+    """Return the producers of rows of any version."""
     stored: Iterator[StoredBatch] = (
         (row[0], row[1], StoreReceipt(row[2], row[3], row[4], row[5]), _last(row, 6))
         for row in batches
@@ -226,5 +240,5 @@ def _producers(
 
 
 def _last(row: tuple[int, ...], at: int) -> int:
-    """Return the column `at`, the last one of version 2; 0 in version 1."""
+    """Return the column `at`, the last one since version 2; 0 in version 1."""
     return row[at] if len(row) > at else 0

@@ -23,9 +23,11 @@ from batonmq_server.storage.core.consumequeue import ConsumeQueue, UnsavedEntrie
 from batonmq_server.storage.core.delay_queue import DelaySnapshot
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.keyindex import UnsavedRuns, encode_run, open_path
+from batonmq_server.storage.core.open_transactions import TransactionSnapshot
 from batonmq_server.storage.core.producers import ProducerColumns, QueueKey
 from batonmq_server.storage.core.purge import due_segments
 from batonmq_server.storage.core.store import MessageStore
+from batonmq_server.storage.core.transactions import EndedTransaction, encode_ended
 
 QUEUES_AT_ONCE = 64
 
@@ -48,6 +50,8 @@ class CheckpointCapture:
     columns: tuple[list[QueueKey], list[int], list[int], list[int]]
     producers: ProducerColumns
     waiting: DelaySnapshot
+    open_transactions: TransactionSnapshot
+    ended_transactions: list[tuple[int, EndedTransaction]]
     obsolete_paths: tuple[str, ...]
     purged: list[PositionRange]
     entries: list[tuple[ConsumeQueue, UnsavedEntries]] = field(default_factory=list)
@@ -103,6 +107,8 @@ class CheckpointWriter:
             ),
             store.producers.snapshot(),
             store.schedule.waiting.snapshot(),
+            store.transactions.open.snapshot(),
+            store.transactions.snapshot_ended(),
             tuple(self._obsolete_paths),
             due_segments(store.log, orders),
         )
@@ -191,4 +197,12 @@ def _checkpoint(capture: CheckpointCapture) -> Checkpoint:
         queues,
         capture.producers.states(),
         capture.waiting.encode(),
+        _transactions(capture),
     )
+
+
+def _transactions(capture: CheckpointCapture) -> bytes:
+    """Return the transactions of a checkpoint; empty if there are none."""
+    if not capture.ended_transactions and not capture.open_transactions.groups:
+        return b""
+    return capture.open_transactions.encode() + encode_ended(capture.ended_transactions)

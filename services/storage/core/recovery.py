@@ -253,6 +253,7 @@ class Recovery:
         store.resume(saved.store_unix_ms, queues)
         store.producers.load(saved.producers)
         store.schedule.waiting.restore(saved.waiting)
+        store.transactions.restore(saved.transactions)
 
     def _queue(self, state: QueueState, position: int) -> tuple[QueueKey, ConsumeQueue]:
         """Return a queue of a checkpoint at `position`, after a check of its files."""

@@ -221,6 +221,27 @@ def read_scheduled(log: CommitLog, positions: Sequence[int]) -> Iterator[Schedul
     Yields:
         One result for each position: the batch, or the error if the log is damaged there.
     """
+    for stored in read_system(log, positions, SCHEDULED, "scheduled batch"):
+        if isinstance(stored, DataLoss):
+            yield stored
+            continue
+        try:
+            yield decode_scheduled(*stored)
+        except BatonError as error:
+            yield _damaged(stored[0].position, error)
+
+
+def read_system(
+    log: CommitLog, positions: Sequence[int], queue_id: int, what: str
+) -> Iterator[tuple[Header, bytes] | DataLoss]:
+    """Read the batches of a queue of the system topic at ascending positions, with few reads.
+
+    Args:
+        what: What such a batch is, for errors.
+
+    Yields:
+        One result for each position: header and batch, or the error if the log is damaged there.
+    """
     begin, chunk = 0, b""
     for position in positions:
         at = position - begin
@@ -233,20 +254,23 @@ def read_scheduled(log: CommitLog, positions: Sequence[int]) -> Iterator[Schedul
                 begin, chunk, at = position, log.read(position, wanted), 0
             view = memoryview(chunk)[at:]
             header, length = examine(view, position, len(view))
-            if header is None or (header.topic_id, header.queue_id) != (TOPIC_ID, SCHEDULED):
-                raise DataLoss(f"there is no scheduled batch at position {position}")
-            yield decode_scheduled(header, bytes(view[:length]))
+            if header is None or (header.topic_id, header.queue_id) != (TOPIC_ID, queue_id):
+                raise DataLoss(f"there is no {what} at position {position}")
+            yield header, bytes(view[:length])
         except BatonError as error:
-            yield DataLoss(
-                f"the batch at {position} is damaged: {error}",
-                detail=DataLossDetail(position=position),
-            )
+            yield _damaged(position, error)
 
 
-def encode_system(bodies: Sequence[bytes], queue_id: int) -> bytes:
+def _damaged(position: int, error: BatonError) -> DataLoss:
+    return DataLoss(
+        f"the batch at {position} is damaged: {error}", detail=DataLossDetail(position=position)
+    )
+
+
+def encode_system(bodies: Sequence[bytes], queue_id: int, topic: str = TOPIC) -> bytes:
     """Return the unstamped batch of a queue of the system topic with these bodies."""
     builder = BatchBuilder()
     for body in bodies:
         message = Message(body)
         builder.add(message, encode_record(message))
-    return builder.encode(topic=TOPIC, queue_id=queue_id)
+    return builder.encode(topic=topic, queue_id=queue_id)

@@ -1,4 +1,4 @@
-"""The state of a storage node: log, consume queues, key index, producers and schedule.
+"""The state of a storage node: log, consume queues, key index, producers, schedule, transactions.
 
 The store is their only owner. Nothing here waits, and the caller passes the time. The caller
 appends, syncs the files of `log.unsynced()`, calls `synced`, and only then answers producers and
@@ -54,6 +54,7 @@ from batonmq_server.storage.core.property_filter import find_passing
 from batonmq_server.storage.core.purge import ORDER_QUEUE, PurgeOrder, decode_order
 from batonmq_server.storage.core.schedule import Schedule
 from batonmq_server.storage.core.tag_filter import HashFilter, batch_starts, select
+from batonmq_server.storage.core.transactions import Transactions
 
 SCANNED_MAX = 16_384
 """Maximum number of entries that one read scans, unless the caller asks for more messages."""
@@ -220,6 +221,7 @@ class MessageStore:
     ) -> None:
         self.log, self.producers, self.epoch, self.keys = log, producers, epoch, keys
         self.schedule = Schedule(producers)
+        self.transactions = Transactions(producers)
         self.purge_orders: list[PurgeOrder] = []
         self.cache = cache
         self._queues: dict[QueueKey, ConsumeQueue] = {}
@@ -503,6 +505,8 @@ class MessageStore:
         self.producers.record(header, key, receipt)
         if key == ORDER_QUEUE:
             self.purge_orders.append(decode_order(header, bytes(batch), receipt.next_position))
+        elif self.transactions.concerns(header, key):
+            self.transactions.take(header, receipt, batch)
         elif self.schedule.concerns(header, key):
             self.schedule.take(header, receipt, batch)
 

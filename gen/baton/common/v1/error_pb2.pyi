@@ -171,6 +171,14 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The topic, or the queue, does not take messages. Facts: `topic`, `queue_id`."""
     REASON_NOT_READABLE: _Reason.ValueType  # 49
     """The topic, or the queue, does not allow reading. Facts: `topic`, `queue_id`."""
+    REASON_TRANSACTION_NOT_FOUND: _Reason.ValueType  # 50
+    """No transaction has this id, or it ended so long ago that its outcome is forgotten. Facts:
+    `transaction_id`.
+    """
+    REASON_TRANSACTION_ENDED: _Reason.ValueType  # 51
+    """The transaction has ended with the other outcome. Facts: `transaction_id`, `outcome` (committed,
+    rolled_back or discarded).
+    """
     REASON_FENCED: _Reason.ValueType  # 60
     """The fencing token of the call is not the queue's current one. Facts: `token`, `current`,
     `reset_epoch`, `why` (a FenceCause).
@@ -343,6 +351,14 @@ REASON_NOT_WRITABLE: Reason.ValueType  # 48
 """The topic, or the queue, does not take messages. Facts: `topic`, `queue_id`."""
 REASON_NOT_READABLE: Reason.ValueType  # 49
 """The topic, or the queue, does not allow reading. Facts: `topic`, `queue_id`."""
+REASON_TRANSACTION_NOT_FOUND: Reason.ValueType  # 50
+"""No transaction has this id, or it ended so long ago that its outcome is forgotten. Facts:
+`transaction_id`.
+"""
+REASON_TRANSACTION_ENDED: Reason.ValueType  # 51
+"""The transaction has ended with the other outcome. Facts: `transaction_id`, `outcome` (committed,
+rolled_back or discarded).
+"""
 REASON_FENCED: Reason.ValueType  # 60
 """The fencing token of the call is not the queue's current one. Facts: `token`, `current`,
 `reset_epoch`, `why` (a FenceCause).

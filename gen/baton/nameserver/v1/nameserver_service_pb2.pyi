@@ -673,6 +673,40 @@ class QueueSpread(_message.Message):
 Global___QueueSpread: _TypeAlias = QueueSpread  # noqa: Y015
 
 @_typing.final
+class EnsureUnresolvedTopicRequest(_message.Message):
+    """Request for EnsureUnresolvedTopic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnsureUnresolvedTopicRequest: _TypeAlias = EnsureUnresolvedTopicRequest  # noqa: Y015
+
+@_typing.final
+class EnsureUnresolvedTopicResponse(_message.Message):
+    """Response for EnsureUnresolvedTopic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnsureUnresolvedTopicResponse: _TypeAlias = EnsureUnresolvedTopicResponse  # noqa: Y015
+
+@_typing.final
 class CreateTopicRequest(_message.Message):
     """Request for CreateTopic."""
 

@@ -40,6 +40,11 @@ class NameserverServiceStub:
                 request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.CreateTopicRequest.SerializeToString,
                 response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.CreateTopicResponse.FromString,
                 _registered_method=True)
+        self.EnsureUnresolvedTopic = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/EnsureUnresolvedTopic',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.EnsureUnresolvedTopicRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.EnsureUnresolvedTopicResponse.FromString,
+                _registered_method=True)
         self.UpdateTopic = channel.unary_unary(
                 '/baton.nameserver.v1.NameserverService/UpdateTopic',
                 request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UpdateTopicRequest.SerializeToString,
@@ -143,6 +148,17 @@ class NameserverServiceServicer:
         Statuses: INVALID_ARGUMENT (INVALID_NAME; LIMIT_EXCEEDED, also if the caller has as many topics as
         its quota allows), ALREADY_EXISTS (TOPIC_EXISTS), FAILED_PRECONDITION (NO_BROKER),
         RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EnsureUnresolvedTopic(self, request, context):
+        """Creates the topic BATON_SYS_UNRESOLVED with a queue on every registered broker, or adds queues on
+        brokers that have none. A broker calls it before it discards a transaction.
+
+        Statuses: FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
+        NOT_SERVING, OFFSETS_UNREACHABLE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -363,6 +379,11 @@ def add_NameserverServiceServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.CreateTopicRequest.FromString,
                     response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.CreateTopicResponse.SerializeToString,
             ),
+            'EnsureUnresolvedTopic': grpc.unary_unary_rpc_method_handler(
+                    servicer.EnsureUnresolvedTopic,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.EnsureUnresolvedTopicRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.EnsureUnresolvedTopicResponse.SerializeToString,
+            ),
             'UpdateTopic': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdateTopic,
                     request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UpdateTopicRequest.FromString,
@@ -482,6 +503,33 @@ class NameserverService:
             '/baton.nameserver.v1.NameserverService/CreateTopic',
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.CreateTopicRequest.SerializeToString,
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.CreateTopicResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EnsureUnresolvedTopic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/EnsureUnresolvedTopic',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.EnsureUnresolvedTopicRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.EnsureUnresolvedTopicResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,13 @@ class NameserverServiceStub:
     its quota allows), ALREADY_EXISTS (TOPIC_EXISTS), FAILED_PRECONDITION (NO_BROKER),
     RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
     """
+    EnsureUnresolvedTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.EnsureUnresolvedTopicRequest, _nameserver_service_pb2.EnsureUnresolvedTopicResponse]
+    """Creates the topic BATON_SYS_UNRESOLVED with a queue on every registered broker, or adds queues on
+    brokers that have none. A broker calls it before it discards a transaction.
+
+    Statuses: FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
+    NOT_SERVING, OFFSETS_UNREACHABLE).
+    """
     UpdateTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.UpdateTopicRequest, _nameserver_service_pb2.UpdateTopicResponse]
     """Changes the permission or the number of queues of a topic. Added queues exist at once. To remove
     queues, the last ones become retiring: they take no more messages, and are removed once every
@@ -189,6 +196,13 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     Statuses: INVALID_ARGUMENT (INVALID_NAME; LIMIT_EXCEEDED, also if the caller has as many topics as
     its quota allows), ALREADY_EXISTS (TOPIC_EXISTS), FAILED_PRECONDITION (NO_BROKER),
     RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
+    """
+    EnsureUnresolvedTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.EnsureUnresolvedTopicRequest, _nameserver_service_pb2.EnsureUnresolvedTopicResponse]  # type: ignore[assignment]
+    """Creates the topic BATON_SYS_UNRESOLVED with a queue on every registered broker, or adds queues on
+    brokers that have none. A broker calls it before it discards a transaction.
+
+    Statuses: FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
+    NOT_SERVING, OFFSETS_UNREACHABLE).
     """
     UpdateTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.UpdateTopicRequest, _nameserver_service_pb2.UpdateTopicResponse]  # type: ignore[assignment]
     """Changes the permission or the number of queues of a topic. Added queues exist at once. To remove
@@ -341,6 +355,19 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         Statuses: INVALID_ARGUMENT (INVALID_NAME; LIMIT_EXCEEDED, also if the caller has as many topics as
         its quota allows), ALREADY_EXISTS (TOPIC_EXISTS), FAILED_PRECONDITION (NO_BROKER),
         RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
+        """
+
+    @_abc_1.abstractmethod
+    def EnsureUnresolvedTopic(
+        self,
+        request: _nameserver_service_pb2.EnsureUnresolvedTopicRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.EnsureUnresolvedTopicResponse, _abc.Awaitable[_nameserver_service_pb2.EnsureUnresolvedTopicResponse]]:
+        """Creates the topic BATON_SYS_UNRESOLVED with a queue on every registered broker, or adds queues on
+        brokers that have none. A broker calls it before it discards a transaction.
+
+        Statuses: FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
+        NOT_SERVING, OFFSETS_UNREACHABLE).
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,193 @@
+"""Stores messages that are each a batch of their own: scheduled messages and half messages.
+
+One request has many batches. A batch that is retried keeps its bytes, and so its producer id and
+sequence. Each producer id has at most one batch in flight, so one producer uses many ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Generic, Protocol, TypeVar
+
+from batonmq._common.batcher import Batcher
+from batonmq._common.clock import Clock
+from batonmq._connection.directory import Directory
+from batonmq._core.queue_sender import SEQUENCE_LIMIT, maybe_stored
+from batonmq._core.queues import QueueRef
+from batonmq._core.records import BatchBuilder
+from batonmq.errors import BatonError, DuplicateSequence, NotWritable, QueueNotFound, Retry
+
+REQUEST_ITEMS_MAX = 1_024
+REQUEST_BYTES_MAX = 8 * 1024 * 1024
+
+
+class BatchItem(Protocol):
+    """An item of a request: a batch, and what else is to be known about it."""
+
+    @property
+    def batch(self) -> bytes:
+        """The batch."""
+        ...
+
+
+Item = TypeVar("Item", bound=BatchItem)
+Stored = TypeVar("Stored")
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingMessage(Generic[Item]):
+    """A message to store.
+
+    Attributes:
+        bytes_count: Size of its record.
+        choose: Returns the queue; called again if that queue is no longer writable.
+        begin_ms: Time at which the delivery timeout began.
+        item: Makes the item of the request from the batch.
+    """
+
+    builder: BatchBuilder
+    bytes_count: int
+    choose: Callable[[], QueueRef]
+    begin_ms: int
+    item: Callable[[bytes], Item]
+
+
+class ItemSender(Generic[Item, Stored]):
+    """Stores messages, and repeats what may not have arrived.
+
+    Args:
+        run: Runs a coroutine until the producer is closed.
+        request: Sends items to a broker; returns one outcome each, in order.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        clock: Clock,
+        random: Random,
+        run: Callable[[Coroutine[Any, Any, None]], object],
+        request: Callable[[str, Sequence[Item]], Awaitable[Sequence[Stored | BatonError]]],
+        *,
+        delivery_timeout_ms: int,
+    ) -> None:
+        self._directory, self._clock, self._random = directory, clock, random
+        self._run, self._send_items = run, request
+        self._delivery_timeout_ms = delivery_timeout_ms
+        self._batchers: dict[str, Batcher[Item, Stored | BatonError]] = {}
+        self._lanes: dict[QueueRef, list[_Lane]] = {}
+
+    async def send(
+        self, sending: OutgoingMessage[Item], queue: QueueRef
+    ) -> tuple[QueueRef, Stored]:
+        """Store a message; try another queue if the queue is not writable.
+
+        Returns:
+            The queue, and what storage answered.
+
+        Raises:
+            BatonError: The message is not stored, or it is unknown whether it is.
+        """
+        while True:
+            lanes = self._lanes.setdefault(queue, [])
+            lane = lanes.pop() if lanes else _Lane(self._random.getrandbits(63) or 1)
+            item = sending.item(self._encode(sending.builder, queue, lane))
+            unsure = True  # if this is cancelled while it waits, the batch may be stored
+            try:
+                stored = await self._repeat(sending, queue, item)
+            except _Rejected as refused:
+                unsure = refused.unsure
+                if unsure or not isinstance(refused.error, QueueNotFound | NotWritable):
+                    raise refused.error from None
+                before, queue = queue, sending.choose()
+                if queue == before:
+                    raise refused.error from None
+            else:
+                unsure = False
+                lane.stored()
+                return queue, stored
+            finally:
+                if unsure:
+                    lane.skip_sequence()
+                lanes.append(lane)
+
+    def _encode(self, builder: BatchBuilder, queue: QueueRef, lane: _Lane) -> bytes:
+        return builder.encode(
+            topic=queue.topic,
+            queue_id=queue.queue_id,
+            producer=(lane.producer_id, lane.epoch),
+            sequence=lane.sequence,
+            born_unix_ms=self._clock.unix_ms(),
+        )
+
+    async def _repeat(self, sending: OutgoingMessage[Item], queue: QueueRef, item: Item) -> Stored:
+        """Send the same bytes until there is a receipt, and return it.
+
+        Raises:
+            _Rejected: The batch is not stored, or it is unknown whether it is.
+        """
+        late_ms = sending.begin_ms + self._delivery_timeout_ms
+        unsure, failures = False, 0
+        while True:
+            outcome = await self._batcher(queue.broker).call(item)
+            if not isinstance(outcome, BatonError):
+                return outcome
+            doubt = unsure and not isinstance(outcome, DuplicateSequence)
+            unsure = unsure or outcome.kind in ("UNAVAILABLE", "INTERNAL")
+            moved = isinstance(outcome, NotWritable) and not unsure
+            over = self._clock.monotonic_ms() >= late_ms
+            if over or moved or outcome.retry is Retry.NEVER:
+                raise _Rejected(maybe_stored(outcome) if doubt else outcome, unsure)
+            await self._directory.pause(outcome, failures)
+            failures += 1
+
+    def _batcher(self, broker: str) -> Batcher[Item, Stored | BatonError]:
+        batcher = self._batchers.get(broker)
+        if batcher is None:
+
+            async def request(items: Sequence[Item]) -> Sequence[Stored | BatonError]:
+                return [
+                    outcome
+                    for part in parts(items)
+                    for outcome in await self._send_items(broker, part)
+                ]
+
+            batcher = self._batchers[broker] = Batcher(request, items_max=REQUEST_ITEMS_MAX)
+            self._run(batcher.run())
+        return batcher
+
+
+class _Rejected(Exception):
+    """A batch has no receipt; `unsure` if it may be stored."""
+
+    def __init__(self, error: BatonError, unsure: bool) -> None:
+        self.error, self.unsure = error, unsure
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A producer id on one queue, with at most one batch in flight."""
+
+    producer_id: int
+    epoch: int = 0
+    sequence: int = 0
+
+    def stored(self) -> None:
+        self.sequence = (self.sequence + 1) % SEQUENCE_LIMIT
+
+    def skip_sequence(self) -> None:
+        """Start a new epoch, because the last batch may be stored with the current sequence."""
+        self.epoch += 1
+        self.sequence = 0
+
+
+def parts(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Split `items` into parts that fit `REQUEST_BYTES_MAX`; a part has at least one item."""
+    begin, size = 0, 0
+    for index, item in enumerate(items):
+        size += len(item.batch)
+        if size > REQUEST_BYTES_MAX and index > begin:
+            yield items[begin:index]
+            begin, size = index, len(item.batch)
+    yield items[begin:]

@@ -1,0 +1,113 @@
+"""The streams on which a leader asks producers what became of their transactions. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from batonmq.errors import Overloaded
+
+STREAMS_MAX = 10_000
+WAITING_MAX = 1_024
+"""Checks that wait to be sent on one stream; a group without room is not asked more."""
+
+Check = TypeVar("Check")
+
+
+class CheckStream(Generic[Check]):
+    """The open stream of one producer.
+
+    Attributes:
+        may_ask: Whether the producer may be asked about a message of a topic.
+        notify: Called when a check was added.
+        waiting: Checks that were not sent yet.
+    """
+
+    def __init__(
+        self, group: str, may_ask: Callable[[str], bool], notify: Callable[[], None]
+    ) -> None:
+        self.group, self.may_ask, self.notify = group, may_ask, notify
+        self.waiting: deque[tuple[str, Check]] = deque()
+
+    def take(self) -> list[Check]:
+        """Return the waiting checks and remove them."""
+        checks = [check for _, check in self.waiting]
+        self.waiting.clear()
+        return checks
+
+
+class CheckStreams(Generic[Check]):
+    """The open streams of a leader by producer group. The streams of a group are used in turn."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, deque[CheckStream[Check]]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def count(self, group: str) -> int:
+        """Return the number of streams of a group."""
+        return len(self._groups.get(group, ()))
+
+    def open(
+        self, group: str, may_ask: Callable[[str], bool], notify: Callable[[], None]
+    ) -> CheckStream[Check]:
+        """Open a stream.
+
+        Raises:
+            Overloaded: `STREAMS_MAX` streams are open.
+        """
+        if self._count >= STREAMS_MAX:
+            raise Overloaded(
+                f"{STREAMS_MAX} streams of checks are open already; that is the limit",
+                remedy="Share one Producer per process.",
+                retry_after_ms=1_000,
+                facts={"limit": STREAMS_MAX},
+            )
+        stream: CheckStream[Check] = CheckStream(group, may_ask, notify)
+        self._groups.setdefault(group, deque()).append(stream)
+        self._count += 1
+        return stream
+
+    def close(self, stream: CheckStream[Check]) -> None:
+        """Close a stream. Its unsent checks go to another stream of the group, if there is one."""
+        streams = self._groups[stream.group]
+        streams.remove(stream)
+        self._count -= 1
+        if not streams:
+            del self._groups[stream.group]
+        for topic, check in stream.waiting:
+            self.ask(stream.group, topic, check)
+        stream.waiting.clear()
+
+    def with_room(self) -> set[str]:
+        """Return the groups with a stream that takes more checks."""
+        return {
+            group
+            for group, streams in self._groups.items()
+            if any(len(stream.waiting) < WAITING_MAX for stream in streams)
+        }
+
+    def may_ask(self, group: str, topic: str) -> bool:
+        """Return whether a producer of a group may be asked about a message of a topic."""
+        return any(stream.may_ask(topic) for stream in self._groups.get(group, ()))
+
+    def ask(self, group: str, topic: str, check: Check) -> bool:
+        """Put a check on the next stream of a group that may be asked; False if there is none."""
+        streams = self._groups.get(group, deque())
+        for _ in range(len(streams)):
+            stream = streams[0]
+            streams.rotate(-1)
+            if stream.may_ask(topic):
+                stream.waiting.append((topic, check))
+                stream.notify()
+                return True
+        return False
+
+    def end_all(self) -> None:
+        """Wake every stream: the caller ends them."""
+        for streams in self._groups.values():
+            for stream in streams:
+                stream.notify()

@@ -1,0 +1,129 @@
+"""Goal: the promises of transactions hold under every schedule, and the runs find a broken one.
+
+Method: `transactions` plays shops that die and brokers that are killed, with faults drawn from a
+seed. Each mutant leaves one rule of storage out; one of its runs must break a promise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from baton.storage.v1 import transaction_service_pb2 as pb
+from batonmq_server.storage import transaction_server
+from batonmq_server.storage.core import transactions as core
+from batonmq_server.storage.core.check_streams import CheckStreams
+from batonmq_server.storage.core.transactions import Outcome
+from batonmq_server.storage.transaction_checker import TransactionChecker
+from tests.simulation.seeds import SEEDS
+from tests.simulation.transactions import play_transactions
+
+pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
+
+BUNCH = 10
+TRANSACTION_SEEDS = SEEDS[: max(1, len(SEEDS) // 4)]
+BUNCHES = [
+    TRANSACTION_SEEDS[begin : begin + BUNCH] for begin in range(0, len(TRANSACTION_SEEDS), BUNCH)
+]
+LEAST = {
+    "broker kills": 5, "shop deaths": 5, "confirmed": 50, "refused": 5, "answers": 3,
+    "discarded": 1,
+}  # fmt: skip
+"""Minimum number of events of each kind in a run, on average."""
+MUTANT_SEEDS = 12
+
+
+@pytest.mark.parametrize("seeds", BUNCHES, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+def test_promises_of_transactions_hold(seeds: range) -> None:
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        run = play_transactions(f"transactions/{seed}")
+        assert not run.violations, f"seed {run.seed}: {run.violations[:5]}"
+        counts += run.counts
+    few = {name: counts[name] for name, least in LEAST.items() if counts[name] < least * len(seeds)}
+    assert not few, f"too quiet to prove anything: {few}"
+
+
+def test_same_seed_is_the_same_run() -> None:
+    first, second = (play_transactions("transactions/repeated") for _ in range(2))
+    assert (first.counts, first.asked) == (second.counts, second.asked)
+
+
+def commit_leaves_it_open(patch: pytest.MonkeyPatch) -> None:
+    """A commit stores the message, but does not end its transaction."""
+    end = core.Transactions._end
+
+    def broken(self: Any, transaction_id: int, outcome: Outcome, position: int) -> None:
+        if outcome is not Outcome.COMMITTED:
+            end(self, transaction_id, outcome, position)
+
+    patch.setattr(core.Transactions, "_end", broken)
+
+
+def ends_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A rollback is not in the log, but is confirmed."""
+
+    def broken(marks: Sequence[core.RollbackMark]) -> bytes:
+        return core.encode_marks([core.CheckMark(one.transaction_id, 0, 1) for one in marks])
+
+    patch.setattr(transaction_server, "encode_marks", broken)
+
+
+def checks_are_not_recorded(patch: pytest.MonkeyPatch) -> None:
+    """A check is sent without a record in the log."""
+
+    def broken(self: Any, marks: Any) -> int:
+        for one in marks:
+            self._open.checked(one.transaction_id, one.check_unix_s, one.checks)
+        return 0
+
+    patch.setattr(TransactionChecker, "_write", broken)
+
+
+def checks_have_no_limit(patch: pytest.MonkeyPatch) -> None:
+    """A transaction whose state stays unknown is not discarded."""
+
+    async def broken(self: Any, transactions: Any, halves: Any, reason: str) -> None:
+        for one in transactions:
+            self._open.checked(one.transaction_id, one.check_unix_s + 60, one.checks)
+
+    patch.setattr(TransactionChecker, "_discard", broken)
+
+
+def rollback_commits(patch: pytest.MonkeyPatch) -> None:
+    """A rollback delivers the message."""
+    outcomes: Any = transaction_server._OUTCOMES
+    patch.setitem(outcomes, pb.TRANSACTION_STATE_ROLLED_BACK, Outcome.COMMITTED)
+
+
+def checks_are_never_sent(patch: pytest.MonkeyPatch) -> None:
+    """Checks are recorded, but no producer is asked."""
+    patch.setattr(CheckStreams, "ask", lambda *_: False)
+
+
+MUTANTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], set[str]], ...] = (
+    (commit_leaves_it_open, {"once", "limit"}),
+    (ends_are_forgotten, {"limit", "rolled back"}),
+    (checks_are_not_recorded, {"checks"}),
+    (checks_have_no_limit, {"limit"}),
+    (rollback_commits, {"rolled back", "booked"}),
+    (checks_are_never_sent, {"limit", "booked"}),
+)
+
+
+@pytest.mark.parametrize(("break_it", "rules"), MUTANTS, ids=[one.__name__ for one, _ in MUTANTS])
+def test_mutant_of_transactions_is_found(
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    rules: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    break_it(monkeypatch)
+    for number in range(MUTANT_SEEDS):
+        run = play_transactions(f"{break_it.__name__}/{number}")
+        if run.violations:
+            break
+    broken = {violation.partition(":")[0] for violation in run.violations}
+    assert broken & rules, f"{break_it.__name__} broke {broken or 'nothing'}: {run.counts}"

@@ -1,0 +1,425 @@
+"""Goal: the log alone decides which transactions are open and how the others have ended.
+
+Method: stores on a disk in memory that tears unsynced writes at any byte, beside a model; a node
+whose clock and checks the test controls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from batonmq._core.names import UNRESOLVED_TOPIC
+from batonmq._core.records import Message, check_batch, decode_records, read_header
+from batonmq.errors import BadBatch, LimitExceeded
+from batonmq_server.storage.core import transactions
+from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
+from batonmq_server.storage.core.fsck import Fsck
+from batonmq_server.storage.core.producers import StoreReceipt
+from batonmq_server.storage.core.schedule import SCHEDULED_BYTES_MAX
+from batonmq_server.storage.core.store import CheckedBatch, LocalTopic, MessageStore
+from batonmq_server.storage.core.transactions import (
+    FIRST,
+    CheckMark,
+    HalfMessage,
+    Mark,
+    Outcome,
+    RollbackMark,
+    commit_batch,
+    decode_half,
+    decode_marks,
+    discard_batch,
+    encode_half,
+    encode_marks,
+    ended_by,
+    read_halves,
+)
+from batonmq_server.storage.schedule_server import SYSTEM_TOPICS
+from batonmq_server.testing.memory_disks import MemoryDisk
+from tests.storage.batches import NOW, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
+from tests.storage.schedule_scene import UNRESOLVED_ID, Scene, new_scene
+
+FIRST_SEGMENT = f"log/{0:020d}"
+ALL_TOPICS = {**SYSTEM_TOPICS, **TOPICS, UNRESOLVED_TOPIC: LocalTopic(UNRESOLVED_ID, 1)}
+HOUR_MS = 3_600_000
+
+
+def half(body: bytes, group: str = "shop", **options: int) -> HalfMessage:
+    """Return a half message."""
+    fields = {"transaction_id": FIRST, "begin_unix_ms": NOW, "check_unix_s": 7, "checks": 0}
+    return HalfMessage(topic_id=TOPIC_ID, group=group, batch=batch(body), **(fields | options))
+
+
+def write(store: MessageStore, *batches: bytes) -> list[int]:
+    """Append batches of any topic with one write, without a sync; return their positions."""
+    checked = [CheckedBatch(read_header(one), one) for one in batches]
+    outcomes = store.append(checked, ALL_TOPICS, NOW)
+    assert all(isinstance(one, StoreReceipt) for one in outcomes), outcomes
+    return [one.position for one in outcomes if isinstance(one, StoreReceipt)]
+
+
+def state(store: MessageStore) -> tuple[dict[int, tuple[int, str, int, int]], dict[int, Outcome]]:
+    """Return the open transactions and the outcomes of the ended ones."""
+    opened = store.transactions.open.page(-1, 10_000)
+    ended = store.transactions.ended
+    return (
+        {one[0]: (one.position, one.group, one.check_unix_s, one.checks) for one in opened},
+        {name: one.outcome for name, one in ended.items()},
+    )
+
+
+class LogMachine(RuleBasedStateMachine):
+    """A store beside a model: dicts of the open and the ended transactions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = open_store(MemoryDisk())
+        self.open: dict[int, tuple[int, str, int, int]] = {}
+        self.ended: dict[int, Outcome] = {}
+        self.visible: list[bytes] = []
+        self.number = 0
+
+    @property
+    def store(self) -> MessageStore:
+        """The store."""
+        return self.opened.store
+
+    def some(self, choice: int) -> int | None:
+        """Return an open transaction."""
+        return sorted(self.open)[choice % len(self.open)] if self.open else None
+
+    @rule(count=st.integers(1, 5), group=st.sampled_from(["shop", "mail"]))
+    def begin(self, count: int, group: str) -> None:
+        halves = [half(b"%d" % (self.number + n), group) for n in range(count)]
+        self.number += count
+        for position in write(self.store, *map(encode_half, halves)):
+            self.open[position] = (position, group, 7, 0)
+
+    def read(self, name: int) -> HalfMessage:
+        """Read a half message."""
+        sync(self.store)
+        (found,) = read_halves(self.store.log, [self.open[name][0]])
+        assert isinstance(found, HalfMessage)
+        return found
+
+    @rule(choice=st.integers(0, 99))
+    def commit(self, choice: int) -> None:
+        name = self.some(choice)
+        if name is None:
+            return
+        found = self.read(name)
+        write(self.store, commit_batch(name, found, 0))
+        header = read_header(found.batch)
+        self.visible += [one.body for one in decode_records(found.batch, header, range(1))]
+        self.ended[name] = Outcome.COMMITTED
+        del self.open[name]
+
+    @rule(choice=st.integers(0, 99))
+    def discard(self, choice: int) -> None:
+        name = self.some(choice)
+        if name is None:
+            return
+        write(self.store, discard_batch(name, self.read(name), 0, name="a-1", reason="why"))
+        self.ended[name] = Outcome.DISCARDED
+        del self.open[name]
+
+    @rule(choices=st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=5))
+    def mark(self, choices: list[tuple[int, bool]]) -> None:
+        marks: list[Mark] = []
+        for choice, rolls_back in choices:
+            name = self.some(choice)
+            if name is None:
+                break
+            position, group, _, checks = self.open[name]
+            if rolls_back:
+                marks.append(RollbackMark(name))
+                self.ended[name] = Outcome.ROLLED_BACK
+                del self.open[name]
+            else:
+                self.open[name] = (position, group, choice, checks + 1)
+                marks.append(CheckMark(name, choice, checks + 1))
+        if marks:
+            write(self.store, encode_marks(marks))
+
+    @rule(choice=st.integers(0, 99))
+    def rewrite(self, choice: int) -> None:
+        name = self.some(choice)
+        if name is None:
+            return
+        _, group, check_unix_s, checks = self.open[name]
+        old = self.read(name)
+        moved = HalfMessage(
+            old.topic_id, name, old.begin_unix_ms, check_unix_s, checks, group, old.batch
+        )
+        (position,) = write(self.store, encode_half(moved))
+        self.open[name] = (position, group, check_unix_s, checks)
+
+    @rule(seed=st.integers(0, 1_000))
+    def kill(self, seed: int) -> None:
+        """Kill the process; what is written stays."""
+        sync(self.store)
+        self.opened = open_store(self.opened.disk.killed())
+
+    @rule()
+    def checkpoint(self) -> None:
+        sync(self.store)
+        CheckpointWriter(self.opened.disk, self.store, 0).run()
+
+    @rule()
+    def lose_the_checkpoint(self) -> None:
+        sync(self.store)
+        self.opened.disk.remove("checkpoint")
+        self.opened = open_store(self.opened.disk.killed())
+
+    @invariant()
+    def agrees(self) -> None:
+        assert state(self.store) == (self.open, self.ended)
+        sync(self.store)
+        assert bodies(self.store) == self.visible
+
+
+TestLog = LogMachine.TestCase
+TestLog.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_writes_torn_at_any_byte_leave_each_transaction_open_or_ended() -> None:
+    opened = open_store(MemoryDisk())
+    names = write(opened.store, *(encode_half(half(b"%d" % n)) for n in range(4)))
+    sync(opened.store)
+    halves = list(read_halves(opened.store.log, names))
+    commits = [
+        commit_batch(name, one, 0)
+        for name, one in zip(names, halves, strict=True)
+        if isinstance(one, HalfMessage)
+    ]
+    write(opened.store, commits[0], commits[1], encode_marks([RollbackMark(names[2])]))
+    length = len(opened.disk.files[FIRST_SEGMENT].unsynced[0][1])
+    seen = set()
+    for kept_bytes in range(length + 1):
+        again = open_store(opened.disk.power_cut(lambda _, kept_bytes=kept_bytes: kept_bytes))  # type: ignore[misc]
+        found, ended = state(again.store)
+        assert sorted([*found, *ended]) == names
+        assert bodies(again.store) == [b"0", b"1"][: len(bodies(again.store))]
+        committed = [name for name, outcome in ended.items() if outcome is Outcome.COMMITTED]
+        assert len(committed) == len(bodies(again.store))
+        seen.add(len(ended))
+    assert seen == {0, 1, 2, 3}
+
+
+def test_committed_batch_keeps_what_its_producer_wrote() -> None:
+    message = Message(b"body", "eu", ("k1", "k2"), {"total": "7"})
+    raw = batch(message, producer=(5, 1), sequence=9)
+    one = HalfMessage(TOPIC_ID, FIRST, NOW, 7, 0, "shop", raw)
+    committed = commit_batch(77, one, 3)
+    header = check_batch(committed, stamped=False)
+    assert ended_by(header) == (77, Outcome.COMMITTED)
+    assert (header.queue_id, header.born_unix_ms) == (3, read_header(raw).born_unix_ms)
+    (record,) = decode_records(committed, header, range(1))
+    assert (record.body, record.tag, record.keys) == (b"body", "eu", ("k1", "k2"))
+    assert record.properties == {"total": "7"}
+    assert ended_by(read_header(raw)) is None
+
+
+def test_half_message_of_any_length_is_read_back_and_a_longer_one_is_rejected() -> None:
+    bare = len(batch(b""))
+    one = half(b"x" * (4 * 1024 * 1024 - 100))
+    raw = encode_half(one)
+    assert decode_half(read_header(raw), raw) == one
+    long = HalfMessage(TOPIC_ID, FIRST, NOW, 7, 0, "g" * 127, bytes(SCHEDULED_BYTES_MAX))
+    raw = encode_half(long)
+    assert decode_half(read_header(raw), raw) == long
+    check_batch(raw, stamped=False)
+    with pytest.raises(LimitExceeded):
+        encode_half(HalfMessage(0, 0, 0, 0, 0, "g", bytes(SCHEDULED_BYTES_MAX + 1)))
+    assert bare < 200
+
+
+def test_unknown_mark_is_rejected() -> None:
+    raw = bytearray(encode_marks([CheckMark(1, 2, 3)]))
+    raw[-14] = 9
+    with pytest.raises(BadBatch):
+        decode_marks(read_header(bytes(raw)), bytes(raw))
+
+
+def test_only_the_last_ends_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transactions, "ENDED_MAX", 3)
+    opened = open_store(MemoryDisk())
+    names = write(opened.store, *(encode_half(half(b"%d" % n)) for n in range(5)))
+    write(opened.store, encode_marks([RollbackMark(name) for name in names]))
+    assert list(opened.store.transactions.ended) == names[2:]
+    write(opened.store, encode_marks([RollbackMark(names[3])]))
+    assert list(opened.store.transactions.ended) == names[2:]
+
+
+# ---- a node
+
+
+async def test_ends_of_one_call_are_answered_in_order() -> None:
+    async with new_scene() as scene:
+        a, b, c = await scene.begin(batch(b"a"), batch(b"b"), batch(b"c"))
+        ends = [
+            (a, "COMMITTED"), (b, "ROLLED_BACK"), (a, "COMMITTED"), (a, "ROLLED_BACK"),
+            (b, "COMMITTED"), (b, "ROLLED_BACK"), (c, "UNKNOWN"), ("broker-a-ffff", "COMMITTED"),
+            ("broker-b-1", "COMMITTED"), ("nothing", "COMMITTED"),
+        ]  # fmt: skip
+        assert await scene.end_all(*ends) == [
+            "COMMITTED 0", "ROLLED_BACK", "COMMITTED 0 again", "TRANSACTION_ENDED",
+            "TRANSACTION_ENDED", "ROLLED_BACK again", "UNKNOWN", "TRANSACTION_NOT_FOUND",
+            "WRONG_BROKER", "INVALID_ARGUMENT",
+        ]  # fmt: skip
+        assert scene.bodies() == [b"a"]
+        assert scene.open_count() == 1
+        assert scene.metric("ended_transactions_total", outcome="committed") == 1
+        assert scene.metric("ended_transactions_total", outcome="rolled_back") == 1
+
+
+async def test_repeated_begin_has_the_first_id() -> None:
+    async with new_scene() as scene:
+        raw = batch(b"a", producer=(5, 1))
+        first = await scene.begin(raw)
+        assert await scene.begin(raw, raw) == first * 2
+        disk = scene.disk.power_cut(lambda _: 0)
+    async with new_scene(disk, scene.clock) as scene:
+        assert await scene.begin(raw) == first
+        assert scene.open_count() == 1
+        assert await scene.begin(batch(b""), group="not good") == ["INVALID_NAME"]
+
+
+async def test_half_message_that_blocks_retention_is_written_again() -> None:
+    async with new_scene() as scene:
+        (name,) = await scene.begin(batch(b"kept", producer=(5, 1)))
+        fill = batch(b"x" * 3_000)
+        await scene.schedule(fill, NOW)
+        await scene.schedule(fill, NOW)
+        await scene.deliver()
+        await scene.checker.rewrite_old()
+        assert scene.store.transactions.open.oldest_position() == 0
+        scene.clock.pass_ms(24 * HOUR_MS)
+        end = scene.store.log.next_position
+        assert await scene.checker.rewrite_old()
+        oldest = scene.store.transactions.open.oldest_position()
+        assert oldest is not None
+        assert oldest >= end
+        disk = scene.disk.power_cut(lambda _: 0)
+    async with new_scene(disk, scene.clock) as scene:
+        assert scene.store.transactions.open.oldest_position() == oldest
+        assert await scene.end_all((name, "COMMITTED")) == ["COMMITTED 2"]
+        assert scene.bodies()[-1] == b"kept"
+
+
+async def test_damaged_half_message_is_rolled_back_and_reported() -> None:
+    async with new_scene() as scene:
+        good, bad = await scene.begin(batch(b"good"), batch(b"bad" * 100))
+        position = int(bad.rpartition("-")[2], 16)
+        segment = scene.disk.files[FIRST_SEGMENT]
+        segment.content[position + 200] ^= 1
+        assert await scene.end_all((bad, "COMMITTED")) == ["DATA_LOSS"]
+        stream = scene.streams.open("shop", lambda _: True, lambda: None)
+        scene.clock.pass_ms(10_000)
+        await scene.checker.check()
+        assert [check.transaction_id for check in stream.take()] == [good]
+        assert scene.metric("ended_transactions_total", outcome="damaged") == 1
+        assert await scene.end_all((bad, "ROLLED_BACK")) == ["ROLLED_BACK again"]
+
+
+async def discarded(scene: Scene) -> Sequence[bytes]:
+    """Return the bodies in the topic of unresolved messages."""
+    return bodies_of(scene.store, UNRESOLVED_ID)
+
+
+def bodies_of(store: MessageStore, topic_id: int) -> list[bytes]:
+    """Return the bodies of queue 0 of a topic, whether visible or not."""
+    queue = store.queues.get((topic_id, 0))
+    if queue is None:
+        return []
+    entries = queue.read(queue.first_offset, queue.next_offset)
+    found = []
+    for position, size in zip(entries.positions.tolist(), entries.sizes.tolist(), strict=True):
+        raw = store.log.read(position, size)
+        header = read_header(raw)
+        found += [one.body for one in decode_records(raw, header, range(header.count))]
+    return found
+
+
+async def test_checks_are_recorded_before_they_are_sent_and_end_in_a_discard() -> None:
+    async with new_scene() as scene:
+        (name,) = await scene.begin(batch(b"a"))
+        scene.clock.pass_ms(60_000)
+        assert not await scene.checker.check(), "no producer is alive"
+        stream = scene.streams.open("shop", lambda _: True, lambda: None)
+        for number in (1, 2, 3):
+            assert await scene.checker.check()
+            (check,) = stream.take()
+            assert (check.transaction_id, check.check) == (name, number)
+            recovered = open_store(scene.disk.power_cut(lambda _: 0))
+            assert [one.checks for one in recovered.store.transactions.open.page(-1, 9)] == [number]
+            assert not await scene.checker.check(), "it was asked again within the interval"
+            scene.clock.pass_ms(29_000)
+            assert not await scene.checker.check(), "it was asked again within the interval"
+            scene.clock.pass_ms(2_000)
+        scene.streams.close(stream)
+        await scene.checker.check()
+        scene.clock.pass_ms(3_000)
+        await scene.checker.check()
+        assert await discarded(scene) == [b"a"]
+        assert scene.metric("ended_transactions_total", outcome="discarded") == 1
+        assert scene.metric("transaction_checks_total") == 3
+        assert await scene.end_all((name, "COMMITTED")) == ["TRANSACTION_ENDED"]
+
+
+async def test_stream_that_may_not_read_the_topic_is_not_asked() -> None:
+    async with new_scene() as scene:
+        (name,) = await scene.begin(batch(b"a"))
+        scene.clock.pass_ms(10_000)
+        other = scene.streams.open("shop", lambda _: False, lambda: None)
+        await scene.checker.check()
+        assert other.take() == []
+        stream = scene.streams.open("shop", lambda _: True, lambda: None)
+        scene.clock.pass_ms(31_000)
+        await scene.checker.check()
+        assert [check.transaction_id for check in stream.take()] == [name]
+        assert other.take() == []
+
+
+async def test_unsent_checks_of_a_closed_stream_go_to_another_one() -> None:
+    async with new_scene() as scene:
+        names = await scene.begin(*(batch(b"%d" % n) for n in range(6)))
+        first = scene.streams.open("shop", lambda _: True, lambda: None)
+        second = scene.streams.open("shop", lambda _: True, lambda: None)
+        scene.clock.pass_ms(10_000)
+        await scene.checker.check()
+        assert (len(first.waiting), len(second.waiting)) == (3, 3)
+        scene.streams.close(first)
+        assert sorted(check.transaction_id for check in second.take()) == sorted(names)
+
+
+async def test_age_limit_discards_without_a_live_producer() -> None:
+    async with new_scene() as scene:
+        await scene.begin(batch(b"old"))
+        scene.clock.pass_ms(23 * HOUR_MS)
+        await scene.begin(batch(b"young"))
+        await scene.checker.discard_old()
+        assert scene.open_count() == 2
+        for _ in range(2):  # the first round asks for the topic
+            scene.clock.pass_ms(HOUR_MS)
+            await scene.checker.discard_old()
+        assert await discarded(scene) == [b"old"]
+        assert scene.open_count() == 1
+
+
+def test_fsck_finds_no_problem_in_transactions() -> None:
+    opened = open_store(MemoryDisk())
+    names = write(opened.store, *(encode_half(half(b"%d" % n)) for n in range(3)))
+    sync(opened.store)
+    (first, *_) = read_halves(opened.store.log, names)
+    assert isinstance(first, HalfMessage)
+    write(opened.store, commit_batch(names[0], first, 0))
+    write(opened.store, encode_marks([RollbackMark(names[1])]))
+    sync(opened.store)
+    CheckpointWriter(opened.disk, opened.store, 0).run()
+    report = Fsck(opened.disk.killed(), opened.store.log.next_position).run()
+    assert report.problem_count == 0, report
