@@ -17,9 +17,9 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+
 from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2
-
 from batonmq import Admin, Producer
 from batonmq_server.local.cluster import LocalCluster
 from tests.gateway.remote_stub import RemoteStub, handle_of, remote_client
