@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from apache.rocketmq.v2 import service_pb2_grpc
-
 from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._process.config import ConfigError, ConfigProblem
 from batonmq._producer.producer import Producer

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
-from apache.rocketmq.v2 import definition_pb2 as pb
 
+from apache.rocketmq.v2 import definition_pb2 as pb
 from batonmq._core.names import check_group, check_user_topic
 from batonmq._core.retries import group_of
 from batonmq.errors import InvalidName

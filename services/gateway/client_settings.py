@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from apache.rocketmq.v2 import definition_pb2 as pb
-
 from batonmq._core.records import BODY_BYTES_MAX
 from batonmq_server.gateway.message_proto import duration
 

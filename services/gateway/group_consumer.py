@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from apache.rocketmq.v2 import definition_pb2 as pb
-
 from batonmq._common.aio import only_error, wait_until
 from batonmq._consumer.consumer import Consumer, hold_messages
 from batonmq._consumer.consumer_settings import ConsumerSettings

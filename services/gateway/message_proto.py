@@ -10,10 +10,10 @@ import zlib
 from dataclasses import dataclass
 from hashlib import md5, sha1
 
-from apache.rocketmq.v2 import definition_pb2 as pb
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from apache.rocketmq.v2 import definition_pb2 as pb
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.delays import AHEAD_MS_MAX
 from batonmq._core.records import BODY_BYTES_MAX, KEYS_BYTES_MAX, Message, check_tag

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from apache.rocketmq.v2 import definition_pb2 as pb
 from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from apache.rocketmq.v2 import definition_pb2 as pb
 
 
 class GatewayMetrics:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ipaddress
 
 from apache.rocketmq.v2 import definition_pb2 as pb
-
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq_server.gateway.statuses import Refused

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2, service_pb2_grpc
-
 from batonmq._connection.directory import Directory
 from batonmq._connection.routes import query_route
 from batonmq._producer.producer import Producer

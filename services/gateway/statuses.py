@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from apache.rocketmq.v2 import definition_pb2 as pb
-
 from batonmq import errors
 
 OK = pb.Status(code=pb.OK, message="OK")

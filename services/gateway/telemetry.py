@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 
 from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2
-
 from batonmq.errors import BatonError
 from batonmq_server.gateway.callers import Caller
 from batonmq_server.gateway.client_settings import settings_for

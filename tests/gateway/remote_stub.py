@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
+
 from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2, service_pb2_grpc
-
 from batonmq_server.gateway.message_proto import duration
 
 TIMEOUT_S = 10.0

@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from apache.rocketmq.v2 import definition_pb2 as pb
-from apache.rocketmq.v2 import service_pb2
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from apache.rocketmq.v2 import definition_pb2 as pb
+from apache.rocketmq.v2 import service_pb2
 from batonmq import Admin, Consumer, ConsumerSettings, Producer
 from batonmq._core.reset_targets import ToEarliest
 from batonmq.admin import Operation, Resets, ResetScope

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from apache.rocketmq.v2 import admin_pb2, definition_pb2, service_pb2
 from google.protobuf import descriptor_pb2 as pb
 
+from apache.rocketmq.v2 import admin_pb2, definition_pb2, service_pb2
 from tests.gateway.official_clients import official_client
 
 DUMP = """

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+
 from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2
-
 from batonmq import Admin, Producer
 from batonmq_server.local.cluster import LocalCluster
 from tests.gateway.remote_stub import RemoteStub, handle_of, remote_client
@@ -182,6 +182,29 @@ async def test_killed_gateway_of_three_under_load_loses_nothing(tmp_path: Path) 
         assert ledger.delivered_after_ack == []
         assert set(ledger.deliveries) == ledger.sent
         # The answers that the killed gateway owed are lost; offsets has the acknowledgements.
+        assert ledger.sent - ledger.acknowledged <= ledger.unsure
+
+
+@pytest.mark.parametrize("name", ["storage", "offsets", "lockmgr", "nameserver"])
+async def test_killed_service_behind_the_gateway_under_load_loses_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    async with scene(tmp_path, 1) as cluster:
+        ledger = Ledger()
+        async with asyncio.TaskGroup() as tasks:
+            consuming = tasks.create_task(
+                consume_at(cluster.addresses["gateway"], "c@gateway", ledger)
+            )
+            producing = tasks.create_task(produce(cluster.nameserver, ledger, 1_000))
+            await until(partial(ledger.has_acknowledged, 200), 60)
+            await cluster.kill(name)
+            await cluster.serving(name)
+            await producing
+            async with Admin(cluster.nameserver) as admin:
+                await until(partial(is_done, admin, 1_000), 90)
+            consuming.cancel()
+        assert ledger.delivered_after_ack == []
+        assert set(ledger.deliveries) == ledger.sent
         assert ledger.sent - ledger.acknowledged <= ledger.unsure
 
 
