@@ -260,9 +260,9 @@ class AssignedQueue:
     def give_up(self, message: ReceivedMessage) -> None:
         """Note that a started message is not handled under this ownership: it is redelivered."""
         if self.progress is not None and self.counts(message):
-            self.progress.give_up(message.offset)
+            comes_again = self.progress.give_up(message.offset)
             if self.keyed is not None:
-                self.keyed.give_up(message.offset)
+                self.keyed.give_up(message.offset, comes_again=comes_again)
             self._handlers_ended()
 
     def retry_later(self, message: ReceivedMessage, delay_ms: int) -> None:

@@ -96,9 +96,17 @@ class KeyedBuffer:
         """
         return any([self._schedule.finish(offset) for offset in range(first, end)])
 
-    def give_up(self, offset: int) -> None:
-        """Note that a taken message is not handled under this grant; its key stays occupied."""
-        self._schedule.give_up(offset)
+    def give_up(self, offset: int, *, comes_again: bool = False) -> None:
+        """Note that a taken message is not handled now.
+
+        Args:
+            comes_again: Whether it is delivered again under this grant, before later messages of
+                its key. Otherwise its key stays occupied until the next grant.
+        """
+        if comes_again:
+            self._schedule.finish(offset)
+        else:
+            self._schedule.give_up(offset)
 
     def retry(
         self, message: ReceivedMessage, delay_ms: int, now_ms: int, notify: Callable[[], None]

@@ -56,7 +56,8 @@ class QueueProgress:
         running: Offsets with running handlers; those that are acked by now are left out.
         finished: Offsets that were finished under an earlier token, and perhaps not acked.
         dropped: Offsets that the request for this token claimed, and whose handlers gave up since.
-            offsets does not know that they were started and are not being handled.
+            offsets does not know that they were started and are not being handled. They are
+            delivered again under this token.
     """
 
     def __init__(
@@ -202,10 +203,18 @@ class QueueProgress:
             self._version += 1
         return sum(stop - begin for begin, stop in ended)
 
-    def give_up(self, offset: int) -> None:
-        """Note that a handler failed, or that its result will be ignored: started, not handled."""
-        if self._end(offset, offset + 1):
-            self._given_up.add(offset)
+    def give_up(self, offset: int) -> bool:
+        """Note that a handler failed, or that its result will be ignored: started, not handled.
+
+        Returns:
+            Whether the message is delivered again under this token: it was received under an
+            earlier one, and not under this one yet.
+        """
+        if not self._end(offset, offset + 1):
+            return False
+        comes_again = offset >= self.next_offset
+        (self._dropped if comes_again else self._given_up).add(offset)
+        return comes_again
 
     def _end(self, first: int, end: int) -> Sequence[Range]:
         """Remove the running offsets of [first, end), and return them."""
@@ -260,7 +269,8 @@ class QueueProgress:
         if start.reset_epoch != self.reset_epoch:
             return QueueProgress(start)
         finished = subtract(self.claimable(), self.running)
-        dropped = (offset for offset in self._given_up if contains(self._claimed, offset))
+        given_up = self._given_up | self._dropped
+        dropped = (offset for offset in given_up if contains(self._claimed, offset))
         return QueueProgress(start, self.running, finished, dropped)
 
     def close_content(self) -> CloseContent:

@@ -116,6 +116,31 @@ def test_story_09_message_given_up_after_its_claim_is_flagged_as_redelivered() -
     assert progress.close_content().unfinished == ()
 
 
+def test_message_given_up_under_a_new_grant_is_delivered_again_and_then_acknowledged() -> None:
+    before = QueueProgress(GrantedProgress(1, 0, 0))
+    receive(before, 6, [0, 1, 2, 3, 4, 5])
+    assert start(before, 3)
+    before.claim(10)
+    progress = before.renewed(GrantedProgress(2, 0, 0))
+    assert progress.give_up(3), "it was not received under the new grant yet"
+    assert progress.is_redelivered(3)
+    assert progress.close_content().unfinished == ((3, 4),)
+    receive(progress, 5, [0, 1, 2, 3, 4])
+    for offset in range(5):
+        handle(progress, offset)
+    assert progress.acks().committed == 5
+    assert progress.close_content().unfinished == ()
+
+
+def test_message_given_up_under_its_own_grant_is_acknowledged_only_under_the_next_one() -> None:
+    progress = QueueProgress(GrantedProgress(1, 0, 0))
+    receive(progress, 2, [0, 1])
+    assert start(progress, 0)
+    assert not progress.give_up(0)
+    handle(progress, 1)
+    assert handled_offsets(progress.acks()) == {1}
+
+
 def test_message_given_up_before_the_claim_is_flagged_by_offsets() -> None:
     """A message that is not claimed is flagged by the fence."""
     before = QueueProgress(GrantedProgress(1, 0, 0))
@@ -322,7 +347,8 @@ class OneQueue(RuleBasedStateMachine):
         offset = picked(self.naive.running, pick)
         self.real.give_up(offset)
         self.naive.running.discard(offset)
-        self.naive.given_up.add(offset)
+        comes_again = offset >= self.naive.next_offset
+        (self.naive.dropped if comes_again else self.naive.given_up).add(offset)
 
     @rule(offset=OFFSETS)
     def late_result_does_not_count(self, offset: int) -> None:
@@ -359,7 +385,8 @@ class OneQueue(RuleBasedStateMachine):
         self.maybe_seen = flagged
         self.real = self.real.renewed(self._start())
         self.naive = NaiveProgress(set(self.server), set(before.running), finished)
-        self.naive.dropped = (before.given_up & before.claimed) - self.server
+        given_up = before.given_up | before.dropped
+        self.naive.dropped = (given_up & before.claimed) - self.server
         self.committed = self.real.committed
 
     @rule(to=OFFSETS)
