@@ -8,12 +8,16 @@ Method: the servicers on a node with a disk in memory, and access rules with the
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any, cast
 
 import pytest
 
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import schedule_service_pb2 as pb
+from baton.storage.v1 import transaction_service_pb2 as transaction_pb
+from batonmq._common.rpc import error_from_pb
 from batonmq._core.records import TOPIC_BYTES_MAX
 from batonmq.errors import DataLoss, NotScheduled, PermissionDenied
 from batonmq_server.runtime.access.permissions import (
@@ -36,6 +40,7 @@ from batonmq_server.storage.core.store import check
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.query_server import QueryServicer
 from batonmq_server.storage.schedule_server import ScheduleServicer, decode_id
+from batonmq_server.storage.transaction_server import TransactionServicer
 from tests.storage.batches import NOW, TOPIC, batch
 from tests.storage.schedule_scene import BROKER, SEGMENT_BYTES, Scene, new_scene
 
@@ -176,3 +181,55 @@ async def test_message_is_read_by_id_only_after_the_permission_to_consume_its_to
             request, CONTEXT
         )
         assert answer.message.batch
+
+
+def transacting(scene: Scene, *grants: Grant) -> TransactionServicer:
+    return TransactionServicer(
+        scene.appender,
+        scene.topics,
+        scene.streams,
+        scene.checker.wake,
+        check_first_ms=6_000,
+        require=PermissionCheck(*grants),
+    )
+
+
+def checks_of(
+    servicer: TransactionServicer,
+) -> AsyncGenerator[transaction_pb.WatchChecksResponse, None]:
+    request = transaction_pb.WatchChecksRequest(group="shop")
+    stream: Any = servicer.WatchChecks(request, CONTEXT)
+    return cast("AsyncGenerator[transaction_pb.WatchChecksResponse, None]", stream)
+
+
+async def test_transaction_is_listed_asked_and_ended_only_by_callers_that_may_produce() -> None:
+    async with new_scene() as scene:
+        (name,) = await scene.begin(batch(b"body"))
+        end = transaction_pb.EndRequest(
+            items=[
+                transaction_pb.EndItem(
+                    transaction_id=name, state=transaction_pb.TRANSACTION_STATE_COMMITTED
+                )
+            ]
+        )
+        listing = transaction_pb.ListTransactionsRequest()
+        allowed = transacting(scene, Grant(AccessRole.PRODUCE, f"topic:{TOPIC}"))
+        stranger = transacting(scene, Grant(AccessRole.CONSUME, f"topic:{TOPIC}"))
+        (outcome,) = (await stranger.End(end, CONTEXT)).outcomes
+        assert error_from_pb(outcome.error).reason == "PERMISSION_DENIED"
+        assert not (await stranger.ListTransactions(listing, CONTEXT)).transactions
+        async with (
+            aclosing(checks_of(stranger)) as unasked,
+            aclosing(checks_of(allowed)) as asked,
+        ):
+            assert not (await anext(unasked)).checks
+            assert not (await anext(asked)).checks
+            scene.clock.pass_ms(10_000)
+            await scene.checker.check()
+            assert [one.transaction_id for one in (await anext(asked)).checks] == [name]
+            assert scene.metric("check_streams") == 2
+        assert scene.metric("check_streams") == 0
+        assert len((await allowed.ListTransactions(listing, CONTEXT)).transactions) == 1
+        (outcome,) = (await allowed.End(end, CONTEXT)).outcomes
+        assert outcome.receipt.first_offset == 0
+        assert scene.bodies() == [b"body"]

@@ -22,6 +22,7 @@ from baton.storage.v1 import (
     query_service_pb2,
     schedule_service_pb2,
     storage_service_pb2,
+    transaction_service_pb2,
 )
 from baton.storage.v1 import replication_service_pb2 as storage_replication_pb2
 from batonmq import Producer
@@ -32,7 +33,8 @@ from tools.fuzz.verdict import OK, outcome_of
 
 _CONTRACTS = {
     "storage": (
-        storage_service_pb2, query_service_pb2, schedule_service_pb2, storage_replication_pb2,
+        storage_service_pb2, query_service_pb2, schedule_service_pb2, transaction_service_pb2,
+        storage_replication_pb2,
     ),
     "offsets": (offsets_service_pb2, offsets_replication_pb2),
     "lockmgr": (lockmgr_service_pb2,),
