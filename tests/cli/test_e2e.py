@@ -375,6 +375,8 @@ def test_members_of_a_group_have_one_order_and_messages_show_their_ordering_keys
         assert "ordering_key=account 7 a" in reading.stdout.readline().decode()
         refused = cluster(*arguments, "--order", "queue", "--format", "json")
         described = cluster("group", "describe", "keyed").out
+        reading.terminate()
+        reading.wait(30)
     assert "clustering, ordered by key, from first" in described
     assert refused.code == 1
     (difference,) = json.loads(refused.err)["error"]["differences"]

@@ -24,7 +24,7 @@ from tests.simulation.transactions import play_transactions
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
 
 BUNCH = 10
-TRANSACTION_SEEDS = SEEDS[: max(1, len(SEEDS) // 4)]
+TRANSACTION_SEEDS = SEEDS[: max(1, len(SEEDS) // 10)]
 BUNCHES = [
     TRANSACTION_SEEDS[begin : begin + BUNCH] for begin in range(0, len(TRANSACTION_SEEDS), BUNCH)
 ]
