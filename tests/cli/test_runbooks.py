@@ -58,7 +58,7 @@ ENDLESS = ("topic stats TOPIC --watch",)
 ELECT = "cluster elect NODE --service S --set NAME"
 """Needs a replica set of several nodes; with these it runs in
 tests/nameserver/test_unclean_election.py."""
-TOPIC, GROUP, SPARE = "orders", "shipping", "spare"
+TOPIC, GROUP, SPARE, BOOKINGS = "orders", "shipping", "spare", "bookings"
 NEW_QUEUES = "2"
 EXPECTED_TEXTS: Mapping[str, str] = {
     "access token create": "baton_",
@@ -114,7 +114,7 @@ def scene(
     folder = tmp_path_factory.mktemp("runbooks")
     lines = folder / "lines"
     lines.write_text("1\n")
-    for topic in (TOPIC, SPARE):
+    for topic in (TOPIC, SPARE, BOOKINGS):
         assert cluster("topic", "create", topic, "--queues", "1").code == 0
         assert cluster("produce", topic, "--file", str(lines)).code == 0
     assert cluster("consume", SPARE, "--group", SPARE).code == 0
@@ -157,7 +157,7 @@ def _open_transactions(nameserver: str) -> dict[str, str]:
     values = {}
     with BlockingProducer(nameserver, group="shop") as producer:
         for name in ("TRANSACTION", "OTHER"):
-            with producer.transaction(SPARE, b"half") as tx:
+            with producer.transaction(BOOKINGS, b"half") as tx:
                 tx.leave_open()
             values[name] = tx.transaction_id
     return values
