@@ -69,12 +69,36 @@ class NewToken:
 
 
 @dataclass(frozen=True, slots=True)
+class IssuedAccessKey:
+    """An access key without its secret.
+
+    Attributes:
+        by: Identity that created it; empty if authorization was off.
+        expire_unix_ms: Wall clock from which on it is invalid; 0 for never.
+        scopes: As those of a token.
+        rotate_unix_ms: When its secret was last replaced; 0 if it is the first one.
+        previous_expire_unix_ms: Until when the secret before is valid; 0 if there is none.
+        sealed_by: Id of the key with which the secret is stored: first digits of its SHA-256.
+    """
+
+    access_key: str
+    create_unix_ms: int
+    by: str
+    expire_unix_ms: int = 0
+    scopes: tuple[RoleGrant, ...] = ()
+    rotate_unix_ms: int = 0
+    previous_expire_unix_ms: int = 0
+    sealed_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class IdentityGrants:
-    """The grants and tokens of one identity."""
+    """The grants, tokens and access keys of one identity."""
 
     identity: str
     grants: tuple[RoleGrant, ...]
     tokens: tuple[IssuedToken, ...]
+    access_keys: tuple[IssuedAccessKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +147,7 @@ class AccessControl:
         Raises:
             InvalidArgument, InvalidName, LimitExceeded: The identity or the grant is not valid.
         """
-        request = pb.GrantRequest(identity=identity, grant=_to_pb(grant))
+        request = pb.GrantRequest(identity=identity, grant=grant_to_pb(grant))
         answer = await self._admin.ask(lambda limit_s: self._stub().Grant(request, timeout=limit_s))
         return answer.changed
 
@@ -134,7 +158,7 @@ class AccessControl:
         normally within a second.
         """
         request = pb.RevokeRequest(
-            identity=identity, grant=_to_pb(grant) if grant is not None else None
+            identity=identity, grant=grant_to_pb(grant) if grant is not None else None
         )
         answer = await self._admin.ask(
             lambda limit_s: self._stub().Revoke(request, timeout=limit_s)
@@ -142,7 +166,7 @@ class AccessControl:
         return answer.revoked_count
 
     async def list(self, identity: str = "") -> tuple[IdentityGrants, ...]:
-        """Return the identities that have a grant or a token; with `identity`, only this one."""
+        """Return the identities that have grants or credentials; with `identity`, only this one."""
 
         def page(page_token: str) -> Awaitable[pb.ListAccessResponse]:
             request = pb.ListAccessRequest(identity=identity, page_token=page_token)
@@ -156,6 +180,7 @@ class AccessControl:
                     entry.identity,
                     tuple(map(_from_pb, entry.grants)),
                     tuple(map(_token_from_pb, entry.tokens)),
+                    tuple(map(_access_key_from_pb, entry.access_keys)),
                 )
                 async for answer in iter_pages(page)
                 for entry in answer.identities
@@ -164,7 +189,7 @@ class AccessControl:
 
     async def check(self, wanted: RoleGrant, identity: str = "") -> AccessCheck:
         """Return whether an identity has the role `wanted`; empty means the caller's identity."""
-        request = pb.CheckRequest(identity=identity, wanted=_to_pb(wanted))
+        request = pb.CheckRequest(identity=identity, wanted=grant_to_pb(wanted))
         answer = await self._admin.ask(lambda limit_s: self._stub().Check(request, timeout=limit_s))
         by = _from_pb(answer.by) if answer.HasField("by") else None
         return AccessCheck(answer.identity, answer.allowed, by, answer.access_on)
@@ -192,7 +217,7 @@ class AccessControl:
         request = pb.CreateTokenRequest(
             identity=identity,
             ttl_ms=ttl_ms,
-            scopes=map(_to_pb, scopes),
+            scopes=map(grant_to_pb, scopes),
             certificate_sha256=certificate_sha256,
         )
         answer = await answered(self._stub().CreateToken(request, timeout=CALL_TIMEOUT_S))
@@ -252,7 +277,8 @@ class AccessControl:
         return self._admin.directory.access()
 
 
-def _to_pb(grant: RoleGrant) -> stored_access_pb2.AccessGrant:
+def grant_to_pb(grant: RoleGrant) -> stored_access_pb2.AccessGrant:
+    """Return the message of a grant."""
     role = stored_access_pb2.Role.Value(f"ROLE_{grant.role.name}")
     return stored_access_pb2.AccessGrant(role=role, resource=grant.resource)
 
@@ -270,4 +296,17 @@ def _token_from_pb(token: stored_access_pb2.StoredToken) -> IssuedToken:
         token.expire_unix_ms,
         tuple(map(_from_pb, token.scopes)),
         token.certificate_sha256,
+    )
+
+
+def _access_key_from_pb(one: stored_access_pb2.StoredAccessKey) -> IssuedAccessKey:
+    return IssuedAccessKey(
+        one.access_key,
+        one.create_unix_ms,
+        one.by,
+        one.expire_unix_ms,
+        tuple(map(_from_pb, one.scopes)),
+        one.rotate_unix_ms,
+        one.previous_expire_unix_ms,
+        one.sealed_by,
     )

@@ -1,4 +1,4 @@
-"""`baton access …`: grants, bearer tokens and blocks, for clusters that check permissions."""
+"""`baton access …`: grants, credentials and blocks, for clusters that check permissions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from click.exceptions import Exit
 
 from batonmq._core.delays import parse_duration_ms
 from batonmq.admin.access import AccessCheck, AccessControl, IdentityGrants, Role, RoleGrant
+from batonmq.cli.access_key import access_keys
 from batonmq.cli.command_classes import LazyGroup, argument
 from batonmq.cli.output import Columns, Item, Minor, OutputFormat, Prose, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 
 commands = LazyGroup(
-    "access", help="Grant roles, create tokens, and block callers.", no_args_is_help=True
+    "access", help="Grant roles, create credentials, and block callers.", no_args_is_help=True
 )
 tokens = LazyGroup("token", help="Create and revoke bearer tokens.", no_args_is_help=True)
 commands.add_command(tokens)
+commands.add_command(access_keys)
 
 identity_argument = partial(
     argument,
@@ -47,7 +49,8 @@ _GRANTS: Columns = {"IDENTITY": "identity", "ROLE": "role", "RESOURCE": "resourc
 _HELD: Columns = {
     **_GRANTS,
     "TOKEN": Minor("token_id"),
-    "CREATED": Minor(lambda item: item["token_id"] and wall_time(item["create_unix_ms"])),
+    "ACCESS KEY": Minor("access_key"),
+    "CREATED": Minor(lambda item: item["create_unix_ms"] and wall_time(item["create_unix_ms"])),
     "EXPIRES": lambda item: wall_time(item["expire_unix_ms"]) if item["expire_unix_ms"] else None,
     "SCOPES": lambda item: ", ".join(f"{s['role']} {s['resource']}" for s in item["scopes"] or ()),
     "CERTIFICATE": lambda item: (item["certificate_sha256"] or "")[:16],
@@ -113,7 +116,7 @@ async def _revoke(session: CommandSession, identity: str, unwanted: RoleGrant | 
 @argument("identity", required=False, default="", metavar="[IDENTITY]", help="Only this identity.")
 @cluster_session
 def list_(session: CommandSession, identity: str) -> None:
-    """List the grants and the tokens of all identities, or of one."""
+    """List the grants and the credentials of all identities, or of one."""
     session.run(_list(session, identity))
 
 
@@ -124,10 +127,11 @@ async def _list(session: CommandSession, identity: str) -> None:
 
 
 def _items(one: IdentityGrants) -> list[Item]:
-    """Return an item for each grant and for each token."""
+    """Return an item for each grant, for each token and for each access key."""
     names = ("role", "resource", "token_id", "create_unix_ms", "by", "expire_unix_ms", "scopes")
-    nothing = dict.fromkeys((*names, "certificate_sha256"))
-    held = [*map(asdict, one.grants), *map(asdict, one.tokens)]
+    keys = ("access_key", "rotate_unix_ms", "previous_expire_unix_ms", "sealed_by")
+    nothing = dict.fromkeys((*names, "certificate_sha256", *keys))
+    held = [*map(asdict, one.grants), *map(asdict, one.tokens), *map(asdict, one.access_keys)]
     return [{"identity": one.identity, **nothing, **item} for item in held]
 
 

@@ -76,7 +76,7 @@ _COLUMNS: Columns = {
 @click.option(
     "--gateway",
     is_flag=True,
-    help="Also start a gateway for clients of RocketMQ 5; not possible with --secure.",
+    help="Also start a gateway for clients of RocketMQ 5.",
 )
 @click.option(
     "--gateway-port",
@@ -129,12 +129,8 @@ def up(
 
     Without --secure every user of this machine can read and write everything.
     """
-    if gateway and secure:
-        raise click.UsageError(
-            "--gateway and --secure can't be combined: the gateway does not check the credentials "
-            "of its clients yet, and they would act with its rights"
-        )
-    stored = {"nameserver": NAMESERVER_PORT, "gateway": GATEWAY_PORT}
+    remote = "gateway-clients" if secure else "gateway"
+    stored = {"nameserver": NAMESERVER_PORT, remote: GATEWAY_PORT}
     stored |= stored_ports(data_dir / PORTS_FILE)
     os.umask(0o077)  # all files of the cluster are for this user only
     options = ClusterOptions(
@@ -144,7 +140,7 @@ def up(
         log_level=log_level,
         nameserver_port=_first_given(nameserver_port, stored["nameserver"]),
         gateways=int(gateway),
-        gateway_port=_first_given(gateway_port, stored["gateway"]) if gateway else 0,
+        gateway_port=_first_given(gateway_port, stored[remote]) if gateway else 0,
         secure=secure,
         access=secure,
     )
@@ -203,6 +199,9 @@ async def _up(
             cluster.nameserver, name, uses_tls=defaults.security is not None
         )
         _announce(output, cluster, name, variables)
+        for address in cluster.remote_addresses:
+            tls = f", with TLS; trust {cluster.security.ca_file}" if cluster.security else ""
+            to_stderr(f"clients of RocketMQ 5 call {address}{tls}")
         if name:
             to_stderr("access control is on; grant roles with: baton access grant")
         else:

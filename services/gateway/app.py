@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,25 @@ from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._process.config import ConfigError, ConfigProblem
 from batonmq._producer.producer import Producer
 from batonmq.errors import NotServing
-from batonmq_server.gateway.access import RULES
+from batonmq_server.gateway.access import RULES, SERVICE
 from batonmq_server.gateway.clients import RemoteClients
 from batonmq_server.gateway.config import GatewaySettings
 from batonmq_server.gateway.core.receipt_handles import KEY_BYTES_MIN, ReceiptSigner
 from batonmq_server.gateway.gateway_parts import GatewayParts
 from batonmq_server.gateway.groups import Groups
+from batonmq_server.gateway.guarded_servicer import GuardedServicer
 from batonmq_server.gateway.metrics import GatewayMetrics
+from batonmq_server.gateway.ports import listen_further
+from batonmq_server.gateway.remote_access import RemoteAccess
 from batonmq_server.gateway.routes import Routes
 from batonmq_server.gateway.server import MessagingServicer
+from batonmq_server.runtime.access.sealing import sealing_keys
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.event_publisher import nameserver_addresses
 from batonmq_server.runtime.service_runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-SERVICE = "apache.rocketmq.v2.MessagingService"
 HOUSEKEEPING_S = 2.0
 """How often silent clients are forgotten, and gauges are set."""
 _SERIAL_BITS = 62
@@ -66,12 +70,6 @@ class GatewayTasks:
 @asynccontextmanager
 async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[App]:
     """Yield a gateway, ready to be run by the runtime."""
-    if settings.access:
-        text = (
-            "access must be false: the gateway does not check the credentials of its clients yet, "
-            "and they would act with its rights"
-        )
-        raise ConfigError(ConfigProblem("access", text))
     signer = ReceiptSigner(_receipt_key(settings))
     nameserver = await runtime.unless_stopped(nameserver_addresses(runtime.nodes)) or ""
     tasks, metrics = GatewayTasks(), GatewayMetrics(runtime.registry)
@@ -107,13 +105,20 @@ async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[Ap
             servicer = MessagingServicer(
                 parts, groups, Routes(runtime.nodes, settings.node_id), producer, directory, metrics
             )
+            served: Any = servicer
+            if runtime.guard.on:
+                sealing = sealing_keys(settings.sealing_key_file)
+                remote = RemoteAccess(runtime.guard, settings, runtime.clock, sealing)
+                served = GuardedServicer(servicer, remote, clients, metrics)
             yield App(
                 servicers={
-                    SERVICE: lambda server: service_pb2_grpc.add_MessagingServiceServicer_to_server(
-                        servicer, server
+                    SERVICE: partial(
+                        service_pb2_grpc.add_MessagingServiceServicer_to_server, served
                     )
                 },
                 rules=RULES,
+                own_admission=frozenset({SERVICE}),
+                listen=partial(listen_further, settings),
                 loops=[tasks.run, housekeeping],
                 long_polls=frozenset({"ReceiveMessage"}),
                 finish=finish,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from batonmq.errors import InvalidName
 from batonmq_server.gateway.statuses import Refused
 
 Context = grpc.aio.ServicerContext[Any, Any]
+IDENTITY: ContextVar[str] = ContextVar("identity", default="")
+"""Authenticated identity of the client of the present call; empty while access control is off."""
 _CLIENT_ID_CHARACTERS_MAX = 255
 
 
@@ -24,11 +27,13 @@ class Caller:
     Attributes:
         namespace: Namespace of names that have none of their own; empty for none.
         language: Language that it names; `OTHER` for an unknown one.
+        identity: Its identity; empty while access control is off.
     """
 
     client_id: str
     namespace: str
     language: str
+    identity: str = ""
 
     @classmethod
     def of(cls, context: Context) -> Caller:
@@ -38,16 +43,21 @@ class Caller:
             Refused: The call has no client id.
         """
         metadata = {key: value for key, value in context.invocation_metadata() or ()}
-        client_id = _text(metadata.get("x-mq-client-id"))
+        client_id = text_of(metadata.get("x-mq-client-id"))
         if not client_id or len(client_id) > _CLIENT_ID_CHARACTERS_MAX:
             raise Refused(
                 pb.CLIENT_ID_REQUIRED,
                 "the header x-mq-client-id is missing or longer than 255 characters; every call "
                 "needs the id of its client",
             )
-        language = _text(metadata.get("x-mq-language")).upper()
+        language = text_of(metadata.get("x-mq-language")).upper()
         known = language in pb.Language.keys() or language == "HTTP"  # noqa: SIM118  not a dict
-        return cls(client_id, _text(metadata.get("x-mq-namespace")), language if known else "OTHER")
+        return cls(
+            client_id,
+            text_of(metadata.get("x-mq-namespace")),
+            language if known else "OTHER",
+            IDENTITY.get(),
+        )
 
     def topic(self, resource: pb.Resource) -> str:
         """Return the name under which a topic is stored.
@@ -84,5 +94,6 @@ class Caller:
         return f"{namespace}%{resource.name}" if namespace else resource.name
 
 
-def _text(value: str | bytes | None) -> str:
+def text_of(value: str | bytes | None) -> str:
+    """Return the value of a header; empty for none."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""

@@ -18,6 +18,7 @@ class RemoteClient:
 
     Attributes:
         seen_ms: When it last called, by the monotonic clock.
+        identity: Its identity; empty while access control is off.
         open_calls: Receive calls and telemetry streams that are open.
         groups: The groups that it consumes for.
     """
@@ -26,6 +27,7 @@ class RemoteClient:
     seen_ms: int
     open_calls: int = 0
     groups: set[str] = field(default_factory=set)
+    identity: str = ""
 
 
 class RemoteClients:
@@ -48,11 +50,18 @@ class RemoteClients:
         if client is None:
             if len(self._clients) >= CLIENTS_MAX:
                 self.forget_silent()
-            client = self._clients[caller.client_id] = RemoteClient(caller.language, now_ms)
+            client = self._clients[caller.client_id] = RemoteClient(
+                caller.language, now_ms, identity=caller.identity
+            )
         client.seen_ms = now_ms
         if group:
             client.groups.add(group)
         return client
+
+    def identity_of(self, client_id: str) -> str | None:
+        """Return the identity of a client; None if it is not known."""
+        client = self._clients.get(client_id)
+        return client.identity if client is not None else None
 
     def is_alive(self, client_id: str) -> bool:
         """Whether a client called within the timeout, or has a call open."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from batonmq_server.runtime.settings import ServiceSettings, names_of
+from batonmq_server.runtime.settings import ADDRESS, ServiceSettings, names_of
 
 
 class GatewaySettings(ServiceSettings):
@@ -17,6 +17,27 @@ class GatewaySettings(ServiceSettings):
     receipt_key_file: str = ""
     """File with the key that signs receipt handles, at least 32 bytes, the same for all gateways.
     Empty: a random key; then a gateway knows only its own handles."""
+    tls_port: int = Field(0, ge=0, le=65_535)
+    """Further port, with TLS and without client certificates: for clients that have none, as the
+    official ones. 0: none."""
+    tls_address: str = Field("", pattern=ADDRESS)
+    """host:port at which clients reach `tls_port`; empty: the host of `outside_address`,
+    `advertise_address` or `host`, and this port."""
+    plain_port: int = Field(0, ge=0, le=65_535)
+    """Further port without TLS, beside `port` with TLS; 0: none. On another address than loopback
+    it needs `insecure_network`. Bearer tokens are refused there; signatures are not secret, but a
+    listener can repeat them within `signature_window_ms`."""
+    plain_address: str = Field("", pattern=ADDRESS)
+    """host:port at which clients reach `plain_port`; empty: as with `tls_address`."""
+    sealing_key_file: str = ""
+    """File with the keys that seal the secrets of access keys, the same as that of the
+    nameservers. Empty: no signed call is accepted."""
+    signature_window_ms: int = Field(900_000, ge=1_000)
+    """Difference between the date of a signature and the clock of the gateway, at most, in
+    milliseconds. A signature that was listened to can be repeated for this long."""
+    signature_local_times: bool = False
+    """Whether the date of a signature may be of any time zone, as the Python client sends the local
+    time. Then a signature can be repeated once in each of them."""
     consume_from: Literal["first", "last"] = "first"
     """Where a group without progress starts: at the `first` message that is kept, or at the `last`
     one. All members of a group must have the same, native consumers too."""
@@ -45,6 +66,17 @@ class GatewaySettings(ServiceSettings):
     drain_timeout_ms: int = Field(30_000, ge=0)
     """How long clients may end what they hold when a queue moves to another member or the gateway
     stops, in milliseconds. What is left is redelivered at once."""
+
+    @model_validator(mode="after")
+    def _check_ports(self) -> Self:
+        if (self.tls_port or self.plain_port) and not self.tls_cert_file:
+            raise ValueError("tls_port and plain_port need tls_cert_file: without it, use port")
+        if self.plain_port and not (self.insecure_network or self.on_loopback):
+            raise ValueError(
+                f"plain_port on host {self.host} can be reached from other machines: set "
+                "insecure_network to true if traffic may be read on that network"
+            )
+        return self
 
     @property
     def fifo(self) -> frozenset[str]:

@@ -11,6 +11,7 @@ import ipaddress
 from apache.rocketmq.v2 import definition_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
+from batonmq_server.gateway.ports import PortKind, address_of
 from batonmq_server.gateway.statuses import Refused
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
@@ -29,16 +30,19 @@ class Routes:
     def __init__(self, nodes: EtcdMirror, node_id: str) -> None:
         self._nodes, self._node_id = nodes, node_id
 
-    def brokers(self, access_point: pb.Endpoints) -> list[pb.Broker]:
+    def brokers(
+        self, access_point: pb.Endpoints, kind: PortKind = PortKind.MAIN
+    ) -> list[pb.Broker]:
         """Return a broker for each gateway, by name.
 
         Args:
             access_point: The address that the client has called. A gateway that is alone is
                 named by it, since the client can reach it.
+            kind: Kind of the port that it has called; other gateways are named by theirs.
         """
         stored = (StoredNode.FromString(one.value) for one in self._nodes.values.values())
         addresses = {
-            node.node_id: node.outside_address or node.address
+            node.node_id: address_of(node, kind)
             for node in stored
             if node.service == nameserver_pb.SERVICE_KIND_GATEWAY
         }
@@ -51,14 +55,18 @@ class Routes:
         ]
 
     def queues(
-        self, topic: pb.Resource, access_point: pb.Endpoints, queue_id: int = 0
+        self,
+        topic: pb.Resource,
+        access_point: pb.Endpoints,
+        queue_id: int = 0,
+        kind: PortKind = PortKind.MAIN,
     ) -> list[pb.MessageQueue]:
         """Return the queues of a topic, one for each gateway.
 
         Raises:
             Refused: No gateway is registered yet, and the client names no address.
         """
-        brokers = self.brokers(access_point)
+        brokers = self.brokers(access_point, kind)
         if not brokers:
             raise Refused(pb.HA_NOT_AVAILABLE, "no gateway is registered yet; try again")
         return [

@@ -30,6 +30,7 @@ from batonmq_server.gateway.message_proto import (
     timestamp,
 )
 from batonmq_server.gateway.metrics import GatewayMetrics
+from batonmq_server.gateway.ports import port_kind
 from batonmq_server.gateway.routes import ANY_QUEUE, Routes
 from batonmq_server.gateway.statuses import OK, Refused, status_of
 from batonmq_server.gateway.telemetry import TelemetryStream, expression_of
@@ -69,7 +70,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
 
         async def route(caller: Caller) -> service_pb2.QueryRouteResponse:
             await query_route(self._directory, caller.topic(request.topic))
-            queues = self._routes.queues(request.topic, request.endpoints)
+            queues = self._routes.queues(request.topic, request.endpoints, kind=port_kind(context))
             return service_pb2.QueryRouteResponse(status=OK, message_queues=queues)
 
         return await self._answer("QueryRoute", context, route, service_pb2.QueryRouteResponse)
@@ -83,7 +84,9 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
             group = caller.group(request.group)
             await query_route(self._directory, caller.topic(request.topic))
             queue_id = 0 if group in self._parts.settings.fifo else ANY_QUEUE
-            queues = self._routes.queues(request.topic, request.endpoints, queue_id)
+            queues = self._routes.queues(
+                request.topic, request.endpoints, queue_id, port_kind(context)
+            )
             return service_pb2.QueryAssignmentResponse(
                 status=OK, assignments=[pb.Assignment(message_queue=queue) for queue in queues]
             )

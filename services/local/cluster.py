@@ -88,6 +88,11 @@ class LocalCluster:
         return addresses | {"etcd": self._etcd}
 
     @property
+    def remote_addresses(self) -> list[str]:
+        """host:port of each gateway for clients of RocketMQ 5; with TLS if the cluster has it."""
+        return list(map(self._layout.remote_address, self.options.names_of("gateway")))
+
+    @property
     def nameserver(self) -> str:
         """host:port of the nameservers for clients, separated by commas."""
         return ",".join(map(self._layout.address, self.options.names_of("nameserver")))

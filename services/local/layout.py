@@ -1,7 +1,8 @@
 """The processes, ports and folders of a local cluster.
 
 lock          locked while the cluster is running
-tls/          certificate authority and certificates, with TLS only; those of etcd in tls/etcd
+tls/          certificate authority and certificates, with TLS only; those of etcd in tls/etcd; and
+              the key that seals the secrets of access keys
 ports.json    ports of the services
 logs/         one file per process
 etcd/         data of etcd, unless another etcd is used; etcd-1/ and so on for further members
@@ -30,6 +31,7 @@ _WITH_DATA = ("storage", "offsets")
 ADMIN = "admin"
 """Subject of the clients' certificate, and administrator if access control is on."""
 ETCD = "etcd"
+_SEALING_KEY = "sealing.key"
 _WATERMARKS = {
     "disk_warn_percent": 95,
     "disk_clean_percent": 96,
@@ -81,7 +83,8 @@ class ClusterOptions:
         lockmgrs: Number of lock managers, one of which is the leader.
         nameservers: Number of nameservers.
         gateways: Number of gateways for clients of RocketMQ 5.
-        gateway_port: Port of the first gateway; 0 for the one that the data directory had before.
+        gateway_port: Port of the first gateway for clients of RocketMQ 5; 0 for the one that the
+            data directory had before.
         nameserver_port: Port of the first nameserver; 0 for the one that the data directory had
             before, if it is free, or else any.
         secure: Whether all connections use mutual TLS, with certificates of an authority that the
@@ -185,6 +188,11 @@ def highly_available(options: ClusterOptions) -> ClusterOptions:
     )
 
 
+def _clients(gateway: str) -> str:
+    """Return the name of the port of a gateway for clients without certificates."""
+    return f"{gateway}-clients"
+
+
 def _nth(service: str, number: int) -> str:
     """Return the name of a process; the first one has the name of its service."""
     return f"{service}-{number}" if number else service
@@ -202,7 +210,9 @@ class Layout:
     def __init__(self, data_dir: Path, options: ClusterOptions) -> None:
         self._data_dir, self._options = data_dir, options
         wanted = [port for name in options.names for port in (name, f"{name}-metrics")]
-        required = {"nameserver": options.nameserver_port, "gateway": options.gateway_port}
+        wanted += [_clients(name) for name in options.names_of("gateway") if options.secure]
+        gateway = _clients("gateway") if options.secure else "gateway"
+        required = {"nameserver": options.nameserver_port, gateway: options.gateway_port}
         self._ports = keep_ports(
             data_dir / PORTS_FILE,
             wanted,
@@ -222,6 +232,7 @@ class Layout:
         if options.secure:
             hosts = {self._host(name).address for name in (*options.names, *options.hosts)}
             _certify(self._tls, sorted({"localhost", HOST, *hosts}))
+            _make_sealing_key(self._tls / _SEALING_KEY)
 
     def security(self, name: str = ADMIN) -> Security | None:
         """Return the TLS files of a client, of `etcd`, or of a service; None without TLS."""
@@ -241,6 +252,11 @@ class Layout:
     def address(self, name: str) -> str:
         """Return host:port of the gRPC server of a process."""
         return f"{self._host(name).address}:{self._ports[name]}"
+
+    def remote_address(self, name: str) -> str:
+        """Return host:port of a gateway for clients of RocketMQ 5, which have no certificate."""
+        port = self._ports[_clients(name) if self._options.secure else name]
+        return f"{self._host(name).address}:{port}"
 
     def metrics_address(self, name: str) -> str:
         """Return host:port of the Prometheus endpoint of a process."""
@@ -273,6 +289,10 @@ class Layout:
             settings |= _WATERMARKS
         if service == "gateway":
             settings["drain_timeout_ms"] = _DRAIN_MS
+            if self._options.secure:
+                settings["tls_port"] = self._ports[_clients(name)]
+        if service in ("nameserver", "gateway") and self._options.access:
+            settings["sealing_key_file"] = self._tls / _SEALING_KEY
         settings |= {**member.settings, **self._options.settings.get(service, {})}
         return Program(
             name=name,
@@ -314,12 +334,21 @@ async def _serves(address: str, security: Security | None) -> bool:
         return await ask_health(channel) == SERVING
 
 
+def _make_sealing_key(path: Path) -> None:
+    """Make the key that seals the secrets of access keys, if there is none yet."""
+    from batonmq_server.runtime.access.sealing import new_sealing_key  # noqa: PLC0415  slow to import, and often unused
+
+    if not path.exists():
+        path.touch(0o600)
+        path.write_text(f"{new_sealing_key()}\n")
+
+
 def _certify(folder: Path, hosts: Sequence[str]) -> None:
     """Issue new certificates for all services and for the administrator."""
     from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject  # noqa: PLC0415  slow to import, and often unused
 
     authority = CertificateAuthority(folder)
-    for service in SERVICES:
+    for service in (*SERVICES, "gateway"):
         authority.issue(CertificateSubject(name=service, uri=f"service:{service}", hosts=hosts))
     authority.issue(CertificateSubject(name=ADMIN))
     # A separate authority: its certificates give access to all data in etcd, whatever was granted.

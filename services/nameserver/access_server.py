@@ -1,9 +1,10 @@
-"""The servicer of AccessService: grants of roles, tokens and blocks."""
+"""The servicer of AccessService: grants of roles, tokens, access keys and blocks."""
 
 from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
 import grpc.aio
@@ -12,6 +13,11 @@ from baton.nameserver.v1 import access_service_pb2 as pb
 from baton.nameserver.v1 import access_service_pb2_grpc as pb_grpc
 from baton.nameserver.v1 import stored_access_pb2
 from batonmq.errors import InvalidArgument
+from batonmq_server.nameserver.access_key_store import (
+    AccessKeyStore,
+    check_access_key,
+    check_secret,
+)
 from batonmq_server.nameserver.access_store import AccessStore, IdentityAccess
 from batonmq_server.runtime.access.blocks import IDENTITY, check_fingerprint, check_subject
 from batonmq_server.runtime.access.guard import Guard
@@ -31,6 +37,7 @@ log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
 TTL_MS_MAX = 10 * 365 * 24 * 3_600_000
+OVERLAP_MS_MAX = 30 * 24 * 3_600_000
 SCOPES_MAX = 100
 REASON_CHARACTERS_MAX = 200
 _TOKEN_PREFIX = "baton_"
@@ -42,8 +49,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class AccessServicer(pb_grpc.AccessServiceServicer):
     """See the proto."""
 
-    def __init__(self, store: AccessStore, guard: Guard) -> None:
-        self._store, self._guard = store, guard
+    def __init__(self, store: AccessStore, access_keys: AccessKeyStore, guard: Guard) -> None:
+        self._store, self._access_keys, self._guard = store, access_keys, guard
 
     async def Grant(self, request: pb.GrantRequest, context: Context) -> pb.GrantResponse:
         """See the proto."""
@@ -72,11 +79,11 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
     ) -> pb.ListAccessResponse:
         """See the proto."""
         after = key_of_token(request.page_token)
-        identities = await self._store.all()
+        identities, keys = await self._store.all(), await self._access_keys.by_identity()
         page = page_of(
             (
-                (identity, _listed(identity, held))
-                for identity, held in identities.items()
+                (identity, _listed(identity, identities.get(identity), keys.get(identity, ())))
+                for identity in sorted(identities.keys() | keys.keys())
                 if identity > after and request.identity in ("", identity)
             ),
             request.page_size,
@@ -102,17 +109,7 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
     ) -> pb.CreateTokenResponse:
         """See the proto."""
         identity, by = check_identity(request.identity), self._guard.caller_identity(context)
-        scopes = frozenset(map(_grant, request.scopes))
-        if not 0 <= request.ttl_ms <= TTL_MS_MAX:
-            raise InvalidArgument(
-                f"ttl_ms must be 0 to {TTL_MS_MAX}, got {request.ttl_ms}",
-                facts={"field": "ttl_ms"},
-            )
-        if len(scopes) > SCOPES_MAX or (scopes and identity.startswith(SERVICE_PREFIX)):
-            raise InvalidArgument(
-                f"a token has at most {SCOPES_MAX} scopes, and that of a service has none",
-                facts={"field": "scopes"},
-            )
+        scopes = _limits(identity, request.ttl_ms, request.scopes)
         bound_to = request.certificate_sha256 and check_fingerprint(request.certificate_sha256)
         token = f"{_TOKEN_PREFIX}{secrets.token_urlsafe(TOKEN_BYTES)}"
         stored = await self._store.add_token(
@@ -152,6 +149,62 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
                 self._guard.caller_identity(context),
             )
         return pb.RevokeTokenResponse(revoked=identity is not None)
+
+    async def CreateAccessKey(
+        self, request: pb.CreateAccessKeyRequest, context: Context
+    ) -> pb.CreateAccessKeyResponse:
+        """See the proto."""
+        identity, by = _grantee(request.identity), self._guard.caller_identity(context)
+        scopes = _limits(identity, request.ttl_ms, request.scopes)
+        name = request.access_key and check_access_key(request.access_key)
+        secret = check_secret(request.secret)
+        stored = await self._access_keys.create(
+            identity, by, secret, access_key=name, ttl_ms=request.ttl_ms, scopes=scopes
+        )
+        log.info(
+            "access key created identity=%s access_key=%s expire_unix_ms=%d scopes=%d by=%s",
+            identity,
+            stored.access_key,
+            stored.expire_unix_ms,
+            len(scopes),
+            by,
+        )
+        return pb.CreateAccessKeyResponse(
+            access_key=stored.access_key,
+            secret=secret.reveal(),
+            expire_unix_ms=stored.expire_unix_ms,
+        )
+
+    async def RotateAccessKey(
+        self, request: pb.RotateAccessKeyRequest, context: Context
+    ) -> pb.RotateAccessKeyResponse:
+        """See the proto."""
+        name, secret = check_access_key(request.access_key), check_secret(request.secret)
+        if not 0 <= request.overlap_ms <= OVERLAP_MS_MAX:
+            raise InvalidArgument(
+                f"overlap_ms must be 0 to {OVERLAP_MS_MAX}, got {request.overlap_ms}",
+                facts={"field": "overlap_ms"},
+            )
+        stored = await self._access_keys.rotate(name, secret, request.overlap_ms)
+        log.info(
+            "access key rotated identity=%s access_key=%s overlap_ms=%d by=%s",
+            stored.identity,
+            name,
+            request.overlap_ms,
+            self._guard.caller_identity(context),
+        )
+        return pb.RotateAccessKeyResponse(secret=secret.reveal(), identity=stored.identity)
+
+    async def RevokeAccessKey(
+        self, request: pb.RevokeAccessKeyRequest, context: Context
+    ) -> pb.RevokeAccessKeyResponse:
+        """See the proto."""
+        name = check_access_key(request.access_key)
+        identity = await self._access_keys.revoke(name)
+        if identity is not None:
+            by = self._guard.caller_identity(context)
+            log.info("access key revoked identity=%s access_key=%s by=%s", identity, name, by)
+        return pb.RevokeAccessKeyResponse(revoked=identity is not None)
 
     async def Block(self, request: pb.BlockRequest, context: Context) -> pb.BlockResponse:
         """See the proto."""
@@ -195,12 +248,39 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
         return pb.ListBlocksResponse(blocks=page.entries, next_page_token=page.next_page_token)
 
 
-def _listed(identity: str, held: IdentityAccess) -> pb.IdentityAccess:
+def _listed(
+    identity: str,
+    held: IdentityAccess | None,
+    access_keys: Iterable[stored_access_pb2.StoredAccessKey],
+) -> pb.IdentityAccess:
+    held = held or IdentityAccess()
     return pb.IdentityAccess(
         identity=identity,
         grants=map(grant_to_pb, sorted(held.grants, key=lambda g: (g.resource, g.role))),
         tokens=held.tokens,
+        access_keys=access_keys,
     )
+
+
+def _limits(
+    identity: str, ttl_ms: int, scopes: Iterable[stored_access_pb2.AccessGrant]
+) -> frozenset[Grant]:
+    """Return the scopes of new credentials.
+
+    Raises:
+        InvalidArgument: the time to live or the scopes are not valid.
+    """
+    if not 0 <= ttl_ms <= TTL_MS_MAX:
+        raise InvalidArgument(
+            f"ttl_ms must be 0 to {TTL_MS_MAX}, got {ttl_ms}", facts={"field": "ttl_ms"}
+        )
+    wanted = frozenset(map(_grant, scopes))
+    if len(wanted) > SCOPES_MAX or (wanted and identity.startswith(SERVICE_PREFIX)):
+        raise InvalidArgument(
+            f"a token has at most {SCOPES_MAX} scopes, and that of a service has none",
+            facts={"field": "scopes"},
+        )
+    return wanted
 
 
 def _grantee(identity: str) -> str:

@@ -12,6 +12,7 @@ from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 from baton.nameserver.v1 import quota_service_pb2_grpc as quota_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq_server.nameserver.access import RULES
+from batonmq_server.nameserver.access_key_store import AccessKeyStore
 from batonmq_server.nameserver.access_server import AccessServicer
 from batonmq_server.nameserver.access_store import AccessStore
 from batonmq_server.nameserver.catalog import Catalog
@@ -44,6 +45,7 @@ from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.topic_shrinker import TopicShrinker
 from batonmq_server.nameserver.topic_store import TopicStore
 from batonmq_server.nameserver.unclean_election import UncleanElection
+from batonmq_server.runtime.access.sealing import sealing_keys
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.etcd.mirror import all_ready
 from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
@@ -151,7 +153,8 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         system_topics=system_topics,
         identity_of=runtime.guard.caller_identity,
     )
-    access = AccessServicer(AccessStore(etcd, swap), runtime.guard)
+    access_keys = AccessKeyStore(etcd, swap, sealing_keys(settings.sealing_key_file))
+    access = AccessServicer(AccessStore(etcd, swap), access_keys, runtime.guard)
     quotas = QuotaServicer(etcd, runtime.guard)
     shrinker = TopicShrinker(
         catalog,

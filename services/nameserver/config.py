@@ -50,6 +50,10 @@ class NameserverSettings(ServiceSettings):
     joins_per_s_max: int = Field(50, ge=1)
     """Limit of the joins and changed subscriptions of one identity per second, over all groups; ten
     times as many at once. Without access control there are no identities and no limit."""
+    sealing_key_file: str = ""
+    """File with the keys that seal the secrets of access keys, the same for all nameservers and
+    gateways: one line for each, 32 bytes in base64, the present one first. Empty: no access key can
+    be created."""
     etcd_check_interval_ms: int = Field(10_000, ge=100)
     """Interval of checks of etcd's space and alarms, in milliseconds."""
 

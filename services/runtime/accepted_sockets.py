@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -39,8 +39,8 @@ class AcceptedSocket:
     port: int
 
 
-def accepted_sockets(port: int) -> Iterator[AcceptedSocket]:
-    """Yield the connections that were accepted on `port`; some microseconds per descriptor."""
+def accepted_sockets(ports: Collection[int]) -> Iterator[AcceptedSocket]:
+    """Yield the connections that were accepted on `ports`; some microseconds per descriptor."""
     for name in os.listdir(_OPEN):  # noqa: PTH208  thousands of names, which need no paths
         descriptor = int(name)
         try:
@@ -52,7 +52,7 @@ def accepted_sockets(port: int) -> Iterator[AcceptedSocket]:
         except OSError:
             continue
         try:
-            if borrowed.getsockname()[1] != port:
+            if borrowed.getsockname()[1] not in ports:
                 continue
             address, client_port, *_ = borrowed.getpeername()
         except (OSError, ValueError, IndexError):

@@ -22,12 +22,30 @@ async def _true() -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FurtherPorts:
+    """Ports that a process serves on beside its main one.
+
+    Attributes:
+        ports: Their numbers.
+        tls_address: host:port of one with TLS and without client certificates; empty for none.
+        plain_address: host:port of one without TLS; empty for none.
+    """
+
+    ports: Sequence[int] = ()
+    tls_address: str = ""
+    plain_address: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class App:
     """A service, ready to be served by a process.
 
     Attributes:
         servicers: Full proto service name to the function that adds the servicer to a server.
         rules: Access rules of all methods of these servicers.
+        own_admission: Names of services whose servicers check callers by these rules themselves,
+            because their contract has its own form of credentials and refusals.
+        listen: Binds further ports of the server.
         loops: Background loops, each run as one task until the process stops. If one raises, the
             process ends with status 1: no service goes on with a dead flusher.
         long_polls: Names of methods with calls that may wait with nothing to do; SIGTERM ends these
@@ -46,6 +64,8 @@ class App:
 
     servicers: Mapping[str, Callable[[grpc.aio.Server], None]]
     rules: AccessRules = field(default_factory=dict)
+    own_admission: frozenset[str] = frozenset()
+    listen: Callable[[grpc.aio.Server], FurtherPorts] = lambda _: FurtherPorts()
     loops: Sequence[Loop] = ()
     long_polls: frozenset[str] = frozenset()
     epoch: int = 0

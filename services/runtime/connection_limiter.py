@@ -11,7 +11,7 @@ import asyncio
 import ipaddress
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter
@@ -86,7 +86,7 @@ class ConnectionLimiter:
     """Ends the connections of an address beyond its bound; run it as one task.
 
     Args:
-        port: Port of the service.
+        ports: Ports of the service.
         per_address: Maximum number of connections of one address.
         open_descriptors: Returns the number of open descriptors; while there are no more than
             `per_address`, nothing else is looked at.
@@ -94,12 +94,12 @@ class ConnectionLimiter:
 
     def __init__(
         self,
-        port: int,
+        ports: Collection[int],
         per_address: int,
         registry: CollectorRegistry,
         open_descriptors: Callable[[], int],
     ) -> None:
-        self._port, self._per_address = port, per_address
+        self._ports, self._per_address = ports, per_address
         self._ages, self._open_descriptors = ConnectionAges(per_address), open_descriptors
         self._ended = Counter(
             "baton_connections_ended",
@@ -122,7 +122,7 @@ class ConnectionLimiter:
         """Return the open connections of clients, with their descriptors."""
         return {
             Connection(one.inode, network_of(one.address)): one.descriptor
-            for one in accepted_sockets(self._port)
+            for one in accepted_sockets(self._ports)
         }
 
     def check(self) -> None:

@@ -57,15 +57,15 @@ class ConnectionPauser:
             self._wanted.add(parsed)
             self._woken.set()
 
-    async def run(self, port: int) -> None:
-        """Pause connections that were accepted on `port`, until cancelled."""
+    async def run(self, ports: Collection[int]) -> None:
+        """Pause connections that were accepted on `ports`, until cancelled."""
         async with asyncio.TaskGroup() as pauses:
             while True:
                 await self._woken.wait()
                 self._woken.clear()
                 wanted, self._wanted = self._wanted, set()
                 try:
-                    paused = await asyncio.to_thread(_pause, port, wanted, frozenset(self._inodes))
+                    paused = await asyncio.to_thread(_pause, ports, wanted, frozenset(self._inodes))
                 except OSError as error:
                     if not is_shortage(error):
                         raise
@@ -98,11 +98,11 @@ def parse_peer(peer: str) -> Peer | None:
 
 
 def _pause(
-    port: int, wanted: Collection[Peer], paused_inodes: Collection[int]
+    ports: Collection[int], wanted: Collection[Peer], paused_inodes: Collection[int]
 ) -> list[AcceptedSocket]:
     """Discard the input of connections that are not paused yet; return those to end later."""
     paused = []
-    for one in accepted_sockets(port):
+    for one in accepted_sockets(ports):
         if (one.address, one.port) in wanted and one.inode not in paused_inodes:
             try:
                 discard_input(one.descriptor, one.inode)

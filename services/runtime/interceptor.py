@@ -91,11 +91,17 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             if handler is None:
                 return None
             self._wrapped[name] = self._handler(name, handler)
-        if self._admission is not None:
+        admission = self._admission_of(name)
+        if admission is not None:
             metadata = handler_call_details.invocation_metadata or ()
-            if (error := self._admission.early_error(name, metadata)) is not None:
-                return self._rejecting(self._admission, name, error)
+            if (error := admission.early_error(name, metadata)) is not None:
+                return self._rejecting(admission, name, error)
         return self._wrapped[name]
+
+    def _admission_of(self, name: str) -> Admission | None:
+        """Return what admits the calls of a method; None if its servicer does, or access is off."""
+        admission = self._admission
+        return admission if admission is not None and admission.covers(name) else None
 
     def _handler(
         self, name: str, handler: grpc.RpcMethodHandler[Any, Any]
@@ -124,7 +130,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self, handler: grpc.RpcMethodHandler[Any, Any], service: str, method: str
     ) -> grpc.RpcMethodHandler[Any, Any]:
         codec = (decoder_of(handler), handler.response_serializer)
-        path, admission = f"/{service}/{method}", self._admission
+        path = f"/{service}/{method}"
+        admission = self._admission_of(path)
         open_ended = method.startswith("Watch") or handler.stream_stream is not None
         waits = open_ended or method in self._long_polls
         edge = _Edge(self, service.rpartition(".")[2], method, open_ended=open_ended, waits=waits)

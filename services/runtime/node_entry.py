@@ -10,6 +10,7 @@ from collections.abc import Callable
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq.errors import NoQuorum
+from batonmq_server.runtime.app import FurtherPorts
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession, Lease
 from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
@@ -36,10 +37,14 @@ class NodeEntry:
         self._removed = self._listed = False
         self._start_unix_ms = etcd.clock.unix_ms()
         self._address = self._metrics_address = ""
+        self._further = FurtherPorts()
 
-    def set_addresses(self, address: str, metrics_address: str) -> None:
+    def set_addresses(
+        self, address: str, metrics_address: str, further: FurtherPorts | None = None
+    ) -> None:
         """Set the host:port at which other processes reach this one."""
         self._address, self._metrics_address = address, metrics_address
+        self._further = further or FurtherPorts()
 
     async def write(
         self,
@@ -70,6 +75,8 @@ class NodeEntry:
             leader=leader,
             room=room,
             replica_set=replica_set,
+            tls_address=self._further.tls_address,
+            plain_address=self._further.plain_address,
         )
         await self._write_node()
 

@@ -186,7 +186,7 @@ async def _serve(
     described: SettingsServicer,
 ) -> None:
     settings = runtime.settings
-    runtime.guard.add_rules(app.rules)
+    runtime.guard.add_rules(app.rules, app.own_admission)
     export_expiry(settings, runtime.registry)
     pauser = ConnectionPauser(runtime.registry)
     edge = EdgeInterceptor(
@@ -199,18 +199,20 @@ async def _serve(
     )
     server = _server(runtime, app, status, edge, shares.clients)
     add_settings(described, server)
-    port = listen(server, settings)
+    port, further = listen(server, settings), app.listen(server)
+    ports = (port, *further.ports)
     export_descriptors(runtime.registry, shares)
-    limiter = ConnectionLimiter(port, shares.per_address, runtime.registry, open_descriptors)
+    limiter = ConnectionLimiter(ports, shares.per_address, runtime.registry, open_descriptors)
     http = MetricsServer(settings.host, settings.metrics_port, runtime.registry, shares.metrics)
     http.start()
     address = settings.advertise_address or f"{settings.host}:{port}"
-    runtime.node_entry.set_addresses(address, f"{address.rpartition(':')[0]}:{http.server_port}")
+    metrics_address = f"{address.rpartition(':')[0]}:{http.server_port}"
+    runtime.node_entry.set_addresses(address, metrics_address, further)
     await server.start()
     await status.set_started()
     try:
         async with asyncio.TaskGroup() as tasks:
-            loops: list[Loop] = [limiter.run, partial(pauser.run, port), *app.loops]
+            loops: list[Loop] = [limiter.run, partial(pauser.run, ports), *app.loops]
             running = [tasks.create_task(loop()) for loop in loops]
             if settings.metrics_stream:
                 running.append(tasks.create_task(event_publisher(runtime).run()))

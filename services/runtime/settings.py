@@ -12,7 +12,7 @@ from batonmq._process.config import Settings
 from batonmq_server.runtime.access.permissions import SERVICE_PREFIX
 
 OIDC_ALGORITHMS = ("RS256", "ES256", "EdDSA")
-_ADDRESS = r"^([^,\s]+:\d+)?$"
+ADDRESS = r"^([^,\s]+:\d+)?$"
 
 
 def names_of(text: str) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ class ServiceSettings(Settings):
     """Port of the gRPC server; 0 picks a free port."""
     advertise_address: str = ""
     """host:port at which other processes reach the gRPC server; empty: the bound address."""
-    outside_address: str = Field("", pattern=_ADDRESS)
+    outside_address: str = Field("", pattern=ADDRESS)
     """host:port at which clients outside the services' network reach the gRPC server; empty: the
     same as other processes. A client that calls a nameserver at its outside address gets the
     outside addresses of all nodes."""

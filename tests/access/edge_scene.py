@@ -204,7 +204,7 @@ async def scene(
     async with asyncio.TaskGroup() as tasks, connector(tls)(made.address) as channel:
         made.channel = channel
         following = tasks.create_task(guard.mirror.run())
-        pausing = tasks.create_task(pauser.run(port))
+        pausing = tasks.create_task(pauser.run([port]))
         await guard.mirror.ready()
         try:
             yield made

@@ -18,9 +18,11 @@ TIMEOUT_S = 10.0
 class RemoteStub:
     """Calls a gateway as one client."""
 
-    def __init__(self, channel: grpc.aio.Channel, client_id: str) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, client_id: str, more: Sequence[tuple[str, str]] = ()
+    ) -> None:
         self.stub = service_pb2_grpc.MessagingServiceStub(channel)
-        self.metadata = (("x-mq-client-id", client_id), ("x-mq-language", "JAVA"))
+        self.metadata = (("x-mq-client-id", client_id), ("x-mq-language", "JAVA"), *more)
 
     async def call(self, name: str, request: Any, timeout_s: float = TIMEOUT_S) -> Any:
         """Return the answer of a call with one answer."""

@@ -86,7 +86,7 @@ async def test_connections_are_bounded_per_address_and_in_total_before_a_handsha
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     registry = CollectorRegistry()
-    limiter = ConnectionLimiter(port, 10, registry, open_descriptors)
+    limiter = ConnectionLimiter([port], 10, registry, open_descriptors)
     with ExitStack() as exits:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as client:
             call: Any = client.unary_unary("/Test/Echo")
@@ -130,7 +130,7 @@ async def test_process_without_a_free_descriptor_goes_on_and_counts_later(
 
     monkeypatch.setattr(connection_limiter, "INTERVAL_S", 0.01)
     monkeypatch.setattr(os, "listdir", listdir)
-    limiter = ConnectionLimiter(1, 0, CollectorRegistry(), lambda: 1)
+    limiter = ConnectionLimiter([1], 0, CollectorRegistry(), lambda: 1)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(limiter.run())
         await until(lambda: rounds >= 2)

@@ -75,7 +75,7 @@ async def test_paused_connection_is_not_read_and_closed_after_the_pause(
         grpc.aio.insecure_channel(f"{host}:{port}", options) as polite,
         asyncio.TaskGroup() as tasks,
     ):
-        pausing = tasks.create_task(pauser.run(port))
+        pausing = tasks.create_task(pauser.run([port]))
         rude_call: Any = rude.unary_unary("/Test/Call")
         polite_call: Any = polite.unary_unary("/Test/Call")
         await rude_call(b"", timeout=30)
@@ -106,7 +106,7 @@ def clients(port: int) -> set[str]:
     return {
         f"ipv6:%5B{one.address}%5D:{one.port}" if ":" in one.address else
         f"ipv4:{one.address}:{one.port}"
-        for one in accepted_sockets(port)
+        for one in accepted_sockets([port])
     }  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def _common(registry: CollectorRegistry) -> object:
     settings = load(ServiceSettings, "BATON_DOCS", {"BATON_DOCS_NODE_ID": "docs"})
     export_expiry(settings, registry)
     export_descriptors(registry, share_descriptors(1_024))
-    ConnectionLimiter(0, 1, registry, open_descriptors)
+    ConnectionLimiter([], 1, registry, open_descriptors)
     ConnectionPauser(registry)
     return EdgeInterceptor(Clock(), registry), Guard(etcd, registry)
 

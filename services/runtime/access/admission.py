@@ -6,10 +6,8 @@ rejected one by one reaches its servicer without these items.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from functools import partial
 from typing import Any
 
 import grpc
@@ -25,14 +23,12 @@ from batonmq_server.runtime.access.permissions import (
     Permission,
     permission_denied,
 )
+from batonmq_server.runtime.access.revocable_calls import RevocableCalls
 from batonmq_server.runtime.access.rules import PerItemRule
 from batonmq_server.runtime.access.throttle_delay import ThrottleDelay
 
 _BY_CHARACTERS_MAX = 200
 """Shortest limit of the field `by` in any request."""
-
-EXPIRY_MARGIN_S = 0.1
-"""Time after the expiry of a token at which its open calls end: the loop has another clock."""
 
 
 class Admission:
@@ -51,10 +47,13 @@ class Admission:
         pause: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._guard, self._long_polls = guard, long_polls
-        self._open: dict[asyncio.Task[Any], Callable[[], BatonError | None]] = {}
-        self._ended: dict[asyncio.Task[Any], BatonError] = {}
+        self._revocable = RevocableCalls()
         self._throttle = ThrottleDelay(guard.clock, pause)
-        guard.on_change.append(self._recheck)
+        guard.on_change.append(self._revocable.recheck)
+
+    def covers(self, path: str) -> bool:
+        """Return whether calls of a method are admitted here, and not by their servicer."""
+        return path.split("/")[1] not in self._guard.own_admission
 
     def early_error(self, path: str, metadata: Metadata) -> BatonError | None:
         """Return the error that is found before the request is read, and count it; None if none.
@@ -231,38 +230,15 @@ class Admission:
         self, path: str, caller: Caller, permissions: Sequence[Permission]
     ) -> Iterator[None]:
         """End the code inside when a permission or credential of the caller ends."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._open[task] = partial(self._guard.recheck, path, caller, permissions)
-        timer = None
-        if (left_s := self._guard.seconds_left(caller)) is not None:
-            timer = asyncio.get_running_loop().call_later(
-                left_s + EXPIRY_MARGIN_S, self._recheck_one, task
-            )
-        try:
+
+        def refusal() -> BatonError | None:
+            error = self._guard.recheck(path, caller, permissions)
+            if error is not None:
+                self._guard.count_rejection(path, error, caller.identity)
+            return error
+
+        with self._revocable.until_revoked(refusal, self._guard.seconds_left(caller)):
             yield
-        except asyncio.CancelledError:
-            error = self._ended.get(task)
-            if error is None:
-                raise
-            task.uncancel()
-            with self._counted(path, caller.identity):
-                raise error from None
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self._open.pop(task, None)
-            self._ended.pop(task, None)
-
-    def _recheck(self) -> None:
-        for task in self._open:
-            self._recheck_one(task)
-
-    def _recheck_one(self, task: asyncio.Task[Any]) -> None:
-        refusal = self._open.get(task)
-        if refusal is not None and task not in self._ended and (error := refusal()) is not None:
-            self._ended[task] = error
-            task.cancel()
 
     @contextmanager
     def _counted(self, path: str, identity: str = "") -> Iterator[None]:

@@ -15,7 +15,11 @@ from batonmq._common.clock import Clock
 from batonmq.errors import Unauthenticated
 from batonmq_server.runtime.access import stored_access
 from batonmq_server.runtime.access.blocks import BlockList
-from batonmq_server.runtime.access.client_certificate import ClientCertificate, certificate_of
+from batonmq_server.runtime.access.client_certificate import (
+    ClientCertificate,
+    certificate_of,
+    is_plain,
+)
 from batonmq_server.runtime.access.oidc import OidcTokens, VerifiedToken
 from batonmq_server.runtime.access.permissions import (
     NO_SCOPES,
@@ -79,11 +83,25 @@ class Authenticator:
 
     def caller(self, context: Context) -> Caller:
         """Return the caller of a call, with the certificate of its connection."""
+        caller = self.by_token(context.invocation_metadata() or ())
+        return self.by_connection(caller, context)
+
+    def by_connection(self, caller: Caller | None, context: Context) -> Caller:
+        """Return a caller with the certificate of its connection.
+
+        Args:
+            caller: Identified by its token or its signature; None if only the certificate names it.
+        """
         properties = context.auth_context()
         certificate = _certificate(properties)
-        caller = self.by_token(context.invocation_metadata() or ())
         if caller is None:
             caller = Caller(self._named(properties))
+        elif is_plain(properties) and (caller.digest or caller.issued is not None):
+            raise Unauthenticated(
+                "the call has a bearer token, and its connection no TLS: any listener could use it",
+                remedy="Use the port with TLS, and replace the token: it may be known.",
+                facts={"identity": caller.identity},
+            )
         elif caller.bound_to and (certificate is None or certificate.sha256 != caller.bound_to):
             raise Unauthenticated(
                 f"the token of {caller.identity} is bound to a client certificate, and this "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from hashlib import sha256
 from typing import NamedTuple
 
 from cryptography import x509
+
+_TRANSPORT = "transport_security_type"
 
 
 class ClientCertificate(NamedTuple):
@@ -20,6 +23,15 @@ class ClientCertificate(NamedTuple):
 
     sha256: str
     serial: str
+
+
+def is_plain(properties: Mapping[str, Iterable[bytes]]) -> bool:
+    """Return whether a connection has no TLS.
+
+    Args:
+        properties: The `auth_context` of a call.
+    """
+    return b"insecure" in properties.get(_TRANSPORT, ())
 
 
 @lru_cache(maxsize=4096)

@@ -64,6 +64,7 @@ class Guard:
 
     Attributes:
         audits: Record refused calls and calls of operators.
+        own_admission: Full names of services whose servicers check their callers themselves.
         quotas: The quotas of all identities; without effect while access control is off.
         on_change: Called when grants or credentials have changed; see `subscribe`.
     """
@@ -79,6 +80,7 @@ class Guard:
         oidc: OidcTokens | None = None,
     ) -> None:
         self.audits: list[AuditSink] = []
+        self.own_admission: frozenset[str] = frozenset()
         self._etcd = etcd
         self.on, self._rules = on, dict(COMMON_RULES)
         self.admins = tuple(name.strip() for name in admins)
@@ -99,9 +101,14 @@ class Guard:
         self.quota_mirror.on_change.append(self._quotas_changed)
         self._throttled_lines = LogLimiter(etcd.clock.monotonic_ms, _LINE_INTERVAL_MS)
 
-    def add_rules(self, rules: AccessRules) -> None:
-        """Add the rules of the methods that are served, and log whether access control is on."""
+    def add_rules(self, rules: AccessRules, own_admission: frozenset[str] = frozenset()) -> None:
+        """Add the rules of the methods that are served, and log whether access control is on.
+
+        Args:
+            own_admission: Services whose servicers check their callers themselves.
+        """
         self._rules.update(rules)
+        self.own_admission |= own_admission
         if self.on:
             log.info("access is on admins=%s", ",".join(self.admins))
         else:
@@ -121,6 +128,19 @@ class Guard:
         """
         self._check_read()
         return self._authenticator.caller(context)
+
+    def caller_by_connection(self, caller: Caller | None, context: Context) -> Caller:
+        """Return a caller, identified by other means than a token, with its certificate.
+
+        Args:
+            caller: None if only the certificate of its connection names it.
+
+        Raises:
+            Unauthenticated: it has no certificate, or is blocked.
+            NotServing: the grants were not read yet.
+        """
+        self._check_read()
+        return self._authenticator.by_connection(caller, context)
 
     def early_caller(self, metadata: Metadata) -> Caller | None:
         """Return the caller that a token names, before the request is read; None without a token.

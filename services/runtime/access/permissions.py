@@ -137,6 +137,13 @@ Scopes = frozenset[Grant]
 """The scopes of a token; empty for all permissions of its identity."""
 NO_SCOPES: Scopes = frozenset()
 _SERVICE_GRANTS = frozenset({Grant(AccessRole.PRODUCE, f"topic:{METRICS_TOPIC}")})
+GATEWAY = f"{SERVICE_PREFIX}gateway"
+_GATEWAY_GRANTS = _SERVICE_GRANTS | {
+    Grant(AccessRole.PRODUCE, "topic:*"),
+    Grant(AccessRole.CONSUME, "topic:*"),
+    Grant(AccessRole.CONSUME, "group:*"),
+}
+"""Gateways act for their clients, and check the permissions of these clients themselves."""
 _ADMIN_GRANTS = frozenset({Grant(AccessRole.ADMIN, CLUSTER)})
 
 
@@ -207,6 +214,8 @@ class Authorizer:
         granted = self._grants.get(identity, frozenset())
         if identity in self._admins:
             return granted | _ADMIN_GRANTS
+        if identity == GATEWAY:
+            return granted | _GATEWAY_GRANTS
         return granted | _SERVICE_GRANTS if identity.startswith(SERVICE_PREFIX) else granted
 
     def allows(self, identity: str, permission: Permission, scopes: Scopes = NO_SCOPES) -> bool:

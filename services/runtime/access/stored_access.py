@@ -1,6 +1,7 @@
-"""Grants, tokens and blocks in etcd.
+"""Grants, tokens, access keys and blocks in etcd.
 
-access/grants/<identity>    access/tokens/<digest>    access/blocks/<subject>
+access/grants/<identity>     access/tokens/<digest>
+access/keys/<access key>     access/blocks/<subject>
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = "access/"
 _GRANTS, _TOKENS, _BLOCKS = "grants/", "tokens/", "blocks/"
+KEYS = "keys/"
 TOKENS_PREFIX, BLOCKS_PREFIX = f"{PREFIX}{_TOKENS}", f"{PREFIX}{_BLOCKS}"
 _ROLES = {
     pb.ROLE_PRODUCE: AccessRole.PRODUCE,
@@ -42,6 +44,16 @@ def grants_key(identity: str) -> str:
 def token_key(digest: str) -> str:
     """Return the key of a token, relative to the cluster."""
     return f"{TOKENS_PREFIX}{digest}"
+
+
+def access_key_key(access_key: str) -> str:
+    """Return the key of an access key, relative to the cluster."""
+    return f"{PREFIX}{KEYS}{access_key}"
+
+
+def sealing_context(access_key: str, identity: str) -> str:
+    """Return what the sealed secrets of an access key are bound to."""
+    return f"{access_key} {identity}"
 
 
 def block_key(subject: str) -> str:

@@ -190,6 +190,7 @@ class IdentityAccess(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     GRANTS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    ACCESS_KEYS_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """Name of the identity."""
     @_builtins.property
@@ -200,16 +201,21 @@ class IdentityAccess(_message.Message):
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_stored_access_pb2.StoredToken]:
         """Its tokens, oldest first."""
 
+    @_builtins.property
+    def access_keys(self) -> _containers.RepeatedCompositeFieldContainer[_stored_access_pb2.StoredAccessKey]:
+        """Its access keys, oldest first, without their secrets."""
+
     def __init__(
         self,
         *,
         identity: _builtins.str = ...,
         grants: _abc.Iterable[_stored_access_pb2.AccessGrant] | None = ...,
         tokens: _abc.Iterable[_stored_access_pb2.StoredToken] | None = ...,
+        access_keys: _abc.Iterable[_stored_access_pb2.StoredAccessKey] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "identity", b"identity", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_keys", b"access_keys", "grants", b"grants", "identity", b"identity", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -394,6 +400,180 @@ class RevokeTokenResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RevokeTokenResponse: _TypeAlias = RevokeTokenResponse  # noqa: Y015
+
+@_typing.final
+class CreateAccessKeyRequest(_message.Message):
+    """See AccessService.CreateAccessKey."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
+    ACCESS_KEY_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    identity: _builtins.str
+    """Identity of the calls. Not `service:...`. Required."""
+    ttl_ms: _builtins.int
+    """Time until it expires, up to ten years; 0 for never."""
+    access_key: _builtins.str
+    """The access key; empty for a random one. 1 to 64 of A-Z, a-z, 0-9, "_", "-" and "."."""
+    secret: _builtins.str
+    """The secret, for clients that have one already, 8 to 256 visible ASCII characters; empty for a random
+    one.
+    """
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedCompositeFieldContainer[_stored_access_pb2.AccessGrant]:
+        """Its calls have only permissions that one of these covers, too, at most 100; none: all of its
+        identity.
+        """
+
+    def __init__(
+        self,
+        *,
+        identity: _builtins.str = ...,
+        ttl_ms: _builtins.int = ...,
+        scopes: _abc.Iterable[_stored_access_pb2.AccessGrant] | None = ...,
+        access_key: _builtins.str = ...,
+        secret: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_key", b"access_key", "identity", b"identity", "scopes", b"scopes", "secret", b"secret", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateAccessKeyRequest: _TypeAlias = CreateAccessKeyRequest  # noqa: Y015
+
+@_typing.final
+class CreateAccessKeyResponse(_message.Message):
+    """See AccessService.CreateAccessKey."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCESS_KEY_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    EXPIRE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    access_key: _builtins.str
+    """Name of the pair."""
+    secret: _builtins.str
+    """The secret."""
+    expire_unix_ms: _builtins.int
+    """Wall clock from which on it is invalid; 0 for never."""
+    def __init__(
+        self,
+        *,
+        access_key: _builtins.str = ...,
+        secret: _builtins.str = ...,
+        expire_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_key", b"access_key", "expire_unix_ms", b"expire_unix_ms", "secret", b"secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateAccessKeyResponse: _TypeAlias = CreateAccessKeyResponse  # noqa: Y015
+
+@_typing.final
+class RotateAccessKeyRequest(_message.Message):
+    """See AccessService.RotateAccessKey."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCESS_KEY_FIELD_NUMBER: _builtins.int
+    OVERLAP_MS_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    access_key: _builtins.str
+    """Required."""
+    overlap_ms: _builtins.int
+    """How long the secret before stays valid, up to 30 days; 0: not any more."""
+    secret: _builtins.str
+    """The new secret, as in CreateAccessKey; empty for a random one."""
+    def __init__(
+        self,
+        *,
+        access_key: _builtins.str = ...,
+        overlap_ms: _builtins.int = ...,
+        secret: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_key", b"access_key", "overlap_ms", b"overlap_ms", "secret", b"secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RotateAccessKeyRequest: _TypeAlias = RotateAccessKeyRequest  # noqa: Y015
+
+@_typing.final
+class RotateAccessKeyResponse(_message.Message):
+    """See AccessService.RotateAccessKey."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECRET_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    secret: _builtins.str
+    """The new secret."""
+    identity: _builtins.str
+    """Identity of the access key."""
+    def __init__(
+        self,
+        *,
+        secret: _builtins.str = ...,
+        identity: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "secret", b"secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RotateAccessKeyResponse: _TypeAlias = RotateAccessKeyResponse  # noqa: Y015
+
+@_typing.final
+class RevokeAccessKeyRequest(_message.Message):
+    """See AccessService.RevokeAccessKey."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCESS_KEY_FIELD_NUMBER: _builtins.int
+    access_key: _builtins.str
+    """Required."""
+    def __init__(
+        self,
+        *,
+        access_key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_key", b"access_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeAccessKeyRequest: _TypeAlias = RevokeAccessKeyRequest  # noqa: Y015
+
+@_typing.final
+class RevokeAccessKeyResponse(_message.Message):
+    """See AccessService.RevokeAccessKey."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVOKED_FIELD_NUMBER: _builtins.int
+    revoked: _builtins.bool
+    """False if there was no such access key."""
+    def __init__(
+        self,
+        *,
+        revoked: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["revoked", b"revoked"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeAccessKeyResponse: _TypeAlias = RevokeAccessKeyResponse  # noqa: Y015
 
 @_typing.final
 class BlockRequest(_message.Message):

@@ -68,6 +68,21 @@ class AccessServiceStub:
                 request_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeTokenRequest.SerializeToString,
                 response_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeTokenResponse.FromString,
                 _registered_method=True)
+        self.CreateAccessKey = channel.unary_unary(
+                '/baton.nameserver.v1.AccessService/CreateAccessKey',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.CreateAccessKeyRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.CreateAccessKeyResponse.FromString,
+                _registered_method=True)
+        self.RotateAccessKey = channel.unary_unary(
+                '/baton.nameserver.v1.AccessService/RotateAccessKey',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RotateAccessKeyRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RotateAccessKeyResponse.FromString,
+                _registered_method=True)
+        self.RevokeAccessKey = channel.unary_unary(
+                '/baton.nameserver.v1.AccessService/RevokeAccessKey',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeAccessKeyRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeAccessKeyResponse.FromString,
+                _registered_method=True)
         self.Block = channel.unary_unary(
                 '/baton.nameserver.v1.AccessService/Block',
                 request_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.BlockRequest.SerializeToString,
@@ -150,6 +165,36 @@ class AccessServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateAccessKey(self, request, context):
+        """Creates a key pair with which clients of RocketMQ 5 sign their calls to a gateway. Only this answer
+        contains the secret, unless the caller chose it: etcd keeps it sealed.
+
+        Statuses: INVALID_ARGUMENT (also if the access key is in use, and if the nameserver has no key that
+        seals secrets), UNAVAILABLE (NO_QUORUM: the pair may be listed, although no caller has received it).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RotateAccessKey(self, request, context):
+        """Gives an access key a new secret. The one before stays valid for a time.
+
+        Statuses: INVALID_ARGUMENT (also if there is no such access key, or it expires by itself),
+        RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeAccessKey(self, request, context):
+        """Revokes an access key with its secrets. Repeating it does no harm.
+
+        Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Block(self, request, context):
         """Blocks an identity or a certificate: services reject its calls with UNAUTHENTICATED as soon as they
         have the change from etcd, and end its streams and calls that wait. Repeating it does no harm.
@@ -211,6 +256,21 @@ def add_AccessServiceServicer_to_server(servicer, server):
                     servicer.RevokeToken,
                     request_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeTokenRequest.FromString,
                     response_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeTokenResponse.SerializeToString,
+            ),
+            'CreateAccessKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateAccessKey,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.CreateAccessKeyRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.CreateAccessKeyResponse.SerializeToString,
+            ),
+            'RotateAccessKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.RotateAccessKey,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RotateAccessKeyRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RotateAccessKeyResponse.SerializeToString,
+            ),
+            'RevokeAccessKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeAccessKey,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeAccessKeyRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeAccessKeyResponse.SerializeToString,
             ),
             'Block': grpc.unary_unary_rpc_method_handler(
                     servicer.Block,
@@ -394,6 +454,87 @@ class AccessService:
             '/baton.nameserver.v1.AccessService/RevokeToken',
             baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeTokenRequest.SerializeToString,
             baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeTokenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateAccessKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.AccessService/CreateAccessKey',
+            baton_dot_nameserver_dot_v1_dot_access__service__pb2.CreateAccessKeyRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_access__service__pb2.CreateAccessKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RotateAccessKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.AccessService/RotateAccessKey',
+            baton_dot_nameserver_dot_v1_dot_access__service__pb2.RotateAccessKeyRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_access__service__pb2.RotateAccessKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeAccessKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.AccessService/RevokeAccessKey',
+            baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeAccessKeyRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_access__service__pb2.RevokeAccessKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,

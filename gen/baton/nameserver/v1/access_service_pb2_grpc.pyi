@@ -71,6 +71,24 @@ class AccessServiceStub:
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM).
     """
+    CreateAccessKey: _grpc.UnaryUnaryMultiCallable[_access_service_pb2.CreateAccessKeyRequest, _access_service_pb2.CreateAccessKeyResponse]
+    """Creates a key pair with which clients of RocketMQ 5 sign their calls to a gateway. Only this answer
+    contains the secret, unless the caller chose it: etcd keeps it sealed.
+
+    Statuses: INVALID_ARGUMENT (also if the access key is in use, and if the nameserver has no key that
+    seals secrets), UNAVAILABLE (NO_QUORUM: the pair may be listed, although no caller has received it).
+    """
+    RotateAccessKey: _grpc.UnaryUnaryMultiCallable[_access_service_pb2.RotateAccessKeyRequest, _access_service_pb2.RotateAccessKeyResponse]
+    """Gives an access key a new secret. The one before stays valid for a time.
+
+    Statuses: INVALID_ARGUMENT (also if there is no such access key, or it expires by itself),
+    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM).
+    """
+    RevokeAccessKey: _grpc.UnaryUnaryMultiCallable[_access_service_pb2.RevokeAccessKeyRequest, _access_service_pb2.RevokeAccessKeyResponse]
+    """Revokes an access key with its secrets. Repeating it does no harm.
+
+    Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM).
+    """
     Block: _grpc.UnaryUnaryMultiCallable[_access_service_pb2.BlockRequest, _access_service_pb2.BlockResponse]
     """Blocks an identity or a certificate: services reject its calls with UNAUTHENTICATED as soon as they
     have the change from etcd, and end its streams and calls that wait. Repeating it does no harm.
@@ -131,6 +149,24 @@ class AccessServiceAsyncStub(AccessServiceStub):
     """Revokes a token by its id. Repeating it does no harm.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM).
+    """
+    CreateAccessKey: _aio.UnaryUnaryMultiCallable[_access_service_pb2.CreateAccessKeyRequest, _access_service_pb2.CreateAccessKeyResponse]  # type: ignore[assignment]
+    """Creates a key pair with which clients of RocketMQ 5 sign their calls to a gateway. Only this answer
+    contains the secret, unless the caller chose it: etcd keeps it sealed.
+
+    Statuses: INVALID_ARGUMENT (also if the access key is in use, and if the nameserver has no key that
+    seals secrets), UNAVAILABLE (NO_QUORUM: the pair may be listed, although no caller has received it).
+    """
+    RotateAccessKey: _aio.UnaryUnaryMultiCallable[_access_service_pb2.RotateAccessKeyRequest, _access_service_pb2.RotateAccessKeyResponse]  # type: ignore[assignment]
+    """Gives an access key a new secret. The one before stays valid for a time.
+
+    Statuses: INVALID_ARGUMENT (also if there is no such access key, or it expires by itself),
+    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM).
+    """
+    RevokeAccessKey: _aio.UnaryUnaryMultiCallable[_access_service_pb2.RevokeAccessKeyRequest, _access_service_pb2.RevokeAccessKeyResponse]  # type: ignore[assignment]
+    """Revokes an access key with its secrets. Repeating it does no harm.
+
+    Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM).
     """
     Block: _aio.UnaryUnaryMultiCallable[_access_service_pb2.BlockRequest, _access_service_pb2.BlockResponse]  # type: ignore[assignment]
     """Blocks an identity or a certificate: services reject its calls with UNAUTHENTICATED as soon as they
@@ -225,6 +261,42 @@ class AccessServiceServicer(metaclass=_abc_1.ABCMeta):
         """Revokes a token by its id. Repeating it does no harm.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM).
+        """
+
+    @_abc_1.abstractmethod
+    def CreateAccessKey(
+        self,
+        request: _access_service_pb2.CreateAccessKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_access_service_pb2.CreateAccessKeyResponse, _abc.Awaitable[_access_service_pb2.CreateAccessKeyResponse]]:
+        """Creates a key pair with which clients of RocketMQ 5 sign their calls to a gateway. Only this answer
+        contains the secret, unless the caller chose it: etcd keeps it sealed.
+
+        Statuses: INVALID_ARGUMENT (also if the access key is in use, and if the nameserver has no key that
+        seals secrets), UNAVAILABLE (NO_QUORUM: the pair may be listed, although no caller has received it).
+        """
+
+    @_abc_1.abstractmethod
+    def RotateAccessKey(
+        self,
+        request: _access_service_pb2.RotateAccessKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_access_service_pb2.RotateAccessKeyResponse, _abc.Awaitable[_access_service_pb2.RotateAccessKeyResponse]]:
+        """Gives an access key a new secret. The one before stays valid for a time.
+
+        Statuses: INVALID_ARGUMENT (also if there is no such access key, or it expires by itself),
+        RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM).
+        """
+
+    @_abc_1.abstractmethod
+    def RevokeAccessKey(
+        self,
+        request: _access_service_pb2.RevokeAccessKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_access_service_pb2.RevokeAccessKeyResponse, _abc.Awaitable[_access_service_pb2.RevokeAccessKeyResponse]]:
+        """Revokes an access key with its secrets. Repeating it does no harm.
+
+        Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM).
         """
 
     @_abc_1.abstractmethod

@@ -24,21 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'baton/nameserver/v1/stored_access.proto\x12\x13\x62\x61ton.nameserver.v1\"H\n\x0b\x41\x63\x63\x65ssGrant\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.baton.nameserver.v1.Role\x12\x10\n\x08resource\x18\x02 \x01(\t\"@\n\x0cStoredGrants\x12\x30\n\x06grants\x18\x01 \x03(\x0b\x32 .baton.nameserver.v1.AccessGrant\"\xbb\x01\n\x0bStoredToken\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\t\x12\x16\n\x0e\x63reate_unix_ms\x18\x03 \x01(\x03\x12\n\n\x02\x62y\x18\x04 \x01(\t\x12\x16\n\x0e\x65xpire_unix_ms\x18\x05 \x01(\x03\x12\x30\n\x06scopes\x18\x06 \x03(\x0b\x32 .baton.nameserver.v1.AccessGrant\x12\x1a\n\x12\x63\x65rtificate_sha256\x18\x07 \x01(\t\"R\n\x0bStoredBlock\x12\x0f\n\x07subject\x18\x01 \x01(\t\x12\x16\n\x0e\x63reate_unix_ms\x18\x02 \x01(\x03\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PRODUCE\x10\x01\x12\x10\n\x0cROLE_CONSUME\x10\x02\x12\x0e\n\nROLE_ADMIN\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'baton/nameserver/v1/stored_access.proto\x12\x13\x62\x61ton.nameserver.v1\"H\n\x0b\x41\x63\x63\x65ssGrant\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.baton.nameserver.v1.Role\x12\x10\n\x08resource\x18\x02 \x01(\t\"@\n\x0cStoredGrants\x12\x30\n\x06grants\x18\x01 \x03(\x0b\x32 .baton.nameserver.v1.AccessGrant\"\xbb\x01\n\x0bStoredToken\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\t\x12\x16\n\x0e\x63reate_unix_ms\x18\x03 \x01(\x03\x12\n\n\x02\x62y\x18\x04 \x01(\t\x12\x16\n\x0e\x65xpire_unix_ms\x18\x05 \x01(\x03\x12\x30\n\x06scopes\x18\x06 \x03(\x0b\x32 .baton.nameserver.v1.AccessGrant\x12\x1a\n\x12\x63\x65rtificate_sha256\x18\x07 \x01(\t\"\xa8\x02\n\x0fStoredAccessKey\x12\x12\n\naccess_key\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\t\x12\x16\n\x0e\x63reate_unix_ms\x18\x03 \x01(\x03\x12\n\n\x02\x62y\x18\x04 \x01(\t\x12\x16\n\x0e\x65xpire_unix_ms\x18\x05 \x01(\x03\x12\x30\n\x06scopes\x18\x06 \x03(\x0b\x32 .baton.nameserver.v1.AccessGrant\x12\x15\n\rsealed_secret\x18\x07 \x01(\x0c\x12\x11\n\tsealed_by\x18\x08 \x01(\t\x12\x16\n\x0erotate_unix_ms\x18\t \x01(\x03\x12\x1e\n\x16previous_sealed_secret\x18\n \x01(\x0c\x12\x1f\n\x17previous_expire_unix_ms\x18\x0b \x01(\x03\"R\n\x0bStoredBlock\x12\x0f\n\x07subject\x18\x01 \x01(\t\x12\x16\n\x0e\x63reate_unix_ms\x18\x02 \x01(\x03\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PRODUCE\x10\x01\x12\x10\n\x0cROLE_CONSUME\x10\x02\x12\x0e\n\nROLE_ADMIN\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.nameserver.v1.stored_access_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=478
-  _globals['_ROLE']._serialized_end=558
+  _globals['_ROLE']._serialized_start=777
+  _globals['_ROLE']._serialized_end=857
   _globals['_ACCESSGRANT']._serialized_start=64
   _globals['_ACCESSGRANT']._serialized_end=136
   _globals['_STOREDGRANTS']._serialized_start=138
   _globals['_STOREDGRANTS']._serialized_end=202
   _globals['_STOREDTOKEN']._serialized_start=205
   _globals['_STOREDTOKEN']._serialized_end=392
-  _globals['_STOREDBLOCK']._serialized_start=394
-  _globals['_STOREDBLOCK']._serialized_end=476
+  _globals['_STOREDACCESSKEY']._serialized_start=395
+  _globals['_STOREDACCESSKEY']._serialized_end=691
+  _globals['_STOREDBLOCK']._serialized_start=693
+  _globals['_STOREDBLOCK']._serialized_end=775
 # @@protoc_insertion_point(module_scope)

@@ -152,6 +152,72 @@ class StoredToken(_message.Message):
 Global___StoredToken: _TypeAlias = StoredToken  # noqa: Y015
 
 @_typing.final
+class StoredAccessKey(_message.Message):
+    """A key pair with which a client of RocketMQ 5 signs its calls, under access/keys/<access key> in etcd.
+    Its secrets are sealed: encrypted with a key that is not in etcd.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCESS_KEY_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    CREATE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    EXPIRE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
+    SEALED_SECRET_FIELD_NUMBER: _builtins.int
+    SEALED_BY_FIELD_NUMBER: _builtins.int
+    ROTATE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    PREVIOUS_SEALED_SECRET_FIELD_NUMBER: _builtins.int
+    PREVIOUS_EXPIRE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    access_key: _builtins.str
+    """Name of the pair, which every call has; 1 to 64 of A-Z, a-z, 0-9, "_", "-" and "."."""
+    identity: _builtins.str
+    """Identity of its calls."""
+    create_unix_ms: _builtins.int
+    """Wall clock of the creation."""
+    by: _builtins.str
+    """Identity that created it; empty if authorization was off."""
+    expire_unix_ms: _builtins.int
+    """Wall clock from which on it is invalid; 0 for never."""
+    sealed_secret: _builtins.bytes
+    """The secret, sealed. Never in answers."""
+    sealed_by: _builtins.str
+    """Id of the sealing key of `sealed_secret`: first digits of its SHA-256, in hex."""
+    rotate_unix_ms: _builtins.int
+    """Wall clock of the last rotation; 0 if its secret is the first one."""
+    previous_sealed_secret: _builtins.bytes
+    """The secret before the last rotation, sealed; empty for none. Never in answers."""
+    previous_expire_unix_ms: _builtins.int
+    """Wall clock from which on the previous secret is invalid."""
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedCompositeFieldContainer[Global___AccessGrant]:
+        """Its calls have only permissions that one of these covers, too; none: all of its identity."""
+
+    def __init__(
+        self,
+        *,
+        access_key: _builtins.str = ...,
+        identity: _builtins.str = ...,
+        create_unix_ms: _builtins.int = ...,
+        by: _builtins.str = ...,
+        expire_unix_ms: _builtins.int = ...,
+        scopes: _abc.Iterable[Global___AccessGrant] | None = ...,
+        sealed_secret: _builtins.bytes = ...,
+        sealed_by: _builtins.str = ...,
+        rotate_unix_ms: _builtins.int = ...,
+        previous_sealed_secret: _builtins.bytes = ...,
+        previous_expire_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_key", b"access_key", "by", b"by", "create_unix_ms", b"create_unix_ms", "expire_unix_ms", b"expire_unix_ms", "identity", b"identity", "previous_expire_unix_ms", b"previous_expire_unix_ms", "previous_sealed_secret", b"previous_sealed_secret", "rotate_unix_ms", b"rotate_unix_ms", "scopes", b"scopes", "sealed_by", b"sealed_by", "sealed_secret", b"sealed_secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredAccessKey: _TypeAlias = StoredAccessKey  # noqa: Y015
+
+@_typing.final
 class StoredBlock(_message.Message):
     """A blocked identity or certificate, under access/blocks/<subject> in etcd, the subject
     percent-encoded.

@@ -37,6 +37,8 @@ class StoredNode(_message.Message):
     REPLICA_VERSION_FIELD_NUMBER: _builtins.int
     REPLICA_SET_FIELD_NUMBER: _builtins.int
     OUTSIDE_ADDRESS_FIELD_NUMBER: _builtins.int
+    TLS_ADDRESS_FIELD_NUMBER: _builtins.int
+    PLAIN_ADDRESS_FIELD_NUMBER: _builtins.int
     service: _nameserver_service_pb2.ServiceKind.ValueType
     """Service that the process is an instance of."""
     node_id: _builtins.str
@@ -65,6 +67,12 @@ class StoredNode(_message.Message):
     """host:port at which clients outside the services' network reach its gRPC server; empty if they
     reach it at `address`.
     """
+    tls_address: _builtins.str
+    """Of a gateway: host:port of its port with TLS and without client certificates, as its clients reach
+    it; empty for none.
+    """
+    plain_address: _builtins.str
+    """Of a gateway: host:port of its port without TLS, as its clients reach it; empty for none."""
     def __init__(
         self,
         *,
@@ -80,10 +88,12 @@ class StoredNode(_message.Message):
         replica_version: _builtins.int = ...,
         replica_set: _builtins.str = ...,
         outside_address: _builtins.str = ...,
+        tls_address: _builtins.str = ...,
+        plain_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "leader", b"leader", "metrics_address", b"metrics_address", "node_id", b"node_id", "outside_address", b"outside_address", "replica_epoch", b"replica_epoch", "replica_set", b"replica_set", "replica_version", b"replica_version", "room", b"room", "service", b"service", "start_unix_ms", b"start_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "leader", b"leader", "metrics_address", b"metrics_address", "node_id", b"node_id", "outside_address", b"outside_address", "plain_address", b"plain_address", "replica_epoch", b"replica_epoch", "replica_set", b"replica_set", "replica_version", b"replica_version", "room", b"room", "service", b"service", "start_unix_ms", b"start_unix_ms", "tls_address", b"tls_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
