@@ -25,7 +25,7 @@ from batonmq._process import logs
 from batonmq._process.config import ConfigError, ConfigProblem, load
 from batonmq._process.settings_help import settings_help
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.app import App, Loop
+from batonmq_server.runtime.app import App, FurtherPorts, Loop
 from batonmq_server.runtime.connection_limiter import ConnectionLimiter
 from batonmq_server.runtime.connection_pauser import ConnectionPauser
 from batonmq_server.runtime.descriptors import (
@@ -199,15 +199,16 @@ async def _serve(
     )
     server = _server(runtime, app, status, edge, shares.clients)
     add_settings(described, server)
-    port, further = listen(server, settings), app.listen(server)
+    port, further = listen(server, settings), _listen_further(runtime, app, server)
     ports = (port, *further.ports)
     export_descriptors(runtime.registry, shares)
     limiter = ConnectionLimiter(ports, shares.per_address, runtime.registry, open_descriptors)
     http = MetricsServer(settings.host, settings.metrics_port, runtime.registry, shares.metrics)
     http.start()
     address = settings.advertise_address or f"{settings.host}:{port}"
-    metrics_address = f"{address.rpartition(':')[0]}:{http.server_port}"
-    runtime.node_entry.set_addresses(address, metrics_address, further)
+    runtime.node_entry.set_addresses(
+        address, f"{address.rpartition(':')[0]}:{http.server_port}", further
+    )
     await server.start()
     await status.set_started()
     try:
@@ -232,6 +233,13 @@ async def _serve(
     finally:
         await server.stop(None)
         http.stop()
+
+
+def _listen_further(runtime: Runtime, app: App, server: grpc.aio.Server) -> FurtherPorts:
+    further = app.listen(server)
+    if further.plain_address:
+        runtime.guard.require_tls_for_tokens()
+    return further
 
 
 def _server(

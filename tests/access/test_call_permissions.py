@@ -138,6 +138,9 @@ AccessService       ListAccess
 AccessService       Check              known
 AccessService       CreateToken
 AccessService       RevokeToken
+AccessService       CreateAccessKey
+AccessService       RotateAccessKey
+AccessService       RevokeAccessKey
 AccessService       Block
 AccessService       Unblock
 AccessService       ListBlocks

@@ -25,6 +25,7 @@ from batonmq.admin.access import AccessControl, Role, RoleGrant
 from batonmq.admin.admin import Admin
 from batonmq.errors import InvalidArgument, InvalidName, LimitExceeded
 from batonmq_server.nameserver import access_store
+from batonmq_server.nameserver.access_key_store import AccessKeyStore
 from batonmq_server.nameserver.access_server import AccessServicer, Context
 from batonmq_server.nameserver.access_store import AccessStore
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
@@ -249,7 +250,8 @@ async def test_administrator_cannot_block_itself(etcd: EtcdSession) -> None:
         def caller_identity(self, _: object) -> str:
             return "carol"
 
-    servicer = AccessServicer(store, cast("Guard", CalledByCarol()))
+    access_keys = AccessKeyStore(etcd, CompareAndSwap(etcd.random), None)
+    servicer = AccessServicer(store, access_keys, cast("Guard", CalledByCarol()))
     with pytest.raises(InvalidArgument, match="carol would block itself"):
         await servicer.Block(pb.BlockRequest(subject="identity:carol"), cast("Context", None))
     assert await store.blocks() == []

@@ -67,6 +67,9 @@ class Authenticator:
         blocks: The blocked identities and certificates.
         certificates: Whether clients must show a certificate. If not, only tokens identify callers.
         oidc: The tokens of the OIDC issuer; None for none.
+
+    Attributes:
+        tokens_need_tls: Whether a token is refused on a connection without TLS.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Authenticator:
     ) -> None:
         self._authorizer, self._blocks, self._clock = authorizer, blocks, clock
         self._certificates, self._oidc = certificates, oidc
+        self.tokens_need_tls = False
 
     def caller(self, context: Context) -> Caller:
         """Return the caller of a call, with the certificate of its connection."""
@@ -96,7 +100,7 @@ class Authenticator:
         certificate = _certificate(properties)
         if caller is None:
             caller = Caller(self._named(properties))
-        elif is_plain(properties) and (caller.digest or caller.issued is not None):
+        elif self._is_exposed(caller, properties):
             raise Unauthenticated(
                 "the call has a bearer token, and its connection no TLS: any listener could use it",
                 remedy="Use the port with TLS, and replace the token: it may be known.",
@@ -111,6 +115,11 @@ class Authenticator:
             )
         self._blocks.check(caller.identity, certificate)
         return caller._replace(certificate=certificate)
+
+    def _is_exposed(self, caller: Caller, properties: Any) -> bool:
+        """Return whether a listener could have read the token of a call."""
+        has_token = bool(caller.digest) or caller.issued is not None
+        return self.tokens_need_tls and has_token and is_plain(properties)
 
     def by_token(self, metadata: Metadata) -> Caller | None:
         """Return the caller that a token identifies; None without a token."""

@@ -114,6 +114,10 @@ class Guard:
         else:
             log.warning("ACCESS IS OFF: every client that connects can read and write everything")
 
+    def require_tls_for_tokens(self) -> None:
+        """Refuse bearer tokens on connections without TLS, as the process has a port for them."""
+        self._authenticator.tokens_need_tls = True
+
     def rule(self, path: str) -> AccessRule | None:
         """Return the rule of a method by its full path; None if it has none."""
         return self._rules.get(path)
