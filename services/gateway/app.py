@@ -25,6 +25,7 @@ from batonmq_server.gateway.groups import Groups
 from batonmq_server.gateway.metrics import GatewayMetrics
 from batonmq_server.gateway.routes import Routes
 from batonmq_server.gateway.server import MessagingServicer
+from batonmq_server.gateway.transaction_checks import TransactionChecks
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.event_publisher import nameserver_addresses
 from batonmq_server.runtime.service_runtime import Runtime
@@ -105,7 +106,13 @@ async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[Ap
     try:
         async with Producer(nameserver, environment=environment) as producer:
             servicer = MessagingServicer(
-                parts, groups, Routes(runtime.nodes, settings.node_id), producer, directory, metrics
+                parts,
+                groups,
+                Routes(runtime.nodes, settings.node_id),
+                producer,
+                directory,
+                metrics,
+                TransactionChecks(directory, tasks.spawn, metrics),
             )
             yield App(
                 servicers={
