@@ -25,7 +25,6 @@ from batonmq_server.gateway.groups import Groups
 from batonmq_server.gateway.metrics import GatewayMetrics
 from batonmq_server.gateway.routes import Routes
 from batonmq_server.gateway.server import MessagingServicer
-from batonmq_server.gateway.transaction_checks import TransactionChecks
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.event_publisher import nameserver_addresses
 from batonmq_server.runtime.service_runtime import Runtime
@@ -112,7 +111,6 @@ async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[Ap
                 producer,
                 directory,
                 metrics,
-                TransactionChecks(directory, tasks.spawn, metrics),
             )
             yield App(
                 servicers={

@@ -57,11 +57,11 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         producer: Producer,
         directory: Directory,
         metrics: GatewayMetrics,
-        checks: TransactionChecks,
     ) -> None:
         self._parts, self._groups, self._routes = parts, groups, routes
         self._producer, self._directory, self._metrics = producer, directory, metrics
-        self._clock, self._checks = parts.environment.clock, checks
+        self._clock = parts.environment.clock
+        self._checks = TransactionChecks(directory, parts.spawn, metrics)
         self._transactions = Transactions(producer, directory, self._clock)
 
     # ---- where
@@ -585,8 +585,8 @@ _SEND_TIMED_OUT = pb.Status(
 
 _END_TIMED_OUT = pb.Status(
     code=pb.PROXY_TIMEOUT,
-    message="no outcome before the deadline of the call; the transaction may have ended. Repeat the "
-    "call, or wait for the check",
+    message="no outcome before the deadline of the call; the transaction may have ended. Repeat "
+    "the call, or wait for the check",
 )
 
 

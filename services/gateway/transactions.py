@@ -22,7 +22,7 @@ _STATES = {
 
 
 class Transactions:
-    """Begins and ends transactions. Their ids are those of storage: any gateway ends any of them."""
+    """Begins and ends transactions. An id is that of storage: any gateway can end any of them."""
 
     def __init__(self, producer: Producer, directory: Directory, clock: Clock) -> None:
         self._producer, self._directory, self._clock = producer, directory, clock

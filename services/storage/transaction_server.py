@@ -340,7 +340,7 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         )
 
     def _place_of(self, ended: EndedTransaction) -> tuple[str, int, int, int]:
-        """Return topic, queue, first offset and next position of the batch that ended a transaction.
+        """Return topic, queue, first offset and next position of the batch that was an end.
 
         The topic is empty, the queue 0 and the offset -1 if the log no longer has the batch. The
         topic is empty also if the batch is not the message.
