@@ -261,7 +261,7 @@ class Consumer:
         await self._tasks.__aenter__()
         loops = (
             self._calls.run,
-            self._membership.run_heartbeats,
+            self._run_heartbeats,
             self._membership.run_watch,
             self._lease_renewer.run,
             self._ack_committer.run,
@@ -472,7 +472,19 @@ class Consumer:
 
     async def _follow(self, topic: str) -> None:
         """Follow a topic's route; end the consumer with TopicNotFound when it is deleted."""
-        await follow_route(self._session.directory, topic, self._apply_route)
+        try:
+            await follow_route(self._session.directory, topic, self._apply_route)
+        except TopicNotFound:
+            await self._release_all()
+            raise
+
+    async def _run_heartbeats(self) -> None:
+        """Send heartbeats; end the consumer with TopicNotFound when a topic is deleted."""
+        try:
+            await self._membership.run_heartbeats()
+        except TopicNotFound:
+            await self._release_all()
+            raise
 
     def _apply_route(self, route: pb.Route) -> None:
         """Read all queues of the route, as a broadcasting member does."""
@@ -490,8 +502,8 @@ class Consumer:
 
         The queues that stay are not touched: their pulls and handlers go on.
         """
-        view = self._session.view
-        if self._stopped.is_set() or not view.member or not self._loops:
+        view, ended = self._session.view, self._stopped.is_set() or self._session.leaving
+        if ended or not view.member or not self._loops:
             return
         assigned = view.assigned.union(*self._routes.values())
         for ref, queue in self._queues.items():
@@ -528,13 +540,18 @@ class Consumer:
         self._rebalance()
 
     async def _close(self) -> None:
+        """Stop, leave the group, and release all queues."""
+        self.stop()
+        self._rotation.give_up()
+        await self._release_all()
+        await self._reply_sender.flush(REPLY_FLUSH_S)
+
+    async def _release_all(self) -> None:
         """Leave the group, then drain, commit and release.
 
         In that order the members that get the queues wait for them already.
         """
-        self.stop()
         self._session.leaving = True
-        self._rotation.give_up()
         for queue in self._queues.values():
             queue.revoke()
         await self._membership.leave()
@@ -542,7 +559,6 @@ class Consumer:
             self._all_released.clear()
             await self._all_released.wait()
         await self._calls.release_rest()
-        await self._reply_sender.flush(REPLY_FLUSH_S)
 
     async def _close_files(self) -> None:
         try:

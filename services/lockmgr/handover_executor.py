@@ -64,12 +64,14 @@ class HandOverRefusal:
         may_wait: Whether the reason can clear, so that the request may be held.
         observe_again: Whether to observe and decide again at once.
         stale_gate: Whether to try again once the new gate of the group is known.
+        fenced: Whether the owner was fenced all the same, by an attempt whose answer was lost.
     """
 
     error: BatonError
     may_wait: bool = False
     observe_again: bool = False
     stale_gate: bool = False
+    fenced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,7 @@ class HandOverExecutor:
         """Try the conditions in order, each with an attempt id of its own."""
         conditions, expected_token = deque(decision.conditions), decision.observation.token
         errors: list[BatonError] = []
+        fenced = False
         while conditions:
             condition = conditions.popleft()
             if isinstance(request, ForceRequest) and condition is FenceCondition.FORCED:
@@ -229,20 +232,23 @@ class HandOverExecutor:
                 return _PassedFence(pending.attempt, condition, outcome)
             if isinstance(outcome, TokenMismatch):
                 if outcome.detail.attempt != pending.attempt:
-                    return self._observe_again(request.key)
+                    return self._observe_again(request.key, fenced=fenced)
                 # This attempt passed and its answer was lost: fence again, from its own token.
+                fenced = True
                 own_holder = item.HasField("holder")
                 conditions = deque([FenceCondition.SAME_HOLDER if own_holder else _OWN_FREE_TOKEN])
                 expected_token = outcome.detail.token
-            elif isinstance(outcome, Superseded) or (
+            elif isinstance(outcome, Superseded):
+                # This attempt passed, its answer was lost, and a reset came after it.
+                return self._observe_again(request.key, fenced=True)
+            elif isinstance(outcome, NotIdle) and condition is FenceCondition.CLOSED_OR_DRAINED:
                 # The owner has worked since the decision.
-                isinstance(outcome, NotIdle) and condition is FenceCondition.CLOSED_OR_DRAINED
-            ):
-                return self._observe_again(request.key)
+                return self._observe_again(request.key, fenced=fenced)
             elif not isinstance(outcome, Unacked | NotIdle | NotHolder):
-                return HandOverRefusal(outcome)
+                return HandOverRefusal(outcome, fenced=fenced)
             errors.append(outcome)
-        return HandOverRefusal(self._most_telling(entry, errors), may_wait=True)
+        refusal = self._most_telling(entry, errors)
+        return HandOverRefusal(refusal, may_wait=True, fenced=fenced)
 
     async def _fence_until_known(self, item: pb.FenceItem) -> FenceOutcome:
         tries, unknown = 0, False
@@ -326,7 +332,7 @@ class HandOverExecutor:
 
     def _not_fenced(self, key: GroupQueue, refusal: HandOverRefusal) -> HandOverRefusal:
         if not isinstance(refusal.error, NotLeader):
-            self._table.end_unchanged(key)
+            self._table.end_unchanged(key, fenced=refusal.fenced)
         if refusal.observe_again:
             self._table.discard_observation(key)
         return refusal
@@ -359,8 +365,10 @@ class HandOverExecutor:
         )
 
     @staticmethod
-    def _observe_again(key: GroupQueue) -> HandOverRefusal:
-        return HandOverRefusal(handover_pending(key), may_wait=True, observe_again=True)
+    def _observe_again(key: GroupQueue, *, fenced: bool = False) -> HandOverRefusal:
+        return HandOverRefusal(
+            handover_pending(key), may_wait=True, observe_again=True, fenced=fenced
+        )
 
 
 def _handed_over_event(

@@ -26,6 +26,7 @@ from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq.errors import (
     BatonError,
+    GroupInUse,
     GroupNotFound,
     Internal,
     LimitExceeded,
@@ -62,6 +63,7 @@ from batonmq_server.runtime.group_record import (
     split_record,
 )
 
+UNUSED_RULE = "a group can only be deleted without live members"
 BATCH_MAX = 32
 """Requests about one group in one transaction."""
 RECORD_BYTES_MAX = 1_400_000
@@ -167,7 +169,7 @@ class GroupStore:
         """Delete a group without members, then its progress.
 
         The record is deleted first, so that no member joins a group that loses its progress. After
-        a failure, a repeated call deletes the rest.
+        a failure, a repeated call deletes the rest. A record that can't be read is deleted too.
 
         Args:
             delete_progress: Deletes the progress of a group that does not exist; returns the number
@@ -182,10 +184,13 @@ class GroupStore:
         """
 
         async def attempt() -> int | None:
-            snapshot = await self._read(name)
+            try:
+                snapshot = await self._read(name)
+            except Internal:
+                return await self._delete_unreadable(name)
             if snapshot.stored is None:
                 return 0
-            snapshot.transaction.check_unused("a group can only be deleted without live members")
+            snapshot.transaction.check_unused(UNUSED_RULE)
             keys = [record_key(name, part) for part in snapshot.stored.parts]
             return await self._etcd.txn(
                 compare=[unchanged(keys[0], snapshot.stored.head)],
@@ -197,6 +202,25 @@ class GroupStore:
         if not revision and not count:
             raise group_not_found(name)
         return revision, count
+
+    async def _delete_unreadable(self, name: str) -> int | None:
+        """Delete all keys of a record that can't be read; None if another writer was faster.
+
+        Raises:
+            GroupInUse: a member is live.
+        """
+        head = record_key(name, HEAD)
+        stored = {one.key: one for one in await self._etcd.get_tree(record_key(name, HEAD))}
+        live, _ = await self._etcd.get_prefix(f"live/{name}/")
+        if live:
+            raise GroupInUse(
+                f"group {name} has {len(live)} live members: {UNUSED_RULE}",
+                facts={"group": name, "members": len(live)},
+            )
+        return await self._etcd.txn(
+            compare=[unchanged(head, stored.get(head))],
+            delete=[*stored, self._etcd.key("gates", name)],
+        )
 
     async def _carry_out(self, name: str, request: GroupRequest) -> GroupOutcome:
         """Return the outcome of `request`, which another request's transaction may carry out."""

@@ -86,9 +86,13 @@ class DeliveryAdvance:
     def recorded(
         self, key: QueueKey, range_: tuple[int, int], record: RecordedDelivery
     ) -> RecordedDelivery:
-        """Note the record of a range that is sent now; return it without the rest."""
+        """Note the record of a range that is sent now; return it without the rest.
+
+        If the advance was settled while offsets was asked, nothing is sent in it any more.
+        """
         first_offset, next_offset = range_
-        self._record, self._key, self._sent_offset = record, key, next_offset
+        self._record, self._key = (record if self._id else None), key
+        self._sent_offset = next_offset
         return record.between(first_offset, next_offset)
 
     def is_due(self, now_ms: int) -> bool:

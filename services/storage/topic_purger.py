@@ -141,11 +141,13 @@ class TopicPurger:
         ends = np.array([end for _, end in segments], np.int64)
         sums = np.zeros(len(segments), np.int64)
         for _, queue in queues:
-            offset = queue.first_offset
+            offset, counted = queue.first_offset, -1
             while offset < queue.visible_offset:
                 next_offset = min(offset + ENTRIES_AT_ONCE, queue.visible_offset)
                 try:
-                    sums += batch_bytes(queue.read(offset, next_offset), ends)
+                    entries = queue.read(offset, next_offset)
+                    sums += batch_bytes(entries, ends, counted=counted)
+                    counted = int(entries.positions[-1])
                 except DataLoss as error:  # these bytes are not counted
                     log.warning("consume queue is damaged error=%s", error)
                 offset = next_offset

@@ -7,6 +7,7 @@ then the same with the last comparison of each block negated.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ async def summary(folder: Path, blocks: Sequence[str]) -> tuple[str, str]:
     """Return the last line of pytest's output without the time, and the whole output."""
     for number, text in enumerate(blocks):
         (folder / f"test_{number}.py").write_text(text)
+    inherited = os.environ  # noqa: TID251  all but the options of the session around this test
     process = await asyncio.create_subprocess_exec(
         *(
             sys.executable,
@@ -37,6 +39,7 @@ async def summary(folder: Path, blocks: Sequence[str]) -> tuple[str, str]:
             "no:cacheprovider",
         ),
         cwd=folder,
+        env={name: value for name, value in inherited.items() if name != "PYTEST_ADDOPTS"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

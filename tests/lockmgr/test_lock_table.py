@@ -323,6 +323,15 @@ def test_fenced_owner_without_a_persisted_successor_is_not_renewed() -> None:
     assert entry.state is LockState.PHANTOM
 
 
+def test_owner_that_a_refused_hand_over_has_fenced_is_not_renewed() -> None:
+    """The answer of the fence was lost, and a reset has raised the token before it was repeated."""
+    table = owned_by_a()
+    table.begin_change(KEY, ChangeStep.FENCE)
+    table.end_unchanged(KEY, fenced=True)
+    assert keep_alive(table, 10) is HoldState.NOT_OWNER
+    assert lease_age_ms(table, 10) == 10
+
+
 def test_story_12_new_leader_does_not_renew_a_phantom() -> None:
     """The previous leader fenced the owner and crashed before it persisted the next one."""
     table = owned_by_a(offsets_token=8)

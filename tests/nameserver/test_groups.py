@@ -399,6 +399,22 @@ async def test_unreadable_record_is_not_served_until_it_is_whole_again(
     assert ids(await nameserver.group("g")) == ["c1", "c2"]
 
 
+async def test_unreadable_record_is_deleted_with_its_group(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    await nameserver.join("g", "c1")
+    await etcd.delete("groups/g/members/1")
+    assert (await refusal(nameserver.delete_group("g"))).reason == "GROUP_IN_USE"
+    live = await etcd.get(etcd.key("live", "g", "c1"))
+    assert live is not None
+    await etcd.revoke(live.lease_id)
+    await nameserver.delete_group("g")
+    assert not await etcd.get_tree("groups/g")
+    assert await etcd.get("gates/g") is None
+    joined = await nameserver.join("g", "c2")
+    assert ids(joined) == ["c2"]
+
+
 async def test_changes_and_refusals_are_published_as_events(nameserver: Replica) -> None:
     events: list[metrics_pb.MetricEvent] = []
     hub = nameserver.runtime.hub

@@ -184,6 +184,7 @@ class SimulationRun:
             await self._service_faults.make_unreachable(self.options.outage_ms)
         if self.options.switches_identities:
             await self._service_faults.switch_on_identities()
+        await asyncio.sleep(0)  # the last fault has begun
         self.cluster.trace.note("director", "faults cease")
         self.cluster.network.faults = Faults()
         self._service_faults.settle()

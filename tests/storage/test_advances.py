@@ -140,6 +140,8 @@ def test_frame_of_an_advance_has_the_flags_of_its_range() -> None:
     scene = Scene()
     runs = [(0, 3), (5, 8), (20, 30)]
     redelivered = [queue_pb2.OffsetRange(first_offset=a, next_offset=b) for a, b in runs]
+    for range_ in [(0, 1), (0, 2)]:
+        scene.advance.wish(range_, scene.now_ms)
     record = RecordedDelivery(redelivered, SEEN[1], scene.now_ms, SEEN[0], 40)
     own = scene.advance.recorded(KEY, (0, 2), record)
     assert [(r.first_offset, r.next_offset) for r in own.redelivered] == [(0, 2)]
@@ -167,6 +169,21 @@ def test_settled_advance_is_not_used_again() -> None:
     scene.advance.settle()
     assert not scene.covers(2, 3)
     assert scene.record(2, 3).advance_id == 102, "an id is used for one advance"
+
+
+def test_record_that_is_answered_after_the_settlement_is_no_advance() -> None:
+    """The call waited behind another one for 2 s; the settlement leaves right after it."""
+    scene = Scene()
+    scene.record(0, 1)
+    scene.now_ms += 10
+    wish = scene.advance.wish((1, 2), scene.now_ms)
+    assert wish.advance_id
+    scene.now_ms += 2 * ADVANCE_MS + 1
+    assert scene.advance.is_due(scene.now_ms)
+    assert scene.advance.settle().advance_id == wish.advance_id
+    record = RecordedDelivery((), SEEN[1], scene.now_ms, SEEN[0], wish.advance_to)
+    scene.advance.recorded(KEY, (1, 2), record)
+    assert not scene.covers(2, 3)
 
 
 def test_advance_is_due_two_seconds_after_its_last_record() -> None:

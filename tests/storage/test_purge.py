@@ -15,7 +15,7 @@ from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, TopicExists
-from batonmq_server.storage import checkpointer
+from batonmq_server.storage import checkpointer, topic_purger
 from batonmq_server.storage.core.commitlog import purged_head
 from tests.storage.batches import batch
 from tests.storage.replicas import BROKER, SEGMENT_BYTES, Replica, Scene
@@ -31,6 +31,7 @@ PURGED = purged_head(SEGMENT_BYTES).ljust(SEGMENT_BYTES, b"\0")
 @pytest.fixture(autouse=True)
 def _checkpoints_are_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointer, "INTERVAL_S", 0)
+    monkeypatch.setattr(topic_purger, "ENTRIES_AT_ONCE", 2)
 
 
 async def put(scene: Scene) -> None:
@@ -55,7 +56,8 @@ async def purge(leader: Replica, topic: str = GONE) -> pb.PurgeTopicResponse:
 
 async def write(leader: Replica, segments: int = 3) -> None:
     """Write messages of both topics, then segments of the topic to delete, then both again."""
-    await leader.append(batch(b"first"), batch(bytes(30_000), topic=GONE))
+    thirds = [bytes(10_000)] * 3
+    await leader.append(batch(b"first"), batch(*thirds, topic=GONE))
     for _ in range(2 * segments):
         await leader.append(batch(bytes(30_000), topic=GONE))
     await leader.append(batch(b"last"))

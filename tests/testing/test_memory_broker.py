@@ -33,6 +33,7 @@ from batonmq.errors import (
 )
 from batonmq_server.testing import Faults, MemoryBroker, run_virtual
 from batonmq_server.testing.processes import ServiceSpec
+from tests.support.conditions import until
 
 BACK = ConsumerSettings(consume_from="first", send_back=True)
 
@@ -408,3 +409,39 @@ def test_broker_starts_fast() -> None:
     assert there_s < 1
     assert gone_s < 2
     assert after.user + after.system - before.user - before.system < 1
+
+
+def test_consumer_of_a_deleted_topic_releases_its_other_queues() -> None:
+    """Its handlers end, their messages are acknowledged, and another member goes on at once."""
+
+    def owned(consumer: Consumer, *topics: str) -> int:
+        return sum(queue.topic in topics for queue in consumer.assignment)
+
+    async def run() -> tuple[list[bytes], float]:
+        handled: list[bytes] = []
+
+        async def handle(message: ReceivedMessage) -> None:
+            await asyncio.sleep(1)
+            handled.append(message.body)
+
+        async with MemoryBroker() as broker:
+            await broker.create_topic("orders", 4)
+            await broker.create_topic("notes", 1)
+            async with broker.producer() as producer, broker.admin() as admin:
+                with pytest.raises(TopicNotFound):
+                    async with (
+                        broker.consumer("billing", {"orders": "*", "notes": "*"}) as consumer,
+                        asyncio.TaskGroup() as tasks,
+                    ):
+                        tasks.create_task(consumer.run(handle))
+                        await until(lambda: owned(consumer, "orders", "notes") == 5)
+                        await producer.send("orders", b"before")
+                        await admin.delete_topic("notes")
+                began_s = asyncio.get_running_loop().time()
+                async with broker.consumer("billing", {"orders": "*"}) as other:
+                    await until(lambda: owned(other, "orders") == 4, timeout_s=60)
+                    return handled, asyncio.get_running_loop().time() - began_s
+
+    handled, took_s = run_virtual(run())
+    assert handled == [b"before"]
+    assert took_s < 5

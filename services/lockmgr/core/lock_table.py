@@ -302,9 +302,14 @@ class LockTable:
         entry.version += 1
         return entry.pending
 
-    def end_unchanged(self, key: GroupQueue) -> None:
-        """End a change that has changed nothing, neither at offsets nor in etcd."""
-        self._end_change(key)
+    def end_unchanged(self, key: GroupQueue, *, fenced: bool = False) -> None:
+        """End a change that has changed nothing in etcd.
+
+        Args:
+            fenced: Whether it has fenced the owner at offsets, so that the lock's token is invalid.
+        """
+        entry = self._end_change(key)
+        entry.phantom = entry.phantom or (fenced and entry.lock.owner is not None)
 
     def end_granted(
         self, key: GroupQueue, lock: LockRecord, revision: int, now_ms: int, *, newly_acquired: bool

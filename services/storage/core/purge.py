@@ -74,12 +74,16 @@ def due_segments(log: CommitLog, orders: Collection[PurgeOrder]) -> list[Positio
     return [segment for segment in sealed if not log.is_purged(segment[0])]
 
 
-def batch_bytes(entries: Entries, ends: Int64Array) -> Int64Array:
+def batch_bytes(entries: Entries, ends: Int64Array, *, counted: int = -1) -> Int64Array:
     """Return the bytes of the batches of `entries`, by the segments that end at `ends`.
 
     A batch before the first or after the last of these segments is left out.
+
+    Args:
+        counted: Position of a batch that is counted already, and left out.
     """
     starts = batch_starts(entries.positions)
+    starts = starts[entries.positions[starts] != counted]
     segments = np.searchsorted(ends, entries.positions[starts], "right")
     sizes = entries.sizes[starts]
     inside = segments < len(ends)
