@@ -15,7 +15,7 @@ from batonmq_server.gateway.ports import PortKind, address_of
 from batonmq_server.gateway.statuses import Refused
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
-ACCEPTED_TYPES = (pb.NORMAL, pb.FIFO, pb.DELAY)
+ACCEPTED_TYPES = (pb.NORMAL, pb.FIFO, pb.DELAY, pb.TRANSACTION)
 ANY_QUEUE = -1
 
 
