@@ -300,3 +300,38 @@ def test_rejected_client_gets_the_reason_and_a_remedy(
         error = json.loads(refused.err.splitlines()[-1])["error"]
         assert (error["reason"], reason in error["message"]) == ("UNREACHABLE", True), error
         assert error["remedy"]
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_access_keys_are_created_rotated_and_revoked(
+    secure: tuple[RunningCluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_CONFIG", str(secure[1]))
+    secret = tmp_path / "secret"
+    secret.write_text("the-secret-of-before\n")
+    key = ("access", "key")
+    create = (*key, "create", "shop", "--access-key", "OLDKEY", "--secret-file", str(secret))
+    made = baton(*create, "--scope", "produce", "topic:orders")
+    assert (made.code, made.out.split()) == (0, ["OLDKEY", "the-secret-of-before"]), made
+    assert "not shown again" in made.err
+    again = baton(*create)
+    assert again.code == 1, "a name is used once"
+    (listed,) = baton("access", "list", "shop", "--format", "json").json
+    assert (listed["access_key"], listed["scopes"]) == (
+        "OLDKEY", [{"role": "produce", "resource": "topic:orders"}],
+    )  # fmt: skip
+    file = tmp_path / "pair.json"
+    rotated = baton(*key, "rotate", "OLDKEY", "--overlap", "1h", "--file", str(file))
+    assert rotated.code == 0, rotated
+    pair = json.loads(file.read_text())
+    assert (rotated.code, pair["access_key"]) == (0, "OLDKEY")
+    assert (file.stat().st_mode & 0o777, len(pair["secret"]) > 30) == (0o600, True)
+    assert pair["secret"] not in rotated.out + rotated.err
+    refused = baton(*key, "rotate", "OLDKEY", "--file", str(file))
+    assert (refused.code, json.loads(file.read_text())) == (1, pair)
+    revoked = [baton(*key, "revoke", "OLDKEY", "--format", "json").json for _ in range(2)]
+    assert [one["revoked"] for one in revoked] == [True, False]
+    left = tmp_path / "left.json"
+    unknown = baton(*key, "rotate", "OLDKEY", "--file", str(left))
+    assert (unknown.code, left.exists()) == (1, False), unknown
