@@ -22,8 +22,7 @@ from apache.rocketmq.v2 import service_pb2
 from batonmq import Admin, Consumer, ConsumerSettings, Producer
 from batonmq._core.reset_targets import ToEarliest
 from batonmq.admin import Operation, Resets, ResetScope
-from batonmq_server.gateway.access import METHODS
-from batonmq_server.gateway.app import SERVICE
+from batonmq_server.gateway.access import METHODS, SERVICE
 from tests.gateway.remote_stub import RemoteStub, handle_of, remote_client
 from tests.support.cluster import local_cluster
 from tests.support.conditions import until
