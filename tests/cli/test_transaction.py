@@ -42,6 +42,12 @@ def test_open_transactions_are_listed_and_ended_by_hand(tmp_path: Path) -> None:
         shown = cluster("transaction", "show", ids[1])
         assert shown.code == 0
         assert ids[1] in shown.out
+        by_id = cluster("message", "trace", ids[2])
+        assert "half message of transaction" in by_id.out, by_id
+        assert "no consumer sees it: no producer of group payments" in by_id.out
+        half = cluster("message", "trace", "--topic", "mails", "--key", "k", "--format", "json").json
+        assert (half["state"], half["transaction_id"], half["checks"]) == ("open", ids[2], 0)
+        assert [one["event"] for one in half["events"]] == ["begun", "checked", "open"]
 
         done = cluster("transaction", "commit", ids[0])
         assert (done.code, done.out) == (0, f"{ids[0]} committed, in queue 0 at offset 0\n")
@@ -58,3 +64,5 @@ def test_open_transactions_are_listed_and_ended_by_hand(tmp_path: Path) -> None:
         traced = cluster("message", "trace", "--topic", "orders", "--key", "k")
         assert f"half message of transaction {ids[0]}" in traced.out
         assert "committed" in traced.out
+        gone = cluster("message", "trace", ids[1])
+        assert (gone.code, "TRANSACTION_NOT_FOUND" in gone.err) == (1, True)

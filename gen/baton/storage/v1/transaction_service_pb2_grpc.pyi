@@ -56,8 +56,8 @@ class TransactionServiceStub:
     """
     WatchChecks: _grpc.UnaryStreamMultiCallable[_transaction_service_pb2.WatchChecksRequest, _transaction_service_pb2.WatchChecksResponse]
     """Opens a stream on which the leader asks what became of transactions of a producer group. The
-    answer to a check is End. A transaction is asked of one stream at a time: once when it is 6 s old,
-    then every 30 s, 15 times by default. A check is recorded before it is sent. An empty response
+    answer to a check is End. A transaction is asked of one stream at a time: once when it is 6 s old
+    (or BeginItem.check_after_ms), then every 30 s, 15 times by default. A check is recorded before it is sent. An empty response
     leaves at once, and then every 5 s if nothing else does.
 
     A check goes only to a caller that may produce to the topic of the message.
@@ -99,8 +99,8 @@ class TransactionServiceAsyncStub(TransactionServiceStub):
     """
     WatchChecks: _aio.UnaryStreamMultiCallable[_transaction_service_pb2.WatchChecksRequest, _transaction_service_pb2.WatchChecksResponse]  # type: ignore[assignment]
     """Opens a stream on which the leader asks what became of transactions of a producer group. The
-    answer to a check is End. A transaction is asked of one stream at a time: once when it is 6 s old,
-    then every 30 s, 15 times by default. A check is recorded before it is sent. An empty response
+    answer to a check is End. A transaction is asked of one stream at a time: once when it is 6 s old
+    (or BeginItem.check_after_ms), then every 30 s, 15 times by default. A check is recorded before it is sent. An empty response
     leaves at once, and then every 5 s if nothing else does.
 
     A check goes only to a caller that may produce to the topic of the message.
@@ -157,8 +157,8 @@ class TransactionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transaction_service_pb2.WatchChecksResponse], _abc.AsyncIterator[_transaction_service_pb2.WatchChecksResponse]]:
         """Opens a stream on which the leader asks what became of transactions of a producer group. The
-        answer to a check is End. A transaction is asked of one stream at a time: once when it is 6 s old,
-        then every 30 s, 15 times by default. A check is recorded before it is sent. An empty response
+        answer to a check is End. A transaction is asked of one stream at a time: once when it is 6 s old
+        (or BeginItem.check_after_ms), then every 30 s, 15 times by default. A check is recorded before it is sent. An empty response
         leaves at once, and then every 5 s if nothing else does.
 
         A check goes only to a caller that may produce to the topic of the message.
