@@ -140,6 +140,8 @@ def test_frame_of_an_advance_has_the_flags_of_its_range() -> None:
     scene = Scene()
     runs = [(0, 3), (5, 8), (20, 30)]
     redelivered = [queue_pb2.OffsetRange(first_offset=a, next_offset=b) for a, b in runs]
+    for range_ in [(0, 1), (0, 2)]:
+        scene.advance.wish(range_, scene.now_ms)
     record = RecordedDelivery(redelivered, SEEN[1], scene.now_ms, SEEN[0], 40)
     own = scene.advance.recorded(KEY, (0, 2), record)
     assert [(r.first_offset, r.next_offset) for r in own.redelivered] == [(0, 2)]

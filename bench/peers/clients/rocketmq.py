@@ -40,12 +40,12 @@ class RocketSender(Sender):
     bulk_messages = 1_000
 
     def __init__(self, task: Task) -> None:
-        self._producer = Producer(_configuration(task), (task.topic,))
+        self._task = task
         self._topic = task.topic
         self._posted: deque[Future[object]] = deque()
 
     async def __aenter__(self) -> Self:
-        self._producer.startup()
+        self._producer = await _started_producer(self._task, (self._topic,))
         return self
 
     async def __aexit__(
@@ -92,18 +92,7 @@ class RocketClient(Client):
 
     async def create_topics(self, task: Task) -> None:
         """Wait until the name server knows the topics, which the bench has created."""
-        end_s = monotonic() + _REGISTERED_S
-        while True:
-            producer = Producer(_configuration(task), TOPICS)
-            try:
-                producer.startup()
-            except Exception:  # the library raises no class of its own here
-                if monotonic() > end_s:
-                    raise
-                await asyncio.sleep(_RETRY_S)
-            else:
-                producer.shutdown()
-                return
+        (await _started_producer(task, TOPICS)).shutdown()
 
     def sender(self, task: Task) -> Sender:  # noqa: D102
         return RocketSender(task)
@@ -159,6 +148,21 @@ class RocketClient(Client):
         consumer.startup()
         await asyncio.to_thread(finished.wait)
         consumer.shutdown()
+
+
+async def _started_producer(task: Task, topics: tuple[str, ...]) -> Producer:
+    """Return a started producer; wait while the proxy does not know the routes of its topics."""
+    end_s = monotonic() + _REGISTERED_S
+    while True:
+        producer = Producer(_configuration(task), topics)
+        try:
+            producer.startup()
+        except Exception:  # the library raises no class of its own here
+            if monotonic() > end_s:
+                raise
+            await asyncio.sleep(_RETRY_S)
+        else:
+            return producer
 
 
 def _configuration(task: Task) -> ClientConfiguration:
