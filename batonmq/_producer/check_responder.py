@@ -1,7 +1,6 @@
 """Answers the brokers that ask what became of transactions of the producer group.
 
-The responder holds one stream open to the leader of every broker. It answers a check by ending the
-transaction; if that fails, the broker asks again.
+The responder answers a check by ending the transaction; if that fails, the broker asks again.
 """
 
 from __future__ import annotations
@@ -12,10 +11,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import grpc.aio
-
 from baton.storage.v1 import transaction_service_pb2 as pb
-from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import Directory
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message, decode_records, read_header
@@ -25,20 +21,18 @@ from batonmq._core.transactions import (
     TransactionState,
     broker_of,
 )
+from batonmq._producer.check_watcher import CheckWatcher
 from batonmq._producer.transaction_sender import TransactionSender
-from batonmq.errors import BatonError, Unreachable
+from batonmq.errors import BatonError
 
 log = logging.getLogger(__name__)
 
-SILENCE_S_MAX = 12.0
-"""A stream that brings nothing for so long is given up: a leader sends something every 5 s."""
-BROKERS_INTERVAL_S = 10.0
 RUNNING_MAX = 256
 """More checks at once are dropped; the broker asks again."""
 
 
 class CheckResponder:
-    """Keeps the streams of checks open, and calls the transaction checker.
+    """Calls the transaction checker for each check.
 
     Args:
         start: Runs a coroutine until the producer is closed.
@@ -54,53 +48,12 @@ class CheckResponder:
     ) -> None:
         self._directory, self._sender, self._start = directory, sender, start
         self._group, self._checker = group, checker
-        self._watched: set[str] = set()
         self._running: set[str] = set()
 
     async def run(self) -> None:
         """Keep a stream open to each broker until cancelled; run it as one task."""
-        while True:
-            try:
-                brokers = await self._directory.brokers()
-            except BatonError as error:
-                log.info("brokers not known error=%s", error)
-                brokers = set()
-            for broker in sorted(brokers - self._watched):
-                self._watched.add(broker)
-                self._start(self._follow(broker))
-            await asyncio.sleep(BROKERS_INTERVAL_S if self._watched else 1.0)
-
-    async def _follow(self, broker: str) -> None:
-        failures = 0
-        while True:
-            opened = asyncio.Event()
-            try:
-                await self._watch(broker, opened)
-                error: BatonError = Unreachable("the broker closed the stream")
-            except BatonError as failure:
-                error = failure
-            failures = 0 if opened.is_set() else failures
-            log.info("stream of checks lost broker=%s error=%s", broker, error)
-            await self._directory.pause(error, failures)
-            failures += 1
-
-    async def _watch(self, broker: str, opened: asyncio.Event) -> None:
-        """Open a stream, and answer its checks until it ends."""
-        stub = await self._directory.transactions(broker)
-        call = stub.WatchChecks(pb.WatchChecksRequest(group=self._group))
-        try:
-            async with asyncio.timeout(SILENCE_S_MAX) as silence:
-                async for response in call:
-                    opened.set()
-                    silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S_MAX)
-                    for check in response.checks:
-                        self._take(check)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        except TimeoutError:
-            raise Unreachable(f"broker {broker} was silent for {SILENCE_S_MAX:.0f} s") from None
-        finally:
-            call.cancel()
+        watcher = CheckWatcher(self._directory, self._start, self._group, self._take)
+        await watcher.run()
 
     def _take(self, check: pb.TransactionCheck) -> None:
         """Start to answer a check, unless it is being answered or too many are."""
@@ -126,7 +79,7 @@ class CheckResponder:
     async def _ask(self, check: pb.TransactionCheck) -> TransactionState:
         """Return the answer of the checker; UNKNOWN if it fails."""
         try:
-            answer = self._checker(_pending(check))
+            answer = self._checker(pending_of(check))
             state = await answer if inspect.isawaitable(answer) else answer
         except BatonError:
             raise
@@ -143,7 +96,8 @@ class CheckResponder:
         return state
 
 
-def _pending(check: pb.TransactionCheck) -> PendingTransaction:
+def pending_of(check: pb.TransactionCheck) -> PendingTransaction:
+    """Return a check as the transaction checker gets it."""
     header = read_header(check.batch)
     (record,) = decode_records(check.batch, header, range(1))
     queue = QueueRef(header.topic, broker_of(check.transaction_id), header.queue_id)

@@ -353,12 +353,16 @@ class Producer:
         ordering_key: str | None = None,
         queue: QueueRef | None = None,
         check_after_ms: int | None = None,
+        group: str = "",
     ) -> Transaction:
         """Store a half message and return its transaction, which the caller ends.
 
         Arguments and errors are those of `transaction`, which is simpler if one block does it all.
+
+        Args:
+            group: Producer group to be asked about it; by default that of this producer.
         """
-        group = needs_group(self._group)
+        group = check_group(group) if group else needs_group(self._group)
         message = with_ordering_key(message, ordering_key)
         record = encode_record(message)
         self._refuse_if_closing()
@@ -382,7 +386,8 @@ class Producer:
 
         Args:
             state: COMMIT or ROLLBACK; UNKNOWN changes nothing.
-            topic: Topic of the message, for the receipt.
+            topic: Topic of the message, for the receipt. If it is given and the message is of
+                another one, the transaction is not found.
 
         Returns:
             The receipt of a commit; None otherwise.
@@ -394,7 +399,7 @@ class Producer:
         """
         if state is TransactionState.COMMIT:
             return await self._transactions.commit(transaction_id, topic)
-        await self._transactions.end(transaction_id, state)
+        await self._transactions.end(transaction_id, state, topic)
         return None
 
     @overload

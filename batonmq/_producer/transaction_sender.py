@@ -92,21 +92,26 @@ class TransactionSender:
         """Commit a transaction; see `Transaction.commit`.
 
         Args:
-            topic: Topic of the message, for the receipt.
+            topic: Topic of the message.
         """
-        receipt = await self.end(transaction_id, TransactionState.COMMIT)
+        receipt = await self.end(transaction_id, TransactionState.COMMIT, topic)
         queue = QueueRef(topic, broker_of(transaction_id), receipt.queue_id)
         return CommitReceipt(queue, receipt.first_offset, receipt.duplicate)
 
-    async def end(self, transaction_id: str, state: TransactionState) -> pb.EndReceipt:
+    async def end(
+        self, transaction_id: str, state: TransactionState, topic: str = ""
+    ) -> pb.EndReceipt:
         """End a transaction, or say that its state is not known.
+
+        Args:
+            topic: Topic of the message; if it is of another one, the transaction is not found.
 
         Raises:
             TransactionNotFound, TransactionEnded, TopicNotFound: It can't end so.
             Unreachable: No outcome within the delivery timeout; it may have ended so.
         """
         broker = broker_of(transaction_id)
-        item = pb.EndItem(transaction_id=transaction_id, state=_STATES[state])
+        item = pb.EndItem(transaction_id=transaction_id, state=_STATES[state], topic=topic)
         late_ms = self._clock.monotonic_ms() + self._settings.delivery_timeout_ms
         failures = 0
         while True:

@@ -105,7 +105,12 @@ async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[Ap
     try:
         async with Producer(nameserver, environment=environment) as producer:
             servicer = MessagingServicer(
-                parts, groups, Routes(runtime.nodes, settings.node_id), producer, directory, metrics
+                parts,
+                groups,
+                Routes(runtime.nodes, settings.node_id),
+                producer,
+                directory,
+                metrics,
             )
             yield App(
                 servicers={

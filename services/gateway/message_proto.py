@@ -29,12 +29,13 @@ _BORN_HOST = f"{PREFIX}born_host"
 _ENCODING = f"{PREFIX}encoding"
 _DELIVER_AT = f"{PREFIX}deliver_at_unix_ms"
 _TRACE = f"{PREFIX}trace_context"
+_TRANSACTION = f"{PREFIX}transaction"
 
 PROPERTIES_MAX = 128
 PROPERTIES_BYTES_MAX = 16 * 1024
 MESSAGE_ID_BYTES_MAX = 255
 MESSAGE_GROUP_BYTES_MAX = 63
-_TYPES = (pb.MESSAGE_TYPE_UNSPECIFIED, pb.NORMAL, pb.FIFO, pb.DELAY)
+_TYPES = (pb.MESSAGE_TYPE_UNSPECIFIED, pb.NORMAL, pb.FIFO, pb.DELAY, pb.TRANSACTION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,14 @@ class OutgoingMessage:
     Attributes:
         message_group: Its order; empty for none.
         deliver_at_unix_ms: Its delivery time; None for now.
+        transactional: Whether it begins a transaction.
     """
 
     message_id: str
     message: Message
     message_group: str
     deliver_at_unix_ms: int | None
+    transactional: bool = False
 
 
 def outgoing(sent: pb.Message, now_unix_ms: int) -> OutgoingMessage:
@@ -86,6 +89,7 @@ def outgoing(sent: pb.Message, now_unix_ms: int) -> OutgoingMessage:
         _BORN_HOST: system.born_host,
         _TRACE: system.trace_context,
         _ENCODING: str(int(pb.GZIP)) if system.body_encoding == pb.GZIP else "",
+        _TRANSACTION: "1" if system.message_type == pb.TRANSACTION else "",
     }
     properties |= {name: value for name, value in optional.items() if value}
     deliver_at = None
@@ -93,7 +97,13 @@ def outgoing(sent: pb.Message, now_unix_ms: int) -> OutgoingMessage:
         deliver_at = _deliver_at(system, now_unix_ms)
         properties[_DELIVER_AT] = str(deliver_at)
     message = Message(sent.body, system.tag, keys, properties)
-    return OutgoingMessage(system.message_id, message, system.message_group, deliver_at)
+    return OutgoingMessage(
+        system.message_id,
+        message,
+        system.message_group,
+        deliver_at,
+        system.message_type == pb.TRANSACTION,
+    )
 
 
 def _check_body(sent: pb.Message) -> None:
@@ -128,12 +138,17 @@ def _check_type(system: pb.SystemProperties) -> None:
             pb.NOT_IMPLEMENTED,
             f"messages of type {name or system.message_type} are not supported by the gateway",
         )
-    wanted = {pb.NORMAL: (False, False), pb.FIFO: (True, False), pb.DELAY: (False, True)}
+    wanted = {
+        pb.NORMAL: (False, False),
+        pb.FIFO: (True, False),
+        pb.DELAY: (False, True),
+        pb.TRANSACTION: (False, False),
+    }
     if wanted.get(system.message_type, (grouped, timed)) != (grouped, timed) or (grouped and timed):
         raise Refused(
             pb.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
-            "a message of type FIFO has a message group, one of type DELAY a delivery time, and no "
-            "message has both",
+            "a message of type FIFO has a message group, one of type DELAY a delivery time, no "
+            "message both, and one of type TRANSACTION none",
         )
     group = system.message_group
     if len(group.encode()) > MESSAGE_GROUP_BYTES_MAX or {"\x01", "\x02"} & {*group}:
@@ -193,7 +208,8 @@ def received(message: ReceivedMessage, topic: pb.Resource, delivery: DeliveryFie
     """
     own = {name: value for name, value in message.properties.items() if name.startswith(PREFIX)}
     group, deliver_at = message.ordering_key or "", own.get(_DELIVER_AT)
-    kind = pb.FIFO if group else pb.DELAY if deliver_at else pb.NORMAL
+    plain = pb.TRANSACTION if _TRANSACTION in own else pb.NORMAL
+    kind = pb.FIFO if group else pb.DELAY if deliver_at else plain
     system = pb.SystemProperties(
         keys=message.keys,
         message_id=own.get(MESSAGE_ID) or message.message_id,

@@ -30,6 +30,11 @@ class GatewayMetrics:
             "Messages that remote clients have acknowledged, durably.",
             registry=registry,
         )
+        self.transaction_checks = Counter(
+            "baton_gateway_transaction_checks",
+            "Checks of transactions that were sent to remote producers.",
+            registry=registry,
+        )
         self._gauges = {
             name: Gauge(f"baton_gateway_{name}", text, registry=registry)
             for name, text in (

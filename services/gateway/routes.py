@@ -14,7 +14,7 @@ from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq_server.gateway.statuses import Refused
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
-ACCEPTED_TYPES = (pb.NORMAL, pb.FIFO, pb.DELAY)
+ACCEPTED_TYPES = (pb.NORMAL, pb.FIFO, pb.DELAY, pb.TRANSACTION)
 ANY_QUEUE = -1
 
 

@@ -33,6 +33,8 @@ from batonmq_server.gateway.metrics import GatewayMetrics
 from batonmq_server.gateway.routes import ANY_QUEUE, Routes
 from batonmq_server.gateway.statuses import OK, Refused, status_of
 from batonmq_server.gateway.telemetry import TelemetryStream, expression_of
+from batonmq_server.gateway.transaction_checks import TransactionChecks
+from batonmq_server.gateway.transactions import Transactions
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         self._parts, self._groups, self._routes = parts, groups, routes
         self._producer, self._directory, self._metrics = producer, directory, metrics
         self._clock = parts.environment.clock
+        self._checks = TransactionChecks(directory, parts.spawn, metrics)
+        self._transactions = Transactions(producer, directory, self._clock)
 
     # ---- where
 
@@ -135,7 +139,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         def answered(status: pb.Status) -> None:
             self._metrics.answered("Telemetry", caller.language, status.code)
 
-        stream = TelemetryStream(caller, self._parts, self._groups)
+        stream = TelemetryStream(caller, self._parts, self._groups, self._checks)
         async for command in stream.serve(requests, answered):
             yield command
 
@@ -148,6 +152,8 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
 
         async def send(caller: Caller) -> service_pb2.SendMessageResponse:
             topic, messages = self._checked(caller, request.messages)
+            if any(one.transactional for one in messages):
+                self._checks.publish(caller.client_id, [topic])
             try:
                 async with asyncio.timeout(max(0.0, _left_s(context) - DEADLINE_MARGIN_S)):
                     entries = await self._send(topic, messages)
@@ -182,6 +188,9 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         pending: list[Any] = []
         for one in messages:
             try:
+                if one.transactional:
+                    pending.append(await self._transactions.begin(topic, one))
+                    continue
                 pending.append(
                     await self._producer.submit(
                         topic,
@@ -201,6 +210,10 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         try:
             if isinstance(pending, BatonError):
                 raise pending
+            if isinstance(pending, str):
+                return service_pb2.SendResultEntry(
+                    status=OK, message_id=sent.message_id, transaction_id=pending
+                )
             receipt = await pending
         except BatonError as error:
             return service_pb2.SendResultEntry(status=status_of(error), message_id=sent.message_id)
@@ -476,15 +489,26 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
             )
         return handle, consumer
 
-    # ---- not supported
+    # ---- transactions
 
     async def EndTransaction(
         self, request: service_pb2.EndTransactionRequest, context: Context
     ) -> service_pb2.EndTransactionResponse:
         """See the proto."""
-        return await self._unsupported(
-            "EndTransaction", context, service_pb2.EndTransactionResponse
-        )
+        kind = service_pb2.EndTransactionResponse
+
+        async def end(caller: Caller) -> service_pb2.EndTransactionResponse:
+            topic = caller.topic(request.topic)
+            try:
+                async with asyncio.timeout(max(0.0, _left_s(context) - DEADLINE_MARGIN_S)):
+                    await self._transactions.end(topic, request.transaction_id, request.resolution)
+            except TimeoutError:
+                return kind(status=_END_TIMED_OUT)
+            return kind(status=OK)
+
+        return await self._answer("EndTransaction", context, end, kind)
+
+    # ---- not supported
 
     async def PullMessage(
         self, request: service_pb2.PullMessageRequest, context: Context
@@ -556,6 +580,13 @@ _TIMED_OUT = pb.Status(
 _SEND_TIMED_OUT = pb.Status(
     code=pb.PROXY_TIMEOUT,
     message="no outcome before the deadline of the call; the messages may be stored or not",
+)
+
+
+_END_TIMED_OUT = pb.Status(
+    code=pb.PROXY_TIMEOUT,
+    message="no outcome before the deadline of the call; the transaction may have ended. Repeat "
+    "the call, or wait for the check",
 )
 
 

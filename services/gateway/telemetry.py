@@ -17,8 +17,9 @@ from batonmq_server.gateway.callers import Caller
 from batonmq_server.gateway.client_settings import settings_for
 from batonmq_server.gateway.gateway_parts import GatewayParts
 from batonmq_server.gateway.groups import Groups
-from batonmq_server.gateway.message_proto import duration_ms
+from batonmq_server.gateway.message_proto import duration_ms, echoed
 from batonmq_server.gateway.statuses import OK, Refused, status_of
+from batonmq_server.gateway.transaction_checks import TransactionChecks
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +48,12 @@ def expression_of(sent: pb.FilterExpression) -> str:
 class TelemetryStream:
     """One stream of one client."""
 
-    def __init__(self, caller: Caller, parts: GatewayParts, groups: Groups) -> None:
+    def __init__(
+        self, caller: Caller, parts: GatewayParts, groups: Groups, checks: TransactionChecks
+    ) -> None:
         self._caller, self._parts, self._groups = caller, parts, groups
+        self._checks = checks
+        self._names: dict[str, pb.Resource] = {}
         self._answers: asyncio.Queue[service_pb2.TelemetryCommand | None] = asyncio.Queue(
             UNSENT_MAX
         )
@@ -75,7 +80,24 @@ class TelemetryStream:
         finally:
             reading.cancel()
             pushing.cancel()
+            self._checks.close(self._caller.client_id, self)
             client.open_calls -= 1
+
+    def command(self, command: service_pb2.TelemetryCommand) -> bool:
+        """Send a command; return False if the client reads too slowly."""
+        if self._answers.full():
+            return False
+        self._answers.put_nowait(command)
+        return True
+
+    def name_of(self, topic: str) -> pb.Resource:
+        """Return a stored topic as the client names it."""
+        namespace = self._caller.namespace
+        plain = pb.Resource(
+            resource_namespace=namespace,
+            name=topic.removeprefix(f"{namespace}%") if namespace else topic,
+        )
+        return self._names.get(topic, plain)
 
     async def _read(
         self,
@@ -116,6 +138,12 @@ class TelemetryStream:
         try:
             if sent.WhichOneof("pub_sub") == "subscription":
                 fifo = self._subscribe(sent)
+            elif sent.WhichOneof("pub_sub") == "publishing":
+                self._names = {
+                    self._caller.topic(one): echoed(one, self._caller)
+                    for one in sent.publishing.topics
+                }
+                self._checks.open(self._caller.client_id, self, self._names)
         except (Refused, BatonError) as error:
             return service_pb2.TelemetryCommand(status=status_of(error))
         polling_ms = duration_ms(sent.subscription.long_polling_timeout)

@@ -275,12 +275,12 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         except BatonError as error:
             return error
         if item.state == pb.TRANSACTION_STATE_UNKNOWN:
-            return _EndItem(transaction_id, item.transaction_id, None)
+            return _EndItem(transaction_id, item.transaction_id, None, item.topic)
         if item.state not in _OUTCOMES:
             return InvalidArgument(
                 "state must be COMMITTED, ROLLED_BACK or UNKNOWN", facts={"field": "state"}
             )
-        return _EndItem(transaction_id, item.transaction_id, _OUTCOMES[item.state])
+        return _EndItem(transaction_id, item.transaction_id, _OUTCOMES[item.state], item.topic)
 
     def _read_open(self, transaction_ids: set[int]) -> dict[int, HalfMessage | DataLoss]:
         """Read the half messages of those transactions that are open."""
@@ -297,6 +297,8 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         if half is None or item.transaction_id not in self._open:
             run.outcomes[index] = self._find_end(item, run)
             return
+        if item.topic and read_header(_readable(half).batch).topic != item.topic:
+            raise _not_found(item, f"of topic {item.topic}")
         if self._require is not None:
             self._require(context, produce(read_header(_readable(half).batch).topic))
         if item.outcome is None:
@@ -325,11 +327,10 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         """
         ended = self._store.transactions.ended.get(item.transaction_id)
         if ended is None:
-            raise TransactionNotFound(
-                f"there is no transaction {item.name}; if it ended, its outcome is forgotten",
-                facts={"transaction_id": item.name},
-            )
-        queue_id, first_offset, next_position = self._place_of(ended)
+            raise _not_found(item, "that is open; if it ended, its outcome is forgotten")
+        topic, queue_id, first_offset, next_position = self._place_of(ended)
+        if item.topic and topic not in ("", item.topic):
+            raise _not_found(item, f"of topic {item.topic}")
         run.next_position = max(run.next_position, next_position)
         if ended.outcome is not item.outcome:
             name = ended.outcome.name.lower()
@@ -346,19 +347,21 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
             duplicate=True,
         )
 
-    def _place_of(self, ended: EndedTransaction) -> tuple[int, int, int]:
-        """Return queue, first offset and next position of the batch that ended a transaction.
+    def _place_of(self, ended: EndedTransaction) -> tuple[str, int, int, int]:
+        """Return topic, queue, first offset and next position of the batch that was an end.
 
-        The queue is 0 and the offset -1 if the log no longer has the batch.
+        The topic is empty, the queue 0 and the offset -1 if the log no longer has the batch. The
+        topic is empty also if the batch is not the message.
         """
         log = self._store.log
         if ended.position < log.first_position or log.is_purged(ended.position):
-            return 0, -1, 0
+            return "", 0, -1, 0
         try:
             header = read_header(log.read(ended.position, HEAD_BYTES_MAX))
         except BatonError:
-            return 0, -1, 0
-        return header.queue_id, header.first_offset, ended.position + header.length
+            return "", 0, -1, 0
+        topic = header.topic if ended.outcome is Outcome.COMMITTED else ""
+        return topic, header.queue_id, header.first_offset, ended.position + header.length
 
     def _write_ends(self, run: _EndRun) -> None:
         """Write the commits and rollbacks of a run, and set their outcomes."""
@@ -494,6 +497,7 @@ class _EndItem:
     transaction_id: int
     name: str
     outcome: Outcome | None
+    topic: str
 
 
 @dataclass(slots=True)
@@ -536,6 +540,12 @@ def _names(half: HalfMessage | DataLoss) -> tuple[str, str]:
 
 def _is_new(outcome: StoreReceipt | BatonError) -> bool:
     return isinstance(outcome, StoreReceipt) and not outcome.duplicate
+
+
+def _not_found(item: _EndItem, what: str) -> TransactionNotFound:
+    return TransactionNotFound(
+        f"there is no transaction {item.name} {what}", facts={"transaction_id": item.name}
+    )
 
 
 def _readable(half: HalfMessage | DataLoss) -> HalfMessage:

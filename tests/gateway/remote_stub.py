@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,11 +16,16 @@ from batonmq_server.gateway.message_proto import duration
 TIMEOUT_S = 10.0
 
 
+Checks = asyncio.Queue[tuple[str, service_pb2.RecoverOrphanedTransactionCommand]]
+"""Checks that producers got: the client id and the check."""
+
+
 class RemoteStub:
     """Calls a gateway as one client."""
 
     def __init__(self, channel: grpc.aio.Channel, client_id: str) -> None:
         self.stub = service_pb2_grpc.MessagingServiceStub(channel)
+        self.client_id = client_id
         self.metadata = (("x-mq-client-id", client_id), ("x-mq-language", "JAVA"))
 
     async def call(self, name: str, request: Any, timeout_s: float = TIMEOUT_S) -> Any:
@@ -43,6 +49,57 @@ class RemoteStub:
         answer = await self.call("SendMessage", service_pb2.SendMessageRequest(messages=messages))
         status: pb.Status = answer.status
         return status
+
+    async def begin(self, topic: str, body: bytes) -> str:
+        """Send a message that begins a transaction; return its id."""
+        message = pb.Message(
+            topic=pb.Resource(name=topic),
+            body=body,
+            system_properties=pb.SystemProperties(
+                message_id=f"id-{body.decode()}", message_type=pb.TRANSACTION
+            ),
+        )
+        answer = await self.call("SendMessage", service_pb2.SendMessageRequest(messages=[message]))
+        assert answer.status.code == pb.OK, answer
+        transaction_id: str = answer.entries[0].transaction_id
+        return transaction_id
+
+    async def end(
+        self, topic: str, transaction_id: str, resolution: pb.TransactionResolution.ValueType
+    ) -> pb.Status:
+        """End a transaction; return the status."""
+        request = service_pb2.EndTransactionRequest(
+            topic=pb.Resource(name=topic), transaction_id=transaction_id, resolution=resolution
+        )
+        status: pb.Status = (await self.call("EndTransaction", request)).status
+        return status
+
+    @asynccontextmanager
+    async def producing(self, *topics: str, checks: Checks) -> AsyncIterator[None]:
+        """Open a telemetry stream as a producer of topics; put what it is asked into `checks`."""
+        stream = self.stub.Telemetry(metadata=self.metadata)
+        settings = pb.Settings(
+            client_type=pb.PRODUCER,
+            publishing=pb.Publishing(topics=[pb.Resource(name=topic) for topic in topics]),
+        )
+        await stream.write(service_pb2.TelemetryCommand(settings=settings))
+
+        async def read() -> None:
+            try:
+                async for command in stream:
+                    if command.HasField("recover_orphaned_transaction_command"):
+                        asked = command.recover_orphaned_transaction_command
+                        checks.put_nowait((self.client_id, asked))
+            except grpc.aio.AioRpcError:
+                pass  # the gateway was killed
+
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(read())
+            try:
+                yield
+            finally:
+                stream.cancel()
+                reading.cancel()
 
     async def receive(
         self,

@@ -233,7 +233,7 @@ async def test_messages_are_refused_with_the_codes_of_the_contract(tmp_path: Pat
         conflict = pb.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
         assert await sent(message_group="g", delivery_timestamp=far) == conflict
         assert await sent(message_type=pb.FIFO) == conflict
-        assert await sent(message_type=pb.TRANSACTION) == pb.NOT_IMPLEMENTED
+        assert await sent(message_type=pb.TRANSACTION, message_group="g") == conflict
         assert await sent(message_type=77) == pb.NOT_IMPLEMENTED
         digest = pb.Digest(type=pb.MD5, checksum="00")
         assert await sent(body_digest=digest) == pb.MESSAGE_CORRUPTED
@@ -273,7 +273,7 @@ async def test_other_calls_are_refused_with_the_codes_of_the_contract(tmp_path: 
         )
         assert route.status.code == pb.TOPIC_NOT_FOUND
         for name in (
-            "EndTransaction", "UpdateOffset", "GetOffset", "QueryOffset", "SyncLiteSubscription",
+            "UpdateOffset", "GetOffset", "QueryOffset", "SyncLiteSubscription",
         ):  # fmt: skip
             answer = await at.stub.call(name, getattr(service_pb2, f"{name}Request")())
             assert answer.status.code == pb.NOT_IMPLEMENTED

@@ -20,6 +20,7 @@ from tests.support.conditions import until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 TOPIC = "orders"
 SETTINGS = {"invisible_ms_min": 500, "group_idle_ms": 3_000, "delivery_attempts_max": 3}
+STORAGE = {"transaction_check_first_ms": 0, "transaction_check_interval_ms": 1_000}
 
 
 class Scene:
@@ -48,7 +49,9 @@ class Scene:
 async def scene(folder: Path, queues: int = 4, **settings: object) -> AsyncIterator[Scene]:
     for language in LANGUAGES:
         official_client(language)  # before the cluster starts: it may take a minute
-    async with local_cluster(folder, gateways=1, gateway=SETTINGS | settings) as cluster:
+    async with local_cluster(
+        folder, gateways=1, gateway=SETTINGS | settings, storage=STORAGE
+    ) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, queues)
         yield Scene(cluster)
@@ -205,3 +208,19 @@ async def test_namespaces_do_not_see_each_other(tmp_path: Path, language: str) -
                 language, "simple", group="team", count=2, seconds=4, namespace=namespace
             )
             assert bodies(got) == [body]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+async def test_transactions_and_the_check_of_one_that_its_producer_left(
+    tmp_path: Path, language: str
+) -> None:
+    async with scene(tmp_path) as at:
+        ends = {"paid": "commit", "refused": "rollback", "left": "leave", "lost": "leave"}
+        messages = [{"body": body, "end": end} for body, end in ends.items()]
+        await at.run(language, "transactions", messages=messages)  # and dies
+        checked = await at.run(
+            language, "transactions", messages=[], checks=2, answers={"left": True, "lost": False}
+        )
+        assert sorted({one["body"] for one in checked}) == ["left", "lost"]
+        got = await at.run(language, "simple", group="audit", count=3, seconds=8)
+        assert bodies(got) == ["left", "paid"]

@@ -226,19 +226,25 @@ class EndItem(_message.Message):
 
     TRANSACTION_ID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
     transaction_id: _builtins.str
     """Id of the transaction. Required."""
     state: Global___TransactionState.ValueType
     """COMMITTED, ROLLED_BACK or UNKNOWN. Required."""
+    topic: _builtins.str
+    """Topic of the message; optional. If the message is of another topic, the item fails with
+    TRANSACTION_NOT_FOUND. The topic of a transaction that was rolled back is not known any more.
+    """
     def __init__(
         self,
         *,
         transaction_id: _builtins.str = ...,
         state: Global___TransactionState.ValueType = ...,
+        topic: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state", "transaction_id", b"transaction_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state", "topic", b"topic", "transaction_id", b"transaction_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

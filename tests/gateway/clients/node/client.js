@@ -4,6 +4,8 @@
 const { Producer, SimpleConsumer, PushConsumer, ConsumeResult, FilterExpression } =
   require('rocketmq-client-nodejs');
 
+// The package does not export it.
+const TransactionResolution = { COMMIT: 1, ROLLBACK: 2 };
 const quiet = { info() {}, debug() {}, warn() {}, error() {} };
 
 function options(task) {
@@ -44,6 +46,34 @@ async function send(task) {
   }
   await producer.shutdown();
   return { sent };
+}
+
+// Begins a transaction per message and ends it as the message says; answers checks meanwhile.
+async function transactions(task) {
+  const checked = [];
+  const checker = {
+    async check(message) {
+      const body = message.body.toString();
+      checked.push({ body, id: message.messageId });
+      return task.answers[body] ? TransactionResolution.COMMIT : TransactionResolution.ROLLBACK;
+    },
+  };
+  const producer = new Producer({ ...options(task), topic: task.topic, checker });
+  await producer.startup();
+  const sent = [];
+  for (const one of task.messages) {
+    const transaction = producer.beginTransaction();
+    const message = { topic: task.topic, body: Buffer.from(one.body) };
+    sent.push({ id: (await producer.send(message, transaction)).messageId });
+    if (one.end === 'commit') await transaction.commit();
+    if (one.end === 'rollback') await transaction.rollback();
+  }
+  const end = Date.now() + task.seconds * 1000;
+  while (checked.length < (task.checks || 0) && Date.now() < end) {
+    await new Promise((resolve) => setTimeout(resolve, 50));
+  }
+  if (task.checks) await producer.shutdown(); // without checks it just dies
+  return { checked, sent };
 }
 
 async function simple(task) {
@@ -101,7 +131,7 @@ async function push(task) {
 }
 
 const task = JSON.parse(process.argv[2]);
-({ send, simple, push })[task.op](task).then(
+({ send, simple, push, transactions })[task.op](task).then(
   (result) => {
     process.stdout.write(`${JSON.stringify(result)}\n`, () => process.exit(0));
   },

@@ -22,6 +22,8 @@ from rocketmq import (
     Producer,
     PushConsumer,
     SimpleConsumer,
+    TransactionChecker,
+    TransactionResolution,
 )
 
 
@@ -56,6 +58,36 @@ def send(task):
     finally:
         producer.shutdown()
     return {"sent": sent}
+
+
+def transactions(task):
+    """Begin a transaction per message and end it as the message says; answer checks meanwhile."""
+    answers, checked = task.get("answers", {}), queue.Queue()
+
+    class Checker(TransactionChecker):
+        def check(self, message):
+            body = message.body.decode()
+            checked.put({"body": body, "id": message.message_id})
+            return TransactionResolution.COMMIT if answers[body] else TransactionResolution.ROLLBACK
+
+    producer = Producer(configuration(task), (task["topic"],), checker=Checker())
+    producer.startup()
+    result = {"checked": [], "sent": []}
+    for one in task["messages"]:
+        message = Message()
+        message.topic, message.body = task["topic"], one["body"].encode()
+        transaction = producer.begin_transaction()
+        result["sent"].append({"id": producer.send(message, transaction).message_id})
+        if one["end"] == "commit":
+            transaction.commit()
+        elif one["end"] == "rollback":
+            transaction.rollback()
+    end = monotonic() + task["seconds"]
+    while len(result["checked"]) < task.get("checks", 0) and (left := end - monotonic()) > 0:
+        result["checked"].append(checked.get(timeout=left))
+    if task.get("checks"):
+        producer.shutdown()  # the answers to checks leave before; without checks it just dies
+    return result
 
 
 def view(message):
@@ -125,5 +157,6 @@ def push(task):
 
 if __name__ == "__main__":
     task = json.loads(sys.argv[1])
-    print(json.dumps({"send": send, "simple": simple, "push": push}[task["op"]](task)), flush=True)
+    operations = {"send": send, "simple": simple, "push": push, "transactions": transactions}
+    print(json.dumps(operations[task["op"]](task)), flush=True)
     os._exit(0)  # the client leaves threads behind that keep the process alive

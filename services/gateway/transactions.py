@@ -1,0 +1,69 @@
+"""Transactions of remote clients: begun by SendMessage, ended by EndTransaction."""
+
+from __future__ import annotations
+
+from apache.rocketmq.v2 import definition_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._connection.directory import Directory
+from batonmq._core.transactions import TransactionState, broker_of
+from batonmq._producer.producer import Producer
+from batonmq.errors import InvalidArgument, TransactionEnded, TransactionNotFound
+from batonmq_server.gateway.message_proto import OutgoingMessage
+from batonmq_server.gateway.statuses import Refused
+from batonmq_server.gateway.transaction_checks import producer_group
+
+BROKERS_INTERVAL_MS = 1_000
+"""The brokers are looked up again for an unknown one, at most so often."""
+_STATES = {
+    pb.COMMIT: TransactionState.COMMIT,
+    pb.ROLLBACK: TransactionState.ROLLBACK,
+    pb.TRANSACTION_RESOLUTION_UNSPECIFIED: TransactionState.UNKNOWN,
+}
+
+
+class Transactions:
+    """Begins and ends transactions. An id is that of storage: any gateway can end any of them."""
+
+    def __init__(self, producer: Producer, directory: Directory, clock: Clock) -> None:
+        self._producer, self._directory, self._clock = producer, directory, clock
+        self._brokers: set[str] = set()
+        self._refresh_ms = 0
+
+    async def begin(self, topic: str, sent: OutgoingMessage) -> str:
+        """Store a half message; return the id of its transaction.
+
+        Raises:
+            BatonError: It is not stored, or it is unknown whether it is.
+        """
+        begun = await self._producer.begin_transaction(
+            topic, sent.message, group=producer_group(topic)
+        )
+        return begun.transaction_id
+
+    async def end(
+        self, topic: str, transaction_id: str, resolution: pb.TransactionResolution.ValueType
+    ) -> None:
+        """End a transaction; without a resolution only look whether it is open.
+
+        Raises:
+            Refused: The id is not of a transaction of the topic, or it has ended the other way.
+            BatonError: It is unknown whether it has ended.
+        """
+        state = _STATES.get(resolution)
+        if state is None:
+            raise Refused(pb.BAD_REQUEST, f"resolution {resolution} is unknown")
+        try:
+            if not await self._is_broker(broker_of(transaction_id)):
+                raise TransactionNotFound(f"there is no transaction {transaction_id[:100]!r}")
+            await self._producer.end_transaction(transaction_id, state, topic=topic)
+        except (InvalidArgument, TransactionNotFound, TransactionEnded) as error:
+            text = f"{error.reason}: {error.message}. {error.remedy}"
+            raise Refused(pb.INVALID_TRANSACTION_ID, text) from error
+
+    async def _is_broker(self, name: str) -> bool:
+        """Whether the broker exists: an id is a text of the client, and may name any."""
+        now_ms = self._clock.monotonic_ms()
+        if name not in self._brokers and now_ms >= self._refresh_ms:
+            self._refresh_ms = now_ms + BROKERS_INTERVAL_MS
+            self._brokers = await self._directory.brokers()
+        return name in self._brokers
