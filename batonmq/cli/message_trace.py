@@ -69,7 +69,12 @@ _COLUMNS: Columns = {
 
 
 @command("trace")
-@argument("message_id", required=False, metavar="[ID]", help="Message id, as in the receipt, or id of an open transaction.")
+@argument(
+    "message_id",
+    required=False,
+    metavar="[ID]",
+    help="Message id, as in the receipt, or id of an open transaction.",
+)
 @click.option("--topic", default="", help="Topic of the message.")
 @click.option("--key", default="", help="Show the newest message with this key; needs --topic.")
 @click.option(

@@ -378,9 +378,7 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
             if isinstance(outcome, StoreReceipt):
                 run.next_position = max(run.next_position, outcome.next_position)
                 self._appender.metrics.ended_transactions.labels("committed").inc()
-                self._appender.stream.transactions.add(
-                    "committed", half.group, batch.header.topic
-                )
+                self._appender.stream.transactions.add("committed", half.group, batch.header.topic)
                 run.outcomes[index] = pb.EndReceipt(
                     state=pb.TRANSACTION_STATE_COMMITTED,
                     queue_id=batch.header.queue_id,

@@ -1,4 +1,7 @@
-"""Counts what becomes of transactions, for the metrics stream: one event a second per group and topic."""
+"""Counts what becomes of transactions, for the metrics stream: one event a second.
+
+An event is of one producer group and one topic.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from tests.support.conditions import until
 ROUNDS = int(os.environ.get("BATON_KILL_ROUNDS", "12"))  # noqa: TID251  a longer run by hand
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120 + 10 * ROUNDS)]
 
-REPLICAS = 3 if ROUNDS > 50 else 1  # noqa: PLR2004  a run of the suite starts one node
+REPLICAS = 3 if ROUNDS > 50 else 1
 VICTIMS = ("producer", "storage leader", "checker")
 TOPIC, GROUP, QUEUES = "numbers", "shop", 4
 FAST = {"transaction_check_first_ms": 1_000, "transaction_check_interval_ms": 2_000}
@@ -94,8 +94,9 @@ async def test_kill_9_of_producer_storage_leader_and_checker_leaves_exactly_the_
             nodes = (await admin.cluster()).nodes
             broker = next(node.replica_set for node in nodes if node.service == "storage")
             with closing(Ledger(path)) as ledger:
-                shop, checker = await started(nameserver, path), await started(
-                    nameserver, path, "check"
+                shop, checker = (
+                    await started(nameserver, path),
+                    await started(nameserver, path, "check"),
                 )
                 kills: Counter[str] = Counter()
                 try:

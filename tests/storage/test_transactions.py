@@ -366,7 +366,9 @@ async def test_steps_of_transactions_are_counted_in_one_event_for_a_group_and_to
             repeated = batch(b"r", producer=(5, 1))
             await scene.begin(repeated, group="mail")
             await scene.begin(repeated, group="mail")
-            await scene.end_all(*((name, "COMMITTED") for name in names[:3]), (names[3], "ROLLED_BACK"))
+            await scene.end_all(
+                *((name, "COMMITTED") for name in names[:3]), (names[3], "ROLLED_BACK")
+            )
             await scene.end_all((names[0], "COMMITTED"))
             stream = scene.streams.open("shop", lambda _: True, lambda: None)
             scene.clock.pass_ms(10_000)
