@@ -38,7 +38,8 @@ LEAST = {
 }  # fmt: skip
 """Minimum number of events of each kind in a run, on average."""
 LEAST_REPLICATED = {
-    "takeovers": 1.5, "shop deaths": 5, "confirmed": 25, "refused": 5, "answers": 10, "discarded": 2,
+    "takeovers": 1.5, "shop deaths": 5, "confirmed": 25, "refused": 5, "answers": 10,
+    "discarded": 2,
 }  # fmt: skip
 MUTANT_SEEDS = 12
 

@@ -163,7 +163,7 @@ class BrokerSet(MemoryBroker):
         return name
 
     async def fail(self) -> str:
-        """Kill, freeze or cut off a node for a while, most often the leader; return what was done."""
+        """Kill, freeze or cut off a node for a while, mostly the leader; return what was done."""
         random = self._draws
         leader = self.leader()
         name = leader if random.random() < 0.8 else f"broker-{random.randrange(NODES)}"
