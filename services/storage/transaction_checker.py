@@ -281,7 +281,8 @@ class TransactionChecker:
         """
         name = encode_id(one.transaction_id, self._appender.broker)
         queue_id = one.transaction_id % topic.queue_count
-        outcome, origin = "discarded", ""
+        outcome: Literal[discarded, damaged] = "discarded"
+        origin = ""
         try:
             if isinstance(half, DataLoss):
                 raise half
