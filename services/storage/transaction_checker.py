@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from baton.storage.v1 import transaction_service_pb2 as pb
 from batonmq._core.names import UNRESOLVED_TOPIC
@@ -281,7 +282,7 @@ class TransactionChecker:
         """
         name = encode_id(one.transaction_id, self._appender.broker)
         queue_id = one.transaction_id % topic.queue_count
-        outcome: Literal[discarded, damaged] = "discarded"
+        outcome: Literal["discarded", "damaged"] = "discarded"
         origin = ""
         try:
             if isinstance(half, DataLoss):
