@@ -141,7 +141,7 @@ def two_are_asked_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def the_interval_is_ignored(patch: pytest.MonkeyPatch) -> None:
     """The next check is due as soon as one is sent."""
-    real = transaction_checker.seconds_after
+    real = transaction_server.seconds_after
 
     def broken(now_unix_ms: int, wait_ms: int) -> int:
         return real(now_unix_ms, 0 if wait_ms == INTERVAL_MS else wait_ms)

@@ -405,7 +405,7 @@ def records_of(store: MessageStore, topic_id: int) -> list[Record]:
     if queue is None:
         return []
     entries = queue.read(queue.first_offset, queue.next_offset)
-    found = []
+    found: list[Record] = []
     for position, size in zip(entries.positions.tolist(), entries.sizes.tolist(), strict=True):
         raw = store.log.read(position, size)
         header = read_header(raw)
