@@ -355,6 +355,7 @@ class BlockingProducer:
         properties: Mapping[str, str] | None = None,
         ordering_key: str | None = None,
         queue: QueueRef | None = None,
+        check_after_ms: int | None = None,
     ) -> AbstractContextManager[BlockingTransaction]:
         """See `Producer.transaction`; for a `with` block."""
         block = self._producer.transaction(
@@ -365,6 +366,7 @@ class BlockingProducer:
             properties=properties,
             ordering_key=ordering_key,
             queue=queue,
+            check_after_ms=check_after_ms,
         )
         return _BlockingTransactionBlock(self._thread, block)
 

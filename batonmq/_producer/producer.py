@@ -39,7 +39,11 @@ from batonmq._producer.scheduled_sender import PendingSchedule, ScheduledSender,
 from batonmq._producer.send_buffer import ProducerClosed, SendBuffer
 from batonmq._producer.topic_queues import TopicQueues
 from batonmq._producer.transaction import Transaction, TransactionBlock
-from batonmq._producer.transaction_sender import TransactionSender, needs_group
+from batonmq._producer.transaction_sender import (
+    TransactionSender,
+    checked_after_ms,
+    needs_group,
+)
 from batonmq._producer.waiting_sends import WaitingSend, WaitingSends
 from batonmq._telemetry.client_metrics import ClientMetrics, ProducerMetrics
 from batonmq.errors import BatonError, Unreachable
@@ -304,6 +308,7 @@ class Producer:
         properties: Mapping[str, str] | None = None,
         ordering_key: str | None = None,
         queue: QueueRef | None = None,
+        check_after_ms: int | None = None,
     ) -> AbstractAsyncContextManager[Transaction]:
         """Return a block that sends a message if, and only if, the block succeeds.
 
@@ -315,11 +320,15 @@ class Producer:
         An `Exception` rolls it back. If this process dies, or the block is cancelled, the broker
         asks the `transaction_checker` of any live producer of the group: first after 6 s, then
         every 30 s. After 15 checks without an answer, or after 24 h, the message moves to the topic
-        BATON_SYS_UNRESOLVED. The arguments are those of `send`. Messages of the same ordering key
-        are in the order of their commits.
+        BATON_SYS_UNRESOLVED. Messages of the same ordering key are in the order of their commits.
+
+        Args:
+            check_after_ms: Age of the transaction at the first check, 1 ms to 24 h, instead of the
+                brokers' setting (6 s): for a local transaction that takes longer, or one after
+                which others wait. The other arguments are those of `send`.
 
         Raises:
-            InvalidArgument: The producer has no group.
+            InvalidArgument: The producer has no group, or `check_after_ms` is out of range.
             TopicNotFound, LimitExceeded, ProducerClosed: As for `send`; the block is not run.
             Unreachable: At the start: the block is not run, and the half message may be stored. At
                 the end: the message may be committed, and the checker will be asked.
@@ -327,7 +336,13 @@ class Producer:
         """
         message = Message(body, tag, tuple(keys), properties or {})
         return TransactionBlock(
-            lambda: self.begin_transaction(topic, message, ordering_key=ordering_key, queue=queue)
+            lambda: self.begin_transaction(
+                topic,
+                message,
+                ordering_key=ordering_key,
+                queue=queue,
+                check_after_ms=check_after_ms,
+            )
         )
 
     async def begin_transaction(
@@ -337,6 +352,7 @@ class Producer:
         *,
         ordering_key: str | None = None,
         queue: QueueRef | None = None,
+        check_after_ms: int | None = None,
         group: str = "",
     ) -> Transaction:
         """Store a half message and return its transaction, which the caller ends.
@@ -358,7 +374,9 @@ class Producer:
         def choose() -> QueueRef:
             return known.choose(options, self._clock.monotonic_ms())
 
-        begun, transaction_id = await self._transactions.begin(group, message, record, choose)
+        begun, transaction_id = await self._transactions.begin(
+            group, message, record, choose, checked_after_ms(check_after_ms)
+        )
         return Transaction(self._transactions, begun, transaction_id)
 
     async def end_transaction(

@@ -22,6 +22,7 @@ from batonmq._producer.producer_settings import ProducerSettings, compressor_of
 from batonmq.errors import BatonError, InvalidArgument, Retry, Unreachable
 
 ENDS_MAX = 1_024
+CHECK_AFTER_MS_MAX = 86_400_000
 _STATES = {
     TransactionState.COMMIT: pb.TRANSACTION_STATE_COMMITTED,
     TransactionState.ROLLBACK: pb.TRANSACTION_STATE_ROLLED_BACK,
@@ -58,13 +59,19 @@ class TransactionSender:
         self._closed: BatonError | None = None
 
     async def begin(
-        self, group: str, message: Message, record: bytes, choose: Callable[[], QueueRef]
+        self,
+        group: str,
+        message: Message,
+        record: bytes,
+        choose: Callable[[], QueueRef],
+        check_after_ms: int,
     ) -> tuple[QueueRef, str]:
         """Store a half message; return its queue and the id of its transaction.
 
         Args:
             record: The message, encoded.
             choose: Returns the queue; called again if that queue is no longer writable.
+            check_after_ms: Age at the first check; 0 for the setting of the broker.
 
         Raises:
             BatonError: It is not stored, or it is unknown whether it is.
@@ -76,7 +83,7 @@ class TransactionSender:
             len(record),
             choose,
             self._clock.monotonic_ms(),
-            lambda batch: pb.BeginItem(batch=batch, group=group),
+            lambda batch: pb.BeginItem(batch=batch, group=group, check_after_ms=check_after_ms),
         )
         queue, receipt = await self._items.send(sending, choose())
         return queue, receipt.transaction_id
@@ -180,6 +187,22 @@ class TransactionSender:
             error_from_pb(one.error) if one.HasField("error") else one.receipt
             for one in answer.outcomes
         ]
+
+
+def checked_after_ms(check_after_ms: int | None) -> int:
+    """Return the age of a transaction at its first check; 0 for None, the setting of the broker.
+
+    Raises:
+        InvalidArgument: It is not 1 ms to 24 h.
+    """
+    if check_after_ms is None:
+        return 0
+    if not 1 <= check_after_ms <= CHECK_AFTER_MS_MAX:
+        raise InvalidArgument(
+            f"check_after_ms must be 1 to {CHECK_AFTER_MS_MAX}, got {check_after_ms}",
+            facts={"field": "check_after_ms", "limit": CHECK_AFTER_MS_MAX},
+        )
+    return check_after_ms
 
 
 def needs_group(group: str) -> str:

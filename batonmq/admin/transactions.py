@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.storage.v1 import transaction_service_pb2 as pb
@@ -12,6 +13,8 @@ from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError, InvalidArgument, TransactionNotFound
 
 PAGE_MAX = 1_000
+SCANNED_MAX = 20_000
+"""Open transactions of a broker that a search by key reads: each is a read of the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class TransactionDetail:
     def why_open(self) -> str:
         """Why the transaction has not ended yet."""
         if self.problem:
-            return "the half message is damaged: it will be rolled back"
+            return "the half message is damaged: it ends with a message in BATON_SYS_UNRESOLVED"
         if not self.live_producers:
             return f"no producer of group {self.group} with a transaction checker is alive"
         if not self.checks:
@@ -62,13 +65,14 @@ class Transactions:
         self._admin = admin
 
     async def find(
-        self, *, group: str = "", topic: str = "", count_max: int = 100
+        self, *, group: str = "", topic: str = "", key: str = "", count_max: int = 100
     ) -> tuple[tuple[TransactionDetail, ...], int, tuple[str, ...]]:
         """Return the oldest transactions of each broker.
 
         Args:
             group: Only those of this producer group.
             topic: Only those with a message for this topic.
+            key: Only those with a message with this key; among the oldest SCANNED_MAX of a broker.
             count_max: Most transactions of one broker.
 
         Returns:
@@ -81,7 +85,7 @@ class Transactions:
         brokers = sorted(await self._admin.directory.brokers())
         async with asyncio.TaskGroup() as tasks:
             calls = [
-                tasks.create_task(self._of_broker(broker, group, topic, count_max))
+                tasks.create_task(self._of_broker(broker, group, (topic, key), count_max))
                 for broker in brokers
             ]
         found = [one for call in calls for one in call.result()[0]]
@@ -115,27 +119,26 @@ class Transactions:
         )
 
     async def _of_broker(
-        self, broker: str, group: str, topic: str, count_max: int
+        self, broker: str, group: str, wanted: tuple[str, str], count_max: int
     ) -> tuple[list[TransactionDetail], int, str]:
         found: list[TransactionDetail] = []
-        after_id, open_count = "", 0
+        after_id, open_count, scanned = "", 0, 0
         try:
             while True:
                 request = pb.ListTransactionsRequest(
-                    transactions_max=PAGE_MAX if topic else min(count_max, PAGE_MAX),
+                    transactions_max=PAGE_MAX if any(wanted) else min(count_max, PAGE_MAX),
                     after_id=after_id,
                     group=group,
                 )
                 answer = await self._ask(broker, request)
                 open_count, after_id = answer.open_count, answer.next_after_id
-                details = map(_detail, answer.transactions)
-                found += [
-                    one
-                    for one in details
-                    if not topic or (one.queue is not None and one.queue.topic == topic)
-                ]
+                found += filter(_selector(*wanted), map(_detail, answer.transactions))
+                scanned += len(answer.transactions)
                 if not after_id or len(found) >= count_max:
                     return found[:count_max], open_count, ""
+                if wanted[1] and scanned >= SCANNED_MAX:
+                    problem = f"only the oldest {scanned} open transactions were compared"
+                    return found, open_count, f"{broker}: {problem}"
         except BatonError as error:
             return found, open_count, f"{broker}: {error.reason}: {error.message}"
 
@@ -147,6 +150,16 @@ class Transactions:
             return await stub.ListTransactions(request, timeout=limit_s)
 
         return await self._admin.ask(ask)
+
+
+def _selector(topic: str, key: str) -> Callable[[TransactionDetail], bool]:
+    """Return whether a transaction is for a topic and has a key; empty for any."""
+
+    def selects(one: TransactionDetail) -> bool:
+        of_topic = not topic or (one.queue is not None and one.queue.topic == topic)
+        return of_topic and (not key or key in one.keys)
+
+    return selects
 
 
 def _detail(one: pb.OpenTransaction) -> TransactionDetail:

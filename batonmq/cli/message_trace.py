@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,8 +12,10 @@ from batonmq._core.message_trace import TraceEvent, TraceEventKind
 from batonmq._core.queues import QueueRef
 from batonmq.admin.message_queries import MessageQueries, StoredMessage
 from batonmq.admin.message_tracer import GroupTrace, MessageCopy, MessageTracer, TraceReport
+from batonmq.admin.transactions import TransactionDetail, Transactions
 from batonmq.cli.arguments import parse_message_queue
 from batonmq.cli.command_classes import argument, command
+from batonmq.cli.half_message import is_transaction_id, show_half_message
 from batonmq.cli.message import body_of, find_queue
 from batonmq.cli.output import Columns, Item, Minor, Prose, counted, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
@@ -67,7 +69,12 @@ _COLUMNS: Columns = {
 
 
 @command("trace")
-@argument("message_id", required=False, metavar="[ID]", help="Message id, as in the receipt.")
+@argument(
+    "message_id",
+    required=False,
+    metavar="[ID]",
+    help="Message id, as in the receipt, or id of an open transaction.",
+)
 @click.option("--topic", default="", help="Topic of the message.")
 @click.option("--key", default="", help="Show the newest message with this key; needs --topic.")
 @click.option(
@@ -90,11 +97,12 @@ def trace(
     broker: str,
     offset: int | None,
 ) -> None:
-    """Show what happened to a message, found by its id, a key or its position.
+    """Show what happened to a message, found by its id, a key, its position or its transaction.
 
     Shows where it is stored, and for each group whether the filter accepts it, its deliveries with
     owner and token, acknowledgement, retries, death and redrives. An event that is only possible
-    is marked as possible. Nothing is consumed: the progress of groups does not change.
+    is marked as possible. Of a half message, which waits for the end of its transaction, it shows
+    since when and why. Nothing is consumed: the progress of groups does not change.
     """
     if sum((message_id is not None, bool(key), offset is not None)) != 1:
         raise click.UsageError("exactly one of ID, --key and --offset is required")
@@ -115,16 +123,36 @@ async def _trace(
 ) -> None:
     async with session.admin() as admin:
         queries = MessageQueries(admin)
+        problems: Sequence[str] = ()
         if message_id is not None:
+            if await is_transaction_id(admin, message_id):
+                show_half_message(session, await Transactions(admin).show(message_id))
+                return
             message = await queries.message(message_id)
         elif place is not None and offset is not None:
             message = await queries.at_offset(await find_queue(admin, place), offset)
         else:
-            message = await _newest(session, queries, *keyed)
+            found, _, problems = await Transactions(admin).find(topic=keyed[0], key=keyed[1])
+            try:
+                message = await _newest(session, queries, *keyed)
+            except MessageNotFound:
+                if not found:
+                    raise
+                _note_open(session, found[:-1])
+                show_half_message(session, found[-1])
+                session.output.problems(problems)
+                return
+            _note_open(session, found)
         report = await MessageTracer(admin).trace(message)
     events = sorted(_events(report), key=lambda item: item["unix_ms"] or _TIME_MAX_MS)
     session.output.detail(_item(report, events), events, _COLUMNS)
-    session.output.problems(report.problems)
+    session.output.problems([*report.problems, *problems])
+
+
+def _note_open(session: CommandSession, found: Sequence[TransactionDetail]) -> None:
+    for one in found[:5]:
+        text = f"transaction {one.transaction_id} with this key is open: {one.why_open}"
+        session.output.note(text)
 
 
 async def _newest(

@@ -18,6 +18,7 @@ from batonmq_server.storage.core.delivered_range import DeliveredRange, PullDeli
 from batonmq_server.storage.core.retention import DiskUsage
 from batonmq_server.storage.core.store import ReadResult
 from batonmq_server.storage.long_polls import QueueOwner
+from batonmq_server.storage.transaction_tally import TransactionTally
 
 VOLUME_INTERVAL_S = 10.0
 APPEND = LatencyKey(pb.Latency.OPERATION_APPEND)
@@ -33,6 +34,7 @@ class StorageMetricStream:
         broker: Broker name: the replica set, or a node without replicas.
 
     Attributes:
+        transactions: Counts what becomes of transactions.
         usage: Returns the disk usage; zero before the first measurement.
     """
 
@@ -42,6 +44,7 @@ class StorageMetricStream:
         self._appended: dict[tuple[str, int], tuple[int, int, int]] = {}
         self._delivered: dict[tuple[QueueOwner, str], DeliveredRange] = {}
         self._closed: list[tuple[QueueOwner, str, DeliveredRange]] = []
+        self.transactions = TransactionTally(hub)
         self._latencies = LatencySketches()
         self._volume_due_s = 0.0
         hub.gatherers.append(self._events)
@@ -123,6 +126,7 @@ class StorageMetricStream:
         for owner, client_id, range_ in [*closed, *((*key, r) for key, r in delivered.items())]:
             for reported in range_.reports():
                 yield _delivered(owner, client_id, reported)
+        yield from self.transactions.events(self._broker)
         if not appended:
             self._latencies.forget(FSYNC.operation)
             self._latencies.forget(REPLICATION.operation)

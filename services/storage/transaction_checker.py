@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from baton.storage.v1 import transaction_service_pb2 as pb
 from batonmq._core.names import UNRESOLVED_TOPIC
@@ -27,7 +28,7 @@ from batonmq_server.storage.core.transactions import (
     CheckMark,
     HalfMessage,
     Mark,
-    RollbackMark,
+    damaged_batch,
     discard_batch,
     encode_half,
     encode_marks,
@@ -93,6 +94,7 @@ class TransactionChecker:
         self._changed = asyncio.Event()
         self._rewrite_ms = self._age_ms = 0
         self._oldest: tuple[int, int] | None = None
+        appender.stream.transactions.open_count = lambda: len(self._open)
         appender.metrics.open_transactions.set_function(lambda: len(self._open))
         appender.metrics.check_streams.set_function(lambda: len(streams))
         appender.metrics.oldest_transaction_age_seconds.set_function(self._oldest_age_s)
@@ -179,9 +181,9 @@ class TransactionChecker:
         outcomes = self._appender.append(batches, SYSTEM_TOPICS)
         stored = [one.next_position for one in outcomes if isinstance(one, StoreReceipt)]
         position = max(stored, default=0)
-        if damaged:
-            position = max(position, self._drop_damaged(damaged, halves))
         await self._appender.flusher.wait_until_safe(position)
+        if damaged:
+            await self._discard(damaged, halves, "")
         return bool(position)
 
     def _due(self, now_unix_ms: int) -> list[OpenTransaction]:
@@ -219,7 +221,7 @@ class TransactionChecker:
             size += len(half.batch)
             checks.append((one, half, topic))
         if damaged:
-            await self._appender.flusher.wait_until_safe(self._drop_damaged(damaged, halves))
+            await self._discard(damaged, halves, "")
         marks = [
             CheckMark(one.transaction_id, check_unix_s, one.checks + 1)
             for one, _, _ in checks
@@ -237,6 +239,7 @@ class TransactionChecker:
             )
             if self._streams.ask(one.group, topic, check):
                 self._appender.metrics.transaction_checks.inc()
+                self._appender.stream.transactions.add("checked", one.group, topic)
 
     async def _discard(
         self,
@@ -244,7 +247,13 @@ class TransactionChecker:
         halves: dict[int, HalfMessage | DataLoss],
         reason: str,
     ) -> None:
-        """Move the messages of transactions to the topic of unresolved messages."""
+        """Move the messages of transactions to the topic of unresolved messages.
+
+        Instead of a message that can't be read, that topic gets one that says so.
+
+        Args:
+            reason: Why the readable messages are moved.
+        """
         topics = await self._topics.find_all([UNRESOLVED_TOPIC])
         topic = topics[UNRESOLVED_TOPIC]
         open_ones = [one for one in transactions if one.transaction_id in self._open]
@@ -257,63 +266,57 @@ class TransactionChecker:
             for one in open_ones:
                 self._open.checked(one.transaction_id, later_s, one.checks)
             return
-        position, damaged = 0, []
+        position = 0
         for one in open_ones:
             half = halves[one.transaction_id]
-            try:
-                if isinstance(half, DataLoss):
-                    raise half
-                position = max(position, self._discard_one(one, half, topic, reason))
-            except (BadBatch, DataLoss):
-                damaged.append(one)
-        if damaged:
-            position = max(position, self._drop_damaged(damaged, halves))
+            position = max(position, self._discard_one(one, half, topic, reason))
         await self._appender.flusher.wait_until_safe(position)
 
     def _discard_one(
-        self, one: OpenTransaction, half: HalfMessage, topic: LocalTopic, reason: str
+        self, one: OpenTransaction, half: HalfMessage | DataLoss, topic: LocalTopic, reason: str
     ) -> int:
         """Discard a transaction; return the position up to which the log must be safe.
 
         Raises:
-            BadBatch: its message can't be read.
             NotServing: nothing can be written now.
         """
         name = encode_id(one.transaction_id, self._appender.broker)
         queue_id = one.transaction_id % topic.queue_count
-        batch = discard_batch(one.transaction_id, half, queue_id, name=name, reason=reason)
+        outcome: Literal["discarded", "damaged"] = "discarded"
+        origin = ""
+        try:
+            if isinstance(half, DataLoss):
+                raise half
+            origin = read_header(half.batch).topic
+            batch = discard_batch(one.transaction_id, half, queue_id, name=name, reason=reason)
+        except (BadBatch, DataLoss) as error:
+            outcome, reason = "damaged", f"the half message is damaged: {error.message}"
+            batch = damaged_batch(
+                one.transaction_id,
+                queue_id,
+                group=one.group,
+                name=name,
+                reason=reason,
+                now_unix_ms=self._clock.unix_ms(),
+            )
         stored = [CheckedBatch(read_header(batch), batch)]
         open_topic = {UNRESOLVED_TOPIC: replace(topic, writable=True, write_queue_count=None)}
-        outcomes = self._appender.append(stored, open_topic)
-        self._appender.count_appended(stored, outcomes)
-        (outcome,) = outcomes
-        if isinstance(outcome, BatonError):
-            raise NotServing(f"transaction {name} not discarded: {outcome.message}") from outcome
-        self._appender.metrics.ended_transactions.labels("discarded").inc()
+        receipts = self._appender.append(stored, open_topic)
+        self._appender.count_appended(stored, receipts)
+        (receipt,) = receipts
+        if isinstance(receipt, BatonError):
+            raise NotServing(f"transaction {name} not discarded: {receipt.message}") from receipt
+        self._appender.metrics.ended_transactions.labels(outcome).inc()
+        self._appender.stream.transactions.add(outcome, one.group, origin)
         log.error(
             "transaction discarded transaction_id=%s group=%s topic=%s checks=%d reason=%r",
             name,
             one.group,
-            read_header(half.batch).topic,
+            origin,
             one.checks,
             reason,
         )
-        return outcome.next_position
-
-    def _drop_damaged(
-        self, damaged: Sequence[OpenTransaction], halves: dict[int, HalfMessage | DataLoss]
-    ) -> int:
-        """Roll back transactions whose messages can't be read; return the end of that record."""
-        next_position = self._write([RollbackMark(one.transaction_id) for one in damaged])
-        if next_position:
-            self._appender.metrics.ended_transactions.labels("damaged").inc(len(damaged))
-            for one in damaged:
-                log.error(
-                    "half message is damaged, its transaction is rolled back id=%s error=%s",
-                    encode_id(one.transaction_id, self._appender.broker),
-                    halves[one.transaction_id],
-                )
-        return next_position
+        return receipt.next_position
 
     def _write(self, marks: Sequence[Mark]) -> int:
         """Write marks; return the position up to which the log must be safe, 0 for nothing.

@@ -57,6 +57,7 @@ from batonmq_server.storage.scheduled_deliverer import open_queue
 from batonmq_server.storage.topic_cache import TopicCache
 
 ENDS_MAX = 1_024
+CHECK_AFTER_MS_MAX = 86_400_000
 LISTED_MAX, LISTED_DEFAULT = 1_000, 100
 SILENCE_MS_MAX = 5_000
 """A stream sends a response at least this often, if need be without checks."""
@@ -111,6 +112,11 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         names = {item.checked.header.topic for item in items if isinstance(item, _BeginItem)}
         topics = await self._topics.find_all(names)
         outcomes = self._begin(items, self._topics.with_changes(topics))
+        for item, outcome in zip(items, outcomes, strict=True):
+            if isinstance(item, _BeginItem) and _is_new(outcome):
+                self._appender.stream.transactions.add(
+                    "opened", item.group, item.checked.header.topic
+                )
         if stored := [one for one in outcomes if isinstance(one, StoreReceipt)]:
             self._changed()
             await self._appender.flusher.wait_until_safe(max(one.next_position for one in stored))
@@ -240,7 +246,8 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
 
     def _half(self, item: _BeginItem, queue: QueueKey) -> HalfMessage:
         now_unix_ms = self._appender.clock.unix_ms()
-        check_unix_s = seconds_after(now_unix_ms, self._check_first_ms)
+        check_after_ms = item.check_after_ms or self._check_first_ms
+        check_unix_s = seconds_after(now_unix_ms, check_after_ms)
         return HalfMessage(
             queue[0], FIRST, now_unix_ms, check_unix_s, 0, item.group, item.checked.batch
         )
@@ -298,7 +305,8 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
             self._appender.metrics.transaction_answers.labels("unknown").inc()
             run.outcomes[index] = pb.EndReceipt(state=pb.TRANSACTION_STATE_UNKNOWN)
         elif item.outcome is Outcome.COMMITTED:
-            run.commits.append((index, self._commit(item, _readable(half), run.topics)))
+            readable = _readable(half)
+            run.commits.append((index, readable, self._commit(item, readable, run.topics)))
             run.written.add(item.transaction_id)
         else:
             run.rollbacks.append((index, RollbackMark(item.transaction_id)))
@@ -363,13 +371,14 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
             name: topic if isinstance(topic, BatonError) else replace(topic, writable=True)
             for name, topic in run.topics.items()
         }
-        batches = [batch for _, batch in commits]
+        batches = [batch for _, _, batch in commits]
         stored = self._appender.append(batches, topics)
         self._appender.count_appended(batches, stored)
-        for (index, batch), outcome in zip(commits, stored, strict=True):
+        for (index, half, batch), outcome in zip(commits, stored, strict=True):
             if isinstance(outcome, StoreReceipt):
                 run.next_position = max(run.next_position, outcome.next_position)
                 self._appender.metrics.ended_transactions.labels("committed").inc()
+                self._appender.stream.transactions.add("committed", half.group, batch.header.topic)
                 run.outcomes[index] = pb.EndReceipt(
                     state=pb.TRANSACTION_STATE_COMMITTED,
                     queue_id=batch.header.queue_id,
@@ -384,6 +393,9 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         if isinstance(outcome, StoreReceipt):
             run.next_position = max(run.next_position, outcome.next_position)
             self._appender.metrics.ended_transactions.labels("rolled_back").inc(len(rollbacks))
+            for _, mark in rollbacks:
+                group, topic = _names(run.halves[mark.transaction_id])
+                self._appender.stream.transactions.add("rolled_back", group, topic)
         for index, _ in rollbacks:
             run.outcomes[index] = (
                 pb.EndReceipt(state=pb.TRANSACTION_STATE_ROLLED_BACK)
@@ -455,8 +467,11 @@ def read_by_position(
 
 @dataclass(frozen=True, slots=True)
 class _BeginItem:
+    """A transaction to begin; with `check_after_ms` 0 its first check is that of the node."""
+
     group: str
     checked: CheckedBatch
+    check_after_ms: int
 
 
 @dataclass(slots=True)
@@ -494,7 +509,7 @@ class _EndRun:
 
     halves: Mapping[int, HalfMessage | DataLoss]
     topics: _Topics
-    commits: list[tuple[int, CheckedBatch]] = field(default_factory=list)
+    commits: list[tuple[int, HalfMessage, CheckedBatch]] = field(default_factory=list)
     rollbacks: list[tuple[int, RollbackMark]] = field(default_factory=list)
     written: set[int] = field(default_factory=set)
     outcomes: dict[int, pb.EndReceipt | BatonError] = field(default_factory=dict)
@@ -503,9 +518,26 @@ class _EndRun:
 
 def _begin_item(item: pb.BeginItem, owner: int) -> _BeginItem | BatonError:
     try:
-        return _BeginItem(check_group(item.group), check(item.batch, owner))
+        group, checked_batch = check_group(item.group), check(item.batch, owner)
+        if not 0 <= item.check_after_ms <= CHECK_AFTER_MS_MAX:
+            raise InvalidArgument(
+                f"check_after_ms must be 0 to {CHECK_AFTER_MS_MAX}, got {item.check_after_ms}",
+                facts={"field": "check_after_ms", "limit": CHECK_AFTER_MS_MAX},
+            )
+        return _BeginItem(group, checked_batch, item.check_after_ms)
     except BatonError as error:
         return error
+
+
+def _names(half: HalfMessage | DataLoss) -> tuple[str, str]:
+    """Return producer group and topic of a half message; empty if it can't be read."""
+    if isinstance(half, DataLoss):
+        return "", ""
+    return half.group, read_header(half.batch).topic
+
+
+def _is_new(outcome: StoreReceipt | BatonError) -> bool:
+    return isinstance(outcome, StoreReceipt) and not outcome.duplicate
 
 
 def _not_found(item: _EndItem, what: str) -> TransactionNotFound:

@@ -274,5 +274,18 @@ KINDS: Mapping[str, Kind] = {
     "key_index_rebuilt": Kind(
         {}, {"first_position": "first_position", "next_position": "next_position"}
     ),
+    "transactions": Kind(
+        {},
+        {
+            "producer_group": "group",
+            "opened_count": "opened_count",
+            "committed_count": "committed_count",
+            "rolled_back_count": "rolled_back_count",
+            "checked_count": "checked_count",
+            "discarded_count": "discarded_count",
+            "damaged_count": "damaged_count",
+            "open_count": "open_count",
+        },
+    ),
 }
 """Kinds by the name of the field in the oneof of MetricEvent."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batonmq._blocking import BlockingProducer
-from tests.cli.baton import baton, up
+from tests.cli.baton import RunningCluster, baton, up
 
 
 @pytest.mark.parametrize("arguments", [["list", "--limit", "0"], ["show"], ["commit"]])
@@ -42,6 +42,7 @@ def test_open_transactions_are_listed_and_ended_by_hand(tmp_path: Path) -> None:
         shown = cluster("transaction", "show", ids[1])
         assert shown.code == 0
         assert ids[1] in shown.out
+        _check_trace_of_half_message(cluster, ids[2])
 
         done = cluster("transaction", "commit", ids[0])
         assert (done.code, done.out) == (0, f"{ids[0]} committed, in queue 0 at offset 0\n")
@@ -58,3 +59,16 @@ def test_open_transactions_are_listed_and_ended_by_hand(tmp_path: Path) -> None:
         traced = cluster("message", "trace", "--topic", "orders", "--key", "k")
         assert f"half message of transaction {ids[0]}" in traced.out
         assert "committed" in traced.out
+        gone = cluster("message", "trace", ids[1])
+        assert (gone.code, "TRANSACTION_NOT_FOUND" in gone.err) == (1, True)
+
+
+def _check_trace_of_half_message(cluster: RunningCluster, transaction_id: str) -> None:
+    by_id = cluster("message", "trace", transaction_id)
+    assert "half message of transaction" in by_id.out, by_id
+    assert "no consumer sees it: no producer of group payments" in by_id.out
+    by_key = cluster("message", "trace", "--topic", "mails", "--key", "k", "--format", "json").json
+    assert (by_key["state"], by_key["transaction_id"], by_key["checks"]) == (
+        "open", transaction_id, 0,
+    )  # fmt: skip
+    assert [one["event"] for one in by_key["events"]] == ["begun", "checked", "open"]

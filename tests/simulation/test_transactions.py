@@ -1,11 +1,13 @@
 """Goal: the promises of transactions hold under every schedule, and the runs find a broken one.
 
 Method: `transactions` plays shops that die and brokers that are killed, with faults drawn from a
-seed. Each mutant leaves one rule of storage out; one of its runs must break a promise.
+seed; in some runs the broker is a replica set, whose leader fails while transactions are open. Each
+mutant leaves one rule of storage out; one of its runs must break a promise.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,13 +15,14 @@ from typing import Any
 import pytest
 
 from baton.storage.v1 import transaction_service_pb2 as pb
-from batonmq_server.storage import transaction_server
+from batonmq_server.storage import transaction_checker, transaction_server
 from batonmq_server.storage.core import transactions as core
 from batonmq_server.storage.core.check_streams import CheckStreams
 from batonmq_server.storage.core.transactions import Outcome
 from batonmq_server.storage.transaction_checker import TransactionChecker
+from tests.simulation.broken_storage_replicas import ack_before_replicate
 from tests.simulation.seeds import SEEDS
-from tests.simulation.transactions import play_transactions
+from tests.simulation.transactions import INTERVAL_MS, play_transactions
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
 
@@ -28,11 +31,16 @@ TRANSACTION_SEEDS = SEEDS[: max(1, len(SEEDS) // 10)]
 BUNCHES = [
     TRANSACTION_SEEDS[begin : begin + BUNCH] for begin in range(0, len(TRANSACTION_SEEDS), BUNCH)
 ]
+REPLICATED_SEEDS = SEEDS[: max(1, len(SEEDS) // 20)]
 LEAST = {
     "broker kills": 5, "shop deaths": 5, "confirmed": 50, "refused": 5, "answers": 3,
     "discarded": 1,
 }  # fmt: skip
 """Minimum number of events of each kind in a run, on average."""
+LEAST_REPLICATED = {
+    "takeovers": 1.5, "shop deaths": 5, "confirmed": 25, "refused": 5, "answers": 10,
+    "discarded": 2,
+}  # fmt: skip
 MUTANT_SEEDS = 12
 
 
@@ -47,8 +55,22 @@ def test_promises_of_transactions_hold(seeds: range) -> None:
     assert not few, f"too quiet to prove anything: {few}"
 
 
-def test_same_seed_is_the_same_run() -> None:
-    first, second = (play_transactions("transactions/repeated") for _ in range(2))
+def test_promises_hold_while_followers_take_over() -> None:
+    counts: Counter[str] = Counter()
+    for seed in REPLICATED_SEEDS:
+        run = play_transactions(f"transactions/{seed}", replicated=True)
+        assert not run.violations, f"seed {run.seed}: {run.violations[:5]}"
+        counts += run.counts
+    least = {name: each * len(REPLICATED_SEEDS) for name, each in LEAST_REPLICATED.items()}
+    few = {name: counts[name] for name, count in least.items() if counts[name] < count}
+    assert not few, f"too quiet to prove anything: {few}"
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_same_seed_is_the_same_run(*, replicated: bool) -> None:
+    first, second = (
+        play_transactions("transactions/repeated", replicated=replicated) for _ in range(2)
+    )
     assert (first.counts, first.asked) == (second.counts, second.asked)
 
 
@@ -104,6 +126,54 @@ def checks_are_never_sent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CheckStreams, "ask", lambda *_: False)
 
 
+def two_are_asked_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A check goes to all producers of the group."""
+
+    def broken(self: Any, group: str, topic: str, check: Any) -> bool:
+        streams = [one for one in self._groups.get(group, ()) if one.may_ask(topic)]
+        for one in streams:
+            one.waiting.append((topic, check))
+            one.notify()
+        return bool(streams)
+
+    patch.setattr(CheckStreams, "ask", broken)
+
+
+def the_interval_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    """The next check is due as soon as one is sent."""
+    real = transaction_server.seconds_after
+
+    def broken(now_unix_ms: int, wait_ms: int) -> int:
+        return real(now_unix_ms, 0 if wait_ms == INTERVAL_MS else wait_ms)
+
+    patch.setattr(transaction_checker, "seconds_after", broken)
+
+
+def a_rewritten_half_message_is_lost(patch: pytest.MonkeyPatch) -> None:
+    """A half message that is written again ends its transaction."""
+    begin = core.Transactions._begin
+
+    def broken(self: Any, half: core.HalfMessage, owner: int, receipt: Any) -> None:
+        if half.transaction_id == core.FIRST:
+            begin(self, half, owner, receipt)
+        else:
+            self.open.remove(half.transaction_id)
+
+    patch.setattr(core.Transactions, "_begin", broken)
+
+
+def the_next_leader_does_not_check(patch: pytest.MonkeyPatch) -> None:
+    """Only the first leader of a replica set asks producers."""
+    run = TransactionChecker.run
+
+    async def broken(self: Any) -> None:
+        if self._store.epoch > 1:
+            await asyncio.Event().wait()
+        await run(self)
+
+    patch.setattr(TransactionChecker, "run", broken)
+
+
 MUTANTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], set[str]], ...] = (
     (commit_leaves_it_open, {"once", "limit"}),
     (ends_are_forgotten, {"limit", "rolled back"}),
@@ -111,6 +181,15 @@ MUTANTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], set[str]], ...] = (
     (checks_have_no_limit, {"limit"}),
     (rollback_commits, {"rolled back", "booked"}),
     (checks_are_never_sent, {"limit", "booked"}),
+    (two_are_asked_at_once, {"checks"}),
+    (the_interval_is_ignored, {"interval"}),
+    (a_rewritten_half_message_is_lost, {"booked"}),
+)
+REPLICATED_MUTANTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], set[str]], ...] = (
+    (the_next_leader_does_not_check, {"limit"}),
+    (checks_are_not_recorded, {"checks"}),
+    (ack_before_replicate, {"confirmed", "rolled back", "booked", "checks", "once"}),
+    (a_rewritten_half_message_is_lost, {"booked"}),
 )
 
 
@@ -121,9 +200,26 @@ def test_mutant_of_transactions_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_it(monkeypatch)
+    assert_found(break_it.__name__, rules, replicated=False)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "rules"), REPLICATED_MUTANTS, ids=[one.__name__ for one, _ in REPLICATED_MUTANTS]
+)
+def test_mutant_of_transactions_is_found_while_followers_take_over(
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    rules: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    break_it(monkeypatch)
+    assert_found(break_it.__name__, rules, replicated=True)
+
+
+def assert_found(name: str, rules: set[str], *, replicated: bool) -> None:
+    """Play runs from the beginning until one breaks a promise; it must be one of `rules`."""
     for number in range(MUTANT_SEEDS):
-        run = play_transactions(f"{break_it.__name__}/{number}")
+        run = play_transactions(f"{name}/{number}", replicated=replicated)
         if run.violations:
             break
     broken = {violation.partition(":")[0] for violation in run.violations}
-    assert broken & rules, f"{break_it.__name__} broke {broken or 'nothing'}: {run.counts}"
+    assert broken & rules, f"{name}: {run.violations[:5]}"

@@ -2,7 +2,9 @@
 
 Shops book numbers in a database that outlives them, and send each in a transaction. Shops die at
 any step, brokers are killed at any moment, and the network loses, repeats and delays calls. Some
-local transactions are forgotten: their state stays unknown for ever.
+local transactions are forgotten: their state stays unknown for ever. Segments are small, and half
+messages that are older than 5 s are written again. In runs with a replica set the leader of storage
+is killed, frozen or cut off, and a follower takes over.
 """
 
 from __future__ import annotations
@@ -30,11 +32,25 @@ BROKERS, SHOPS, WORKERS = 2, 3, 3
 CHECKS_MAX, INTERVAL_MS = 10, 2_000
 """20 s, which is longer than a lost call takes with `PRODUCER`."""
 FAULTS_S, END_S = 30, 600
+FIRST_MS = 1_000
 SETTINGS: Mapping[str, object] = {
-    "transaction_check_first_ms": 1_000,
+    "transaction_check_first_ms": FIRST_MS,
     "transaction_check_interval_ms": INTERVAL_MS,
     "transaction_checks_max": CHECKS_MAX,
+    "segment_bytes": 16_384,
+    "retention_ms": 10_000,
 }
+"""Half messages are written again at half of the retention time; nothing is removed, because the
+wall clock of a run is never at the hour of retention."""
+SET, NODES = "broker-set", 3
+LEADER_KEY = f"elections/storage/{SET}"
+REPLICATED: Mapping[str, object] = {
+    "broker": SET,
+    "replicas": ",".join(f"broker-{number}" for number in range(NODES)),
+    "leader_lease_ms": 4_000,
+    "replica_lag_ms_max": 1_500,
+}
+FAULT_S_MAX = 9
 PRODUCER = ProducerSettings(request_timeout_ms=2_000)
 FAULTS = Faults(loss=0.01, duplicate=0.02, slow=0.01, slow_ms_max=4_000)
 
@@ -73,10 +89,19 @@ class TransactionRun:
         self._last += 1
         return self._last
 
-    def answer(self, pending: PendingTransaction, now_ms: int) -> TransactionState:
-        """Answer a check from the database, and note it."""
+    def answer(
+        self, pending: PendingTransaction, now_ms: int, now_unix_ms: int
+    ) -> TransactionState:
+        """Answer a check from the database, and note it.
+
+        The network may delay a check, but a check is never sent before its time.
+        """
         number = int(pending.message.body)
         self.counts["checks"] += 1
+        due_unix_ms = pending.begin_unix_ms + FIRST_MS + (pending.check - 1) * INTERVAL_MS
+        if now_unix_ms < due_unix_ms:
+            text = f"check {pending.check} comes {due_unix_ms - now_unix_ms} ms too early"
+            self.fail("interval", f"{pending.transaction_id}: {text}")
         self.asked.setdefault(pending.transaction_id, []).append((pending.check, now_ms))
         if number not in self.booked and (number in self.running or number in self.forgotten):
             return TransactionState.UNKNOWN
@@ -117,18 +142,86 @@ class TransactionRun:
                 self.fail("checks", f"{name} was asked {checks}")
 
 
-def play_transactions(seed: str) -> TransactionRun:
-    """Play the run of a seed."""
-    run = TransactionRun(seed)
-    run_virtual(_play(run, Random(seed)))
+class BrokerSet(MemoryBroker):
+    """One broker of three storage nodes, whose leader a run lets fail."""
+
+    def __init__(self, seed: str, random: Random) -> None:
+        settings = {**SETTINGS, **REPLICATED, "min_in_sync": random.choice((1, 2))}
+        super().__init__(
+            broker_count=NODES, seed=seed, faults=FAULTS, settings={"storage": settings}
+        )
+        self._draws, self._led_by = random, ""
+        self.takeovers = 0
+
+    def leader(self) -> str:
+        """Return the node that leads, or that led last; count the changes."""
+        stored = self._environment.etcd.get(LEADER_KEY)
+        name = stored.value.decode() if stored is not None else self._led_by
+        if name != self._led_by:
+            self.takeovers += bool(self._led_by)
+            self._led_by = name
+        return name
+
+    async def fail(self) -> str:
+        """Kill, freeze or cut off a node for a while, mostly the leader; return what was done."""
+        random = self._draws
+        leader = self.leader()
+        name = leader if random.random() < 0.8 else f"broker-{random.randrange(NODES)}"
+        process, while_s = self._running[name], random.uniform(0.5, FAULT_S_MAX)
+        kind = random.choice(("killed", "frozen", "cut off"))
+        if kind == "killed":
+            await self._kill([name])
+            await asyncio.sleep(while_s)
+            self._start(process.service)
+        elif kind == "frozen":
+            process.freeze()
+            await asyncio.sleep(while_s)
+            process.thaw()
+        else:
+            with self._disconnected(name):
+                await asyncio.sleep(while_s)
+        self.leader()
+        return f"{'leader' if name == leader else 'follower'} {kind}"
+
+    async def _registered(self) -> None:
+        """Wait until the other services and one node of storage are registered as leaders."""
+        others = {f"{name}:1" for name in self._running if not name.startswith("broker-")}
+        while True:
+            try:
+                nodes = (await self._admin.cluster()).nodes
+            except BatonError:
+                nodes = ()
+            leaders = {node.address for node in nodes if node.leader}
+            if others <= leaders and any(each.startswith("broker-") for each in leaders):
+                return
+            await asyncio.sleep(0.1)
+
+
+def play_transactions(seed: str, *, replicated: bool = False) -> TransactionRun:
+    """Play the run of a seed, with two brokers or with a replica set."""
+    run, random = TransactionRun(seed), Random(seed)
+    settings = {"storage": SETTINGS}
+    brokers = (
+        BrokerSet(seed, random)
+        if replicated
+        else MemoryBroker(broker_count=BROKERS, seed=seed, faults=FAULTS, settings=settings)
+    )
+    run_virtual(_play(run, random, brokers))
     return run
 
 
-async def _play(run: TransactionRun, random: Random) -> None:
-    settings = {"storage": SETTINGS}
-    async with MemoryBroker(
-        broker_count=BROKERS, seed=run.seed, faults=FAULTS, settings=settings
-    ) as broker:
+async def _fail(run: TransactionRun, broker: MemoryBroker, random: Random) -> None:
+    """Let one node fail."""
+    if isinstance(broker, BrokerSet):
+        run.counts[await broker.fail()] += 1
+        run.counts["broker kills"] += 1
+        return
+    await broker.kill(f"broker-{random.randrange(BROKERS)}")
+    run.counts["broker kills"] += 1
+
+
+async def _play(run: TransactionRun, random: Random, brokers: MemoryBroker) -> None:
+    async with brokers as broker:
         await broker.create_topic(TOPIC, 2 * BROKERS)
         async with asyncio.TaskGroup() as tasks:
             for number in range(SHOPS):
@@ -136,8 +229,7 @@ async def _play(run: TransactionRun, random: Random) -> None:
             end_s = asyncio.get_running_loop().time() + FAULTS_S
             while asyncio.get_running_loop().time() < end_s:
                 await asyncio.sleep(random.uniform(0.5, 5))
-                await broker.kill(f"broker-{random.randrange(BROKERS)}")
-                run.counts["broker kills"] += 1
+                await _fail(run, broker, random)
         async with (
             _producer(run, broker),
             broker.admin() as admin,
@@ -155,6 +247,8 @@ async def _play(run: TransactionRun, random: Random) -> None:
             lost = Counter(int(one.body) for one in await _messages(broker, UNRESOLVED_TOPIC))
         except TopicNotFound:
             lost = Counter()
+        if isinstance(broker, BrokerSet):
+            run.counts["takeovers"] += broker.takeovers
         run.counts["messages"] += len(found)
         run.counts["discarded"] += len(lost)
         run.judge(found, lost)
@@ -178,16 +272,16 @@ async def _all_ended(admin: Admin) -> bool:
 
 
 def _producer(run: TransactionRun, broker: MemoryBroker) -> Producer:
-    return broker.producer(PRODUCER, group=GROUP, transaction_checker=_Checker(run))
+    return broker.producer(PRODUCER, group=GROUP, transaction_checker=_Checker(run, broker))
 
 
 class _Checker:
-    def __init__(self, run: TransactionRun) -> None:
-        self._run = run
+    def __init__(self, run: TransactionRun, broker: MemoryBroker) -> None:
+        self._run, self._clock = run, broker.clock
 
     async def __call__(self, pending: PendingTransaction) -> TransactionState:
         now_ms = int(asyncio.get_running_loop().time() * 1_000)
-        return self._run.answer(pending, now_ms)
+        return self._run.answer(pending, now_ms, self._clock.unix_ms())
 
 
 async def _shops(run: TransactionRun, broker: MemoryBroker, random: Random) -> None:
@@ -198,9 +292,7 @@ async def _shops(run: TransactionRun, broker: MemoryBroker, random: Random) -> N
         try:
             async with (
                 shop,
-                broker.producer(
-                    PRODUCER, group=GROUP, transaction_checker=_Checker(run)
-                ) as producer,
+                _producer(run, broker) as producer,
                 asyncio.TaskGroup() as tasks,
             ):
                 for number in range(WORKERS):

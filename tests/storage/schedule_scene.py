@@ -137,9 +137,14 @@ class Scene:
         """Add the topic of unresolved messages, as a nameserver does."""
         self.topics.topics[UNRESOLVED_TOPIC] = LocalTopic(UNRESOLVED_ID, 1)
 
-    async def begin(self, *batches: bytes, group: str = "shop") -> list[str]:
+    async def begin(
+        self, *batches: bytes, group: str = "shop", check_after_ms: int = 0
+    ) -> list[str]:
         """Begin transactions; return their ids, or the reasons of errors."""
-        items = [transaction_pb.BeginItem(batch=one, group=group) for one in batches]
+        items = [
+            transaction_pb.BeginItem(batch=one, group=group, check_after_ms=check_after_ms)
+            for one in batches
+        ]
         request = transaction_pb.BeginRequest(items=items)
         answer = await self.transactions.Begin(request, None)  # type: ignore[arg-type]
         return [

@@ -13,8 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from baton.metrics.v1.metrics_service_pb2 import TransactionCounts
 from batonmq._core.names import UNRESOLVED_TOPIC
-from batonmq._core.records import Message, check_batch, decode_records, read_header
+from batonmq._core.records import Message, Record, check_batch, decode_records, read_header
 from batonmq.errors import BadBatch, LimitExceeded
 from batonmq_server.storage.core import transactions
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
@@ -311,7 +312,7 @@ async def test_half_message_that_blocks_retention_is_written_again() -> None:
         assert scene.bodies()[-1] == b"kept"
 
 
-async def test_damaged_half_message_is_rolled_back_and_reported() -> None:
+async def test_damaged_half_message_is_reported_in_the_topic_of_unresolved_messages() -> None:
     async with new_scene() as scene:
         good, bad = await scene.begin(batch(b"good"), batch(b"bad" * 100))
         position = int(bad.rpartition("-")[2], 16)
@@ -322,8 +323,70 @@ async def test_damaged_half_message_is_rolled_back_and_reported() -> None:
         scene.clock.pass_ms(10_000)
         await scene.checker.check()
         assert [check.transaction_id for check in stream.take()] == [good]
+        assert scene.open_count() == 2, "the topic of unresolved messages did not exist"
+        scene.clock.pass_ms(3_000)
+        await scene.checker.check()
+        (told,) = records_of(scene.store, UNRESOLVED_ID)
+        assert told.body == b""
+        assert told.properties[transactions.TRANSACTION_ID] == bad
+        assert told.properties[transactions.GROUP] == "shop"
+        assert "the half message is damaged" in told.properties[transactions.REASON]
         assert scene.metric("ended_transactions_total", outcome="damaged") == 1
-        assert await scene.end_all((bad, "ROLLED_BACK")) == ["ROLLED_BACK again"]
+        assert await scene.end_all((bad, "ROLLED_BACK")) == ["TRANSACTION_ENDED"]
+        disk = scene.disk.power_cut(lambda _: 0)
+    async with new_scene(disk, scene.clock) as scene:
+        assert [one.transaction_id for one in scene.store.transactions.open.page(-1, 9)] == [
+            int(good.rpartition("-")[2], 16)
+        ]
+
+
+async def test_first_check_comes_when_its_producer_wants_it() -> None:
+    async with new_scene() as scene:
+        (soon,) = await scene.begin(batch(b"soon"), check_after_ms=1_000)
+        stream = scene.streams.open("shop", lambda _: True, lambda: None)
+        (late,) = await scene.begin(batch(b"late"), check_after_ms=60_000)
+        scene.clock.pass_ms(2_000)
+        await scene.checker.check()
+        assert [check.transaction_id for check in stream.take()] == [soon]
+        await scene.end_all((soon, "COMMITTED"))
+        scene.clock.pass_ms(57_000)
+        await scene.checker.check()
+        assert stream.take() == []
+        scene.clock.pass_ms(2_000)
+        await scene.checker.check()
+        assert [check.transaction_id for check in stream.take()] == [late]
+        for wrong in (-1, 86_400_001):
+            assert await scene.begin(batch(b"no"), check_after_ms=wrong) == ["INVALID_ARGUMENT"]
+
+
+async def test_steps_of_transactions_are_counted_in_one_event_for_a_group_and_topic() -> None:
+    async with new_scene() as scene:
+        with scene.appender.stream.hub.listen() as buffer:
+            names = await scene.begin(*(batch(b"%d" % n) for n in range(6)))
+            repeated = batch(b"r", producer=(5, 1))
+            await scene.begin(repeated, group="mail")
+            await scene.begin(repeated, group="mail")
+            await scene.end_all(
+                *((name, "COMMITTED") for name in names[:3]), (names[3], "ROLLED_BACK")
+            )
+            await scene.end_all((names[0], "COMMITTED"))
+            stream = scene.streams.open("shop", lambda _: True, lambda: None)
+            scene.clock.pass_ms(10_000)
+            await scene.checker.check()
+            scene.appender.stream.hub.gather()
+            found = {
+                one.transactions.group: one
+                for one in buffer.take(1 << 20)
+                if one.HasField("transactions")
+            }
+            stream.take()
+    shop, mail = found["shop"], found["mail"]
+    assert (shop.queue.queue.topic, shop.queue.queue.broker) == ("orders", "broker-a")
+    assert shop.transactions == TransactionCounts(
+        group="shop", opened_count=6, committed_count=3, rolled_back_count=1, checked_count=2,
+        open_count=3,
+    )  # fmt: skip
+    assert mail.transactions == TransactionCounts(group="mail", opened_count=1, open_count=3)
 
 
 async def discarded(scene: Scene) -> Sequence[bytes]:
@@ -333,15 +396,20 @@ async def discarded(scene: Scene) -> Sequence[bytes]:
 
 def bodies_of(store: MessageStore, topic_id: int) -> list[bytes]:
     """Return the bodies of queue 0 of a topic, whether visible or not."""
+    return [one.body for one in records_of(store, topic_id)]
+
+
+def records_of(store: MessageStore, topic_id: int) -> list[Record]:
+    """Return the messages of queue 0 of a topic, whether visible or not."""
     queue = store.queues.get((topic_id, 0))
     if queue is None:
         return []
     entries = queue.read(queue.first_offset, queue.next_offset)
-    found = []
+    found: list[Record] = []
     for position, size in zip(entries.positions.tolist(), entries.sizes.tolist(), strict=True):
         raw = store.log.read(position, size)
         header = read_header(raw)
-        found += [one.body for one in decode_records(raw, header, range(header.count))]
+        found += decode_records(raw, header, range(header.count))
     return found
 
 

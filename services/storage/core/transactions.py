@@ -246,6 +246,23 @@ def discard_batch(
     return delivery((DISCARDED_FROM, transaction_id), batch, queue_id)
 
 
+def damaged_batch(
+    transaction_id: int, queue_id: int, *, group: str, name: str, reason: str, now_unix_ms: int
+) -> bytes:
+    """Return the unstamped batch that ends a transaction whose half message can't be read.
+
+    It is a message without a body for the topic of unresolved messages.
+
+    Args:
+        name: Id of the transaction as clients know it.
+    """
+    builder = BatchBuilder()
+    message = Message(b"", properties={GROUP: group, TRANSACTION_ID: name, REASON: reason})
+    builder.add(message, encode_record(message, properties_bytes_max=STORED_PROPERTIES_BYTES_MAX))
+    batch = builder.encode(topic=UNRESOLVED_TOPIC, queue_id=queue_id, born_unix_ms=now_unix_ms)
+    return delivery((DISCARDED_FROM, transaction_id), batch, queue_id)
+
+
 def _with_properties(
     header: Header, batch: bytes, queue_id: int, added: Mapping[str, str]
 ) -> bytes:

@@ -149,6 +149,7 @@ class MetricEvent(_message.Message):
     OPERATOR_CALLED_FIELD_NUMBER: _builtins.int
     QUEUE_REBUILT_FIELD_NUMBER: _builtins.int
     KEY_INDEX_REBUILT_FIELD_NUMBER: _builtins.int
+    TRANSACTIONS_FIELD_NUMBER: _builtins.int
     unix_ms: _builtins.int
     """Wall clock of the source."""
     @_builtins.property
@@ -267,6 +268,10 @@ class MetricEvent(_message.Message):
     def key_index_rebuilt(self) -> Global___KeyIndexRebuilt:
         """A damaged file of the key index was rebuilt from the log."""
 
+    @_builtins.property
+    def transactions(self) -> Global___TransactionCounts:
+        """Transactions began, were checked, or ended."""
+
     def __init__(
         self,
         *,
@@ -300,12 +305,13 @@ class MetricEvent(_message.Message):
         operator_called: Global___OperatorCalled | None = ...,
         queue_rebuilt: Global___QueueRebuilt | None = ...,
         key_index_rebuilt: Global___KeyIndexRebuilt | None = ...,
+        transactions: Global___TransactionCounts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "key_index_rebuilt", b"key_index_rebuilt", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "queue_rebuilt", b"queue_rebuilt", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "volume_state", b"volume_state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "key_index_rebuilt", b"key_index_rebuilt", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "queue_rebuilt", b"queue_rebuilt", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "transactions", b"transactions", "volume_state", b"volume_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "key_index_rebuilt", b"key_index_rebuilt", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "queue_rebuilt", b"queue_rebuilt", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "unix_ms", b"unix_ms", "volume_state", b"volume_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "key_index_rebuilt", b"key_index_rebuilt", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "queue_rebuilt", b"queue_rebuilt", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "transactions", b"transactions", "unix_ms", b"unix_ms", "volume_state", b"volume_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["appended", "delivered", "committed", "lock_granted", "lock_denied", "lock_released", "group_changed", "subscription_refused", "subscription_changed", "lock_forced", "progress_reset", "stuck_changed", "handed_over", "fenced", "member_seen", "member_expired", "rebalanced", "latency", "retried", "dead_lettered", "queue_lag", "volume_state", "handled", "sent", "access_refused", "operator_called", "queue_rebuilt", "key_index_rebuilt"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["appended", "delivered", "committed", "lock_granted", "lock_denied", "lock_released", "group_changed", "subscription_refused", "subscription_changed", "lock_forced", "progress_reset", "stuck_changed", "handed_over", "fenced", "member_seen", "member_expired", "rebalanced", "latency", "retried", "dead_lettered", "queue_lag", "volume_state", "handled", "sent", "access_refused", "operator_called", "queue_rebuilt", "key_index_rebuilt", "transactions"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1213,6 +1219,61 @@ class KeyIndexRebuilt(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KeyIndexRebuilt: _TypeAlias = KeyIndexRebuilt  # noqa: Y015
+
+@_typing.final
+class TransactionCounts(_message.Message):
+    """Transactions of one producer group and topic at one broker began, were checked, or ended: all within
+    about a second. The topic and the broker are in the queue of the event; the topic is empty if the half
+    messages can't be read.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    OPENED_COUNT_FIELD_NUMBER: _builtins.int
+    COMMITTED_COUNT_FIELD_NUMBER: _builtins.int
+    ROLLED_BACK_COUNT_FIELD_NUMBER: _builtins.int
+    CHECKED_COUNT_FIELD_NUMBER: _builtins.int
+    DISCARDED_COUNT_FIELD_NUMBER: _builtins.int
+    DAMAGED_COUNT_FIELD_NUMBER: _builtins.int
+    OPEN_COUNT_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Producer group."""
+    opened_count: _builtins.int
+    """Half messages that were stored."""
+    committed_count: _builtins.int
+    """Transactions that were committed."""
+    rolled_back_count: _builtins.int
+    """Transactions that were rolled back."""
+    checked_count: _builtins.int
+    """Checks that were sent to producers."""
+    discarded_count: _builtins.int
+    """Messages that were moved to the topic BATON_SYS_UNRESOLVED at a limit."""
+    damaged_count: _builtins.int
+    """Transactions that were ended because their half message is damaged; a message of
+    BATON_SYS_UNRESOLVED names each.
+    """
+    open_count: _builtins.int
+    """Open transactions of the broker now, of all groups and topics."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        opened_count: _builtins.int = ...,
+        committed_count: _builtins.int = ...,
+        rolled_back_count: _builtins.int = ...,
+        checked_count: _builtins.int = ...,
+        discarded_count: _builtins.int = ...,
+        damaged_count: _builtins.int = ...,
+        open_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked_count", b"checked_count", "committed_count", b"committed_count", "damaged_count", b"damaged_count", "discarded_count", b"discarded_count", "group", b"group", "open_count", b"open_count", "opened_count", b"opened_count", "rolled_back_count", b"rolled_back_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransactionCounts: _TypeAlias = TransactionCounts  # noqa: Y015
 
 @_typing.final
 class LockReleased(_message.Message):

@@ -25,47 +25,47 @@ _sym_db = _symbol_database.Default()
 from baton.common.v1 import error_pb2 as baton_dot_common_dot_v1_dot_error__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*baton/storage/v1/transaction_service.proto\x12\x10\x62\x61ton.storage.v1\x1a\x1b\x62\x61ton/common/v1/error.proto\":\n\x0c\x42\x65ginRequest\x12*\n\x05items\x18\x01 \x03(\x0b\x32\x1b.baton.storage.v1.BeginItem\")\n\tBeginItem\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x0c\x12\r\n\x05group\x18\x02 \x01(\t\"A\n\rBeginResponse\x12\x30\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1e.baton.storage.v1.BeginOutcome\"u\n\x0c\x42\x65ginOutcome\x12\x31\n\x07receipt\x18\x01 \x01(\x0b\x32\x1e.baton.storage.v1.BeginReceiptH\x00\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.baton.common.v1.ErrorH\x00\x42\t\n\x07outcome\"9\n\x0c\x42\x65ginReceipt\x12\x16\n\x0etransaction_id\x18\x01 \x01(\t\x12\x11\n\tduplicate\x18\x02 \x01(\x08\"6\n\nEndRequest\x12(\n\x05items\x18\x01 \x03(\x0b\x32\x19.baton.storage.v1.EndItem\"c\n\x07\x45ndItem\x12\x16\n\x0etransaction_id\x18\x01 \x01(\t\x12\x31\n\x05state\x18\x02 \x01(\x0e\x32\".baton.storage.v1.TransactionState\x12\r\n\x05topic\x18\x03 \x01(\t\"=\n\x0b\x45ndResponse\x12.\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1c.baton.storage.v1.EndOutcome\"q\n\nEndOutcome\x12/\n\x07receipt\x18\x01 \x01(\x0b\x32\x1c.baton.storage.v1.EndReceiptH\x00\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.baton.common.v1.ErrorH\x00\x42\t\n\x07outcome\"z\n\nEndReceipt\x12\x31\n\x05state\x18\x01 \x01(\x0e\x32\".baton.storage.v1.TransactionState\x12\x10\n\x08queue_id\x18\x02 \x01(\x05\x12\x14\n\x0c\x66irst_offset\x18\x03 \x01(\x03\x12\x11\n\tduplicate\x18\x04 \x01(\x08\"#\n\x12WatchChecksRequest\x12\r\n\x05group\x18\x01 \x01(\t\"I\n\x13WatchChecksResponse\x12\x32\n\x06\x63hecks\x18\x01 \x03(\x0b\x32\".baton.storage.v1.TransactionCheck\"_\n\x10TransactionCheck\x12\x16\n\x0etransaction_id\x18\x01 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x0c\x12\x15\n\rbegin_unix_ms\x18\x03 \x01(\x03\x12\r\n\x05\x63heck\x18\x04 \x01(\x05\"T\n\x17ListTransactionsRequest\x12\x18\n\x10transactions_max\x18\x01 \x01(\x05\x12\x10\n\x08\x61\x66ter_id\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\"~\n\x18ListTransactionsResponse\x12\x37\n\x0ctransactions\x18\x01 \x03(\x0b\x32!.baton.storage.v1.OpenTransaction\x12\x15\n\rnext_after_id\x18\x02 \x01(\t\x12\x12\n\nopen_count\x18\x03 \x01(\x03\"\xd3\x01\n\x0fOpenTransaction\x12\x16\n\x0etransaction_id\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05topic\x18\x03 \x01(\t\x12\x10\n\x08queue_id\x18\x04 \x01(\x05\x12\x0c\n\x04keys\x18\x05 \x03(\t\x12\x15\n\rbegin_unix_ms\x18\x06 \x01(\x03\x12\x0e\n\x06\x63hecks\x18\x07 \x01(\x05\x12\x1a\n\x12next_check_unix_ms\x18\x08 \x01(\x03\x12\x16\n\x0elive_producers\x18\t \x01(\x05\x12\x0f\n\x07problem\x18\n \x01(\t*\xb9\x01\n\x10TransactionState\x12!\n\x1dTRANSACTION_STATE_UNSPECIFIED\x10\x00\x12\x1f\n\x1bTRANSACTION_STATE_COMMITTED\x10\x01\x12!\n\x1dTRANSACTION_STATE_ROLLED_BACK\x10\x02\x12\x1d\n\x19TRANSACTION_STATE_UNKNOWN\x10\x03\x12\x1f\n\x1bTRANSACTION_STATE_DISCARDED\x10\x04\x32\xeb\x02\n\x12TransactionService\x12H\n\x05\x42\x65gin\x12\x1e.baton.storage.v1.BeginRequest\x1a\x1f.baton.storage.v1.BeginResponse\x12\x42\n\x03\x45nd\x12\x1c.baton.storage.v1.EndRequest\x1a\x1d.baton.storage.v1.EndResponse\x12\\\n\x0bWatchChecks\x12$.baton.storage.v1.WatchChecksRequest\x1a%.baton.storage.v1.WatchChecksResponse0\x01\x12i\n\x10ListTransactions\x12).baton.storage.v1.ListTransactionsRequest\x1a*.baton.storage.v1.ListTransactionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*baton/storage/v1/transaction_service.proto\x12\x10\x62\x61ton.storage.v1\x1a\x1b\x62\x61ton/common/v1/error.proto\":\n\x0c\x42\x65ginRequest\x12*\n\x05items\x18\x01 \x03(\x0b\x32\x1b.baton.storage.v1.BeginItem\"A\n\tBeginItem\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x0c\x12\r\n\x05group\x18\x02 \x01(\t\x12\x16\n\x0e\x63heck_after_ms\x18\x03 \x01(\x03\"A\n\rBeginResponse\x12\x30\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1e.baton.storage.v1.BeginOutcome\"u\n\x0c\x42\x65ginOutcome\x12\x31\n\x07receipt\x18\x01 \x01(\x0b\x32\x1e.baton.storage.v1.BeginReceiptH\x00\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.baton.common.v1.ErrorH\x00\x42\t\n\x07outcome\"9\n\x0c\x42\x65ginReceipt\x12\x16\n\x0etransaction_id\x18\x01 \x01(\t\x12\x11\n\tduplicate\x18\x02 \x01(\x08\"6\n\nEndRequest\x12(\n\x05items\x18\x01 \x03(\x0b\x32\x19.baton.storage.v1.EndItem\"c\n\x07\x45ndItem\x12\x16\n\x0etransaction_id\x18\x01 \x01(\t\x12\x31\n\x05state\x18\x02 \x01(\x0e\x32\".baton.storage.v1.TransactionState\x12\r\n\x05topic\x18\x03 \x01(\t\"=\n\x0b\x45ndResponse\x12.\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1c.baton.storage.v1.EndOutcome\"q\n\nEndOutcome\x12/\n\x07receipt\x18\x01 \x01(\x0b\x32\x1c.baton.storage.v1.EndReceiptH\x00\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.baton.common.v1.ErrorH\x00\x42\t\n\x07outcome\"z\n\nEndReceipt\x12\x31\n\x05state\x18\x01 \x01(\x0e\x32\".baton.storage.v1.TransactionState\x12\x10\n\x08queue_id\x18\x02 \x01(\x05\x12\x14\n\x0c\x66irst_offset\x18\x03 \x01(\x03\x12\x11\n\tduplicate\x18\x04 \x01(\x08\"#\n\x12WatchChecksRequest\x12\r\n\x05group\x18\x01 \x01(\t\"I\n\x13WatchChecksResponse\x12\x32\n\x06\x63hecks\x18\x01 \x03(\x0b\x32\".baton.storage.v1.TransactionCheck\"_\n\x10TransactionCheck\x12\x16\n\x0etransaction_id\x18\x01 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x0c\x12\x15\n\rbegin_unix_ms\x18\x03 \x01(\x03\x12\r\n\x05\x63heck\x18\x04 \x01(\x05\"T\n\x17ListTransactionsRequest\x12\x18\n\x10transactions_max\x18\x01 \x01(\x05\x12\x10\n\x08\x61\x66ter_id\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\"~\n\x18ListTransactionsResponse\x12\x37\n\x0ctransactions\x18\x01 \x03(\x0b\x32!.baton.storage.v1.OpenTransaction\x12\x15\n\rnext_after_id\x18\x02 \x01(\t\x12\x12\n\nopen_count\x18\x03 \x01(\x03\"\xd3\x01\n\x0fOpenTransaction\x12\x16\n\x0etransaction_id\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05topic\x18\x03 \x01(\t\x12\x10\n\x08queue_id\x18\x04 \x01(\x05\x12\x0c\n\x04keys\x18\x05 \x03(\t\x12\x15\n\rbegin_unix_ms\x18\x06 \x01(\x03\x12\x0e\n\x06\x63hecks\x18\x07 \x01(\x05\x12\x1a\n\x12next_check_unix_ms\x18\x08 \x01(\x03\x12\x16\n\x0elive_producers\x18\t \x01(\x05\x12\x0f\n\x07problem\x18\n \x01(\t*\xb9\x01\n\x10TransactionState\x12!\n\x1dTRANSACTION_STATE_UNSPECIFIED\x10\x00\x12\x1f\n\x1bTRANSACTION_STATE_COMMITTED\x10\x01\x12!\n\x1dTRANSACTION_STATE_ROLLED_BACK\x10\x02\x12\x1d\n\x19TRANSACTION_STATE_UNKNOWN\x10\x03\x12\x1f\n\x1bTRANSACTION_STATE_DISCARDED\x10\x04\x32\xeb\x02\n\x12TransactionService\x12H\n\x05\x42\x65gin\x12\x1e.baton.storage.v1.BeginRequest\x1a\x1f.baton.storage.v1.BeginResponse\x12\x42\n\x03\x45nd\x12\x1c.baton.storage.v1.EndRequest\x1a\x1d.baton.storage.v1.EndResponse\x12\\\n\x0bWatchChecks\x12$.baton.storage.v1.WatchChecksRequest\x1a%.baton.storage.v1.WatchChecksResponse0\x01\x12i\n\x10ListTransactions\x12).baton.storage.v1.ListTransactionsRequest\x1a*.baton.storage.v1.ListTransactionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.storage.v1.transaction_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSACTIONSTATE']._serialized_start=1538
-  _globals['_TRANSACTIONSTATE']._serialized_end=1723
+  _globals['_TRANSACTIONSTATE']._serialized_start=1562
+  _globals['_TRANSACTIONSTATE']._serialized_end=1747
   _globals['_BEGINREQUEST']._serialized_start=93
   _globals['_BEGINREQUEST']._serialized_end=151
   _globals['_BEGINITEM']._serialized_start=153
-  _globals['_BEGINITEM']._serialized_end=194
-  _globals['_BEGINRESPONSE']._serialized_start=196
-  _globals['_BEGINRESPONSE']._serialized_end=261
-  _globals['_BEGINOUTCOME']._serialized_start=263
-  _globals['_BEGINOUTCOME']._serialized_end=380
-  _globals['_BEGINRECEIPT']._serialized_start=382
-  _globals['_BEGINRECEIPT']._serialized_end=439
-  _globals['_ENDREQUEST']._serialized_start=441
-  _globals['_ENDREQUEST']._serialized_end=495
-  _globals['_ENDITEM']._serialized_start=497
-  _globals['_ENDITEM']._serialized_end=596
-  _globals['_ENDRESPONSE']._serialized_start=598
-  _globals['_ENDRESPONSE']._serialized_end=659
-  _globals['_ENDOUTCOME']._serialized_start=661
-  _globals['_ENDOUTCOME']._serialized_end=774
-  _globals['_ENDRECEIPT']._serialized_start=776
-  _globals['_ENDRECEIPT']._serialized_end=898
-  _globals['_WATCHCHECKSREQUEST']._serialized_start=900
-  _globals['_WATCHCHECKSREQUEST']._serialized_end=935
-  _globals['_WATCHCHECKSRESPONSE']._serialized_start=937
-  _globals['_WATCHCHECKSRESPONSE']._serialized_end=1010
-  _globals['_TRANSACTIONCHECK']._serialized_start=1012
-  _globals['_TRANSACTIONCHECK']._serialized_end=1107
-  _globals['_LISTTRANSACTIONSREQUEST']._serialized_start=1109
-  _globals['_LISTTRANSACTIONSREQUEST']._serialized_end=1193
-  _globals['_LISTTRANSACTIONSRESPONSE']._serialized_start=1195
-  _globals['_LISTTRANSACTIONSRESPONSE']._serialized_end=1321
-  _globals['_OPENTRANSACTION']._serialized_start=1324
-  _globals['_OPENTRANSACTION']._serialized_end=1535
-  _globals['_TRANSACTIONSERVICE']._serialized_start=1726
-  _globals['_TRANSACTIONSERVICE']._serialized_end=2089
+  _globals['_BEGINITEM']._serialized_end=218
+  _globals['_BEGINRESPONSE']._serialized_start=220
+  _globals['_BEGINRESPONSE']._serialized_end=285
+  _globals['_BEGINOUTCOME']._serialized_start=287
+  _globals['_BEGINOUTCOME']._serialized_end=404
+  _globals['_BEGINRECEIPT']._serialized_start=406
+  _globals['_BEGINRECEIPT']._serialized_end=463
+  _globals['_ENDREQUEST']._serialized_start=465
+  _globals['_ENDREQUEST']._serialized_end=519
+  _globals['_ENDITEM']._serialized_start=521
+  _globals['_ENDITEM']._serialized_end=620
+  _globals['_ENDRESPONSE']._serialized_start=622
+  _globals['_ENDRESPONSE']._serialized_end=683
+  _globals['_ENDOUTCOME']._serialized_start=685
+  _globals['_ENDOUTCOME']._serialized_end=798
+  _globals['_ENDRECEIPT']._serialized_start=800
+  _globals['_ENDRECEIPT']._serialized_end=922
+  _globals['_WATCHCHECKSREQUEST']._serialized_start=924
+  _globals['_WATCHCHECKSREQUEST']._serialized_end=959
+  _globals['_WATCHCHECKSRESPONSE']._serialized_start=961
+  _globals['_WATCHCHECKSRESPONSE']._serialized_end=1034
+  _globals['_TRANSACTIONCHECK']._serialized_start=1036
+  _globals['_TRANSACTIONCHECK']._serialized_end=1131
+  _globals['_LISTTRANSACTIONSREQUEST']._serialized_start=1133
+  _globals['_LISTTRANSACTIONSREQUEST']._serialized_end=1217
+  _globals['_LISTTRANSACTIONSRESPONSE']._serialized_start=1219
+  _globals['_LISTTRANSACTIONSRESPONSE']._serialized_end=1345
+  _globals['_OPENTRANSACTION']._serialized_start=1348
+  _globals['_OPENTRANSACTION']._serialized_end=1559
+  _globals['_TRANSACTIONSERVICE']._serialized_start=1750
+  _globals['_TRANSACTIONSERVICE']._serialized_end=2113
 # @@protoc_insertion_point(module_scope)

@@ -88,19 +88,25 @@ class BeginItem(_message.Message):
 
     BATCH_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    CHECK_AFTER_MS_FIELD_NUMBER: _builtins.int
     batch: _builtins.bytes
     """The batch, as for Append; all its messages become visible together. Required."""
     group: _builtins.str
     """Producer group: 1 to 127 characters of A-Z a-z 0-9 _ % -. Required."""
+    check_after_ms: _builtins.int
+    """Age of the transaction at its first check, 1 to 86,400,000 milliseconds; 0 for the setting of the
+    node. Later checks follow at the interval of the node.
+    """
     def __init__(
         self,
         *,
         batch: _builtins.bytes = ...,
         group: _builtins.str = ...,
+        check_after_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "group", b"group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "check_after_ms", b"check_after_ms", "group", b"group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

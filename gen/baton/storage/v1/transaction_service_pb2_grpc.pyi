@@ -56,9 +56,9 @@ class TransactionServiceStub:
     """
     WatchChecks: _grpc.UnaryStreamMultiCallable[_transaction_service_pb2.WatchChecksRequest, _transaction_service_pb2.WatchChecksResponse]
     """Opens a stream on which the leader asks what became of transactions of a producer group. The
-    answer to a check is End. A transaction is asked of one stream at a time: once when it is 6 s old,
-    then every 30 s, 15 times by default. A check is recorded before it is sent. An empty response
-    leaves at once, and then every 5 s if nothing else does.
+    answer to a check is End. A transaction is asked of one stream at a time: once at its first check
+    (BeginItem.check_after_ms, 6 s by default), then every 30 s, 15 times by default. A check is recorded
+    before it is sent. An empty response leaves at once, and then every 5 s if nothing else does.
 
     A check goes only to a caller that may produce to the topic of the message.
     Statuses: INVALID_ARGUMENT (INVALID_NAME), RESOURCE_EXHAUSTED (OVERLOADED: too many streams),
@@ -99,9 +99,9 @@ class TransactionServiceAsyncStub(TransactionServiceStub):
     """
     WatchChecks: _aio.UnaryStreamMultiCallable[_transaction_service_pb2.WatchChecksRequest, _transaction_service_pb2.WatchChecksResponse]  # type: ignore[assignment]
     """Opens a stream on which the leader asks what became of transactions of a producer group. The
-    answer to a check is End. A transaction is asked of one stream at a time: once when it is 6 s old,
-    then every 30 s, 15 times by default. A check is recorded before it is sent. An empty response
-    leaves at once, and then every 5 s if nothing else does.
+    answer to a check is End. A transaction is asked of one stream at a time: once at its first check
+    (BeginItem.check_after_ms, 6 s by default), then every 30 s, 15 times by default. A check is recorded
+    before it is sent. An empty response leaves at once, and then every 5 s if nothing else does.
 
     A check goes only to a caller that may produce to the topic of the message.
     Statuses: INVALID_ARGUMENT (INVALID_NAME), RESOURCE_EXHAUSTED (OVERLOADED: too many streams),
@@ -157,9 +157,9 @@ class TransactionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transaction_service_pb2.WatchChecksResponse], _abc.AsyncIterator[_transaction_service_pb2.WatchChecksResponse]]:
         """Opens a stream on which the leader asks what became of transactions of a producer group. The
-        answer to a check is End. A transaction is asked of one stream at a time: once when it is 6 s old,
-        then every 30 s, 15 times by default. A check is recorded before it is sent. An empty response
-        leaves at once, and then every 5 s if nothing else does.
+        answer to a check is End. A transaction is asked of one stream at a time: once at its first check
+        (BeginItem.check_after_ms, 6 s by default), then every 30 s, 15 times by default. A check is recorded
+        before it is sent. An empty response leaves at once, and then every 5 s if nothing else does.
 
         A check goes only to a caller that may produce to the topic of the message.
         Statuses: INVALID_ARGUMENT (INVALID_NAME), RESOURCE_EXHAUSTED (OVERLOADED: too many streams),
