@@ -19,11 +19,13 @@ if TYPE_CHECKING:
         AccessCheck,
         AccessControl,
         IdentityGrants,
+        IssuedAccessKey,
         IssuedToken,
         NewToken,
         Role,
         RoleGrant,
     )
+    from batonmq.admin.access_keys import AccessKeys, NewAccessKey
     from batonmq.admin.admin import Admin
     from batonmq.admin.dead_letters import DeadLetters, DeadLetterSummaries, DeadLetterSummary
     from batonmq.admin.diagnostics import Diagnostics
@@ -90,6 +92,7 @@ __all__ = [
     "AccessBlock",
     "AccessCheck",
     "AccessControl",
+    "AccessKeys",
     "Admin",
     "Assignment",
     "ClusterNodes",
@@ -111,6 +114,7 @@ __all__ = [
     "GroupTrace",
     "IdentityGrants",
     "IdentityQuota",
+    "IssuedAccessKey",
     "IssuedToken",
     "KeyMatches",
     "Lock",
@@ -123,6 +127,7 @@ __all__ = [
     "MessageState",
     "MessageTrace",
     "MessageTracer",
+    "NewAccessKey",
     "NewToken",
     "Node",
     "NodeSetting",
@@ -182,6 +187,7 @@ _HOMES = {
     "AccessBlock": "batonmq.admin.access",
     "AccessCheck": "batonmq.admin.access",
     "AccessControl": "batonmq.admin.access",
+    "AccessKeys": "batonmq.admin.access_keys",
     "Admin": "batonmq.admin.admin",
     "Assignment": "batonmq.admin.group_reports",
     "ClusterNodes": "batonmq.admin.reports",
@@ -203,6 +209,7 @@ _HOMES = {
     "GroupTrace": "batonmq.admin.message_tracer",
     "IdentityGrants": "batonmq.admin.access",
     "IdentityQuota": "batonmq.admin.quotas",
+    "IssuedAccessKey": "batonmq.admin.access",
     "IssuedToken": "batonmq.admin.access",
     "KeyMatches": "batonmq.admin.message_queries",
     "Lock": "batonmq.admin.reports",
@@ -215,6 +222,7 @@ _HOMES = {
     "MessageState": "batonmq._core.message_trace",
     "MessageTrace": "batonmq._core.message_trace",
     "MessageTracer": "batonmq.admin.message_tracer",
+    "NewAccessKey": "batonmq.admin.access_keys",
     "NewToken": "batonmq.admin.access",
     "Node": "batonmq.admin.reports",
     "NodeSetting": "batonmq.admin.effective_settings",

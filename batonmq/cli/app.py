@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "access": LazyCommand(
-        "batonmq.cli.access:commands", "Grant roles, create tokens, and block callers."
+        "batonmq.cli.access:commands", "Grant roles, create credentials, and block callers."
     ),
     "bench": LazyCommand("batonmq.cli.bench:commands", "Measure the speed of a running cluster."),
     "cluster": LazyCommand("batonmq.cli.cluster:commands", "Show the processes of the cluster."),

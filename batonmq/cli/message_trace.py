@@ -97,7 +97,7 @@ def trace(
     broker: str,
     offset: int | None,
 ) -> None:
-    """Show what happened to a message, found by its id, a key, its position or its transaction.
+    """Show what happened to a message, found by id, key, position or transaction.
 
     Shows where it is stored, and for each group whether the filter accepts it, its deliveries with
     owner and token, acknowledgement, retries, death and redrives. An event that is only possible
