@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
+import pytest
 from pydantic import Field
 
 from batonmq._process.config import Settings, load
@@ -33,6 +35,12 @@ MOVES_SEEDS = SEEDS[: max(1, SETTINGS.seeds // 10)]
 
 BY_KEY = 0.3
 """Part of the runs in which messages are handled in the order of their ordering keys."""
+
+
+def each_bunch(seeds: Sequence[int], size: int) -> pytest.MarkDecorator:
+    """Return a mark that calls a test with every `size` of `seeds`."""
+    bunches = [seeds[begin : begin + size] for begin in range(0, len(seeds), size)]
+    return pytest.mark.parametrize("seeds", bunches, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 
 
 def options_of(seed: int) -> RunOptions:

@@ -1,7 +1,7 @@
 """A pytest plugin: the events of all simulated runs of a session, judged together.
 
-What is rare in twenty runs may be absent from them by chance. In a session of `RUNS_MIN` runs it
-has to occur: otherwise the runs are too quiet to prove anything, and the session fails.
+What is rare in a few runs may be absent from them by chance. In a session of enough runs it has
+to occur: otherwise the runs are too quiet to prove anything, and the session fails.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import pytest
 
 RUNS_MIN = 30
-"""A session of fewer runs of a kind is not judged."""
+"""A session of fewer runs of a kind is not judged, unless the kind has a number of its own."""
 _NAME = "simulated runs"
 
 
@@ -23,9 +23,15 @@ class RunCounts:
         self._runs: Counter[str] = Counter()
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._least: dict[str, Mapping[str, int]] = {}
+        self._enough: dict[str, int] = {}
 
     def add(
-        self, kind: str, runs: int, counts: Mapping[str, int], least: Mapping[str, int]
+        self,
+        kind: str,
+        runs: int,
+        counts: Mapping[str, int],
+        least: Mapping[str, int],
+        enough: int = RUNS_MIN,
     ) -> None:
         """Add runs.
 
@@ -33,10 +39,12 @@ class RunCounts:
             kind: Kind of the runs.
             counts: Number of events by name.
             least: Minimum number of events in 100 runs, by name.
+            enough: Number of runs from which on the kind is judged.
         """
         self._runs[kind] += runs
         self._counts[kind].update(counts)
         self._least[kind] = least
+        self._enough[kind] = enough
 
     def quiet(self) -> list[str]:
         """Return a line for each event that occurred too rarely."""
@@ -44,7 +52,7 @@ class RunCounts:
             f"{runs} runs of {kind} are too quiet to prove anything: "
             f"{name} {self._counts[kind][name]}, at least {least * runs // 100}"
             for kind, runs in self._runs.items()
-            if runs >= RUNS_MIN
+            if runs >= self._enough[kind]
             for name, least in self._least[kind].items()
             if self._counts[kind][name] < least * runs // 100
         ]
@@ -59,9 +67,10 @@ def note_runs(
     runs: int,
     counts: Mapping[str, int],
     least: Mapping[str, int],
+    enough: int = RUNS_MIN,
 ) -> None:
     """Pass the counts of the runs of a test on to the session; arguments as of `RunCounts.add`."""
-    request.node.user_properties.append((_NAME, [kind, runs, dict(counts), dict(least)]))
+    request.node.user_properties.append((_NAME, [kind, runs, dict(counts), dict(least), enough]))
 
 
 def pytest_configure(config: pytest.Config) -> None:
