@@ -29,6 +29,7 @@ from batonmq.errors import (
     TopicNotFound,
 )
 from batonmq_server.gateway.callers import Caller
+from batonmq_server.gateway.message_proto import UNIX_MS_MAX, timestamp_ms
 from batonmq_server.gateway.statuses import OK, Refused
 from batonmq_server.gateway.telemetry import expression_of
 
@@ -130,8 +131,8 @@ class QueueReader:
         if policy == pb.TIMESTAMP:
             if not request.HasField("timestamp"):
                 raise Refused(pb.BAD_REQUEST, "the policy TIMESTAMP needs timestamp")
-            unix_ms = request.timestamp.seconds * 1_000 + request.timestamp.nanos // 1_000_000
-            if not 0 <= unix_ms < 1 << 53:
+            unix_ms = timestamp_ms(request.timestamp)
+            if not 0 <= unix_ms <= UNIX_MS_MAX:
                 raise Refused(pb.BAD_REQUEST, f"timestamp must be from 1970 on, got {unix_ms} ms")
             offset = await calls.search(queue, unix_ms)
         elif policy in (pb.BEGINNING, pb.END):

@@ -229,6 +229,9 @@ async def test_messages_are_refused_with_the_codes_of_the_contract(tmp_path: Pat
         assert await sent(message_id="") == pb.ILLEGAL_MESSAGE_ID
         assert await sent(message_group="g" * 64) == pb.ILLEGAL_MESSAGE_GROUP
         assert await sent(delivery_timestamp=far) == pb.ILLEGAL_DELIVERY_TIME
+        for born in (Timestamp(seconds=1 << 50), Timestamp(seconds=-1)):
+            assert await sent(born_timestamp=born) == pb.BAD_REQUEST
+        assert await sent(born_timestamp=Timestamp(nanos=1 << 30)) == pb.OK
         conflict = pb.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
         assert await sent(message_group="g", delivery_timestamp=far) == conflict
         assert await sent(message_type=pb.FIFO) == conflict

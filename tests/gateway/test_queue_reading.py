@@ -1,4 +1,4 @@
-"""Goal: clients that read by themselves get what a native puller gets, and move no owner's progress.
+"""Goal: clients that read by themselves get what a native puller gets, and harm no owner.
 
 Method: a stub calls a gateway of a real cluster, which serves all steps of a test.
 """
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 ORDERS = pb.Resource(name="orders")
 
 
-def queue(number: int = 0, broker: str = "storage", topic: str = "orders") -> pb.MessageQueue:
+def queue(number: int = 0, broker: str = "broker-0", topic: str = "orders") -> pb.MessageQueue:
     return pb.MessageQueue(topic=pb.Resource(name=topic), id=number, broker=pb.Broker(name=broker))
 
 
@@ -114,7 +114,7 @@ async def _stored_queues_are_its_route(stub: RemoteStub) -> None:
     assert answer.status.code == pb.OK
     stored = await stub.call("QueryRoute", request)
     (only,) = stored.message_queues
-    assert (only.broker.name, only.id, only.permission) == ("storage", 0, pb.READ)
+    assert (only.broker.name, only.id, only.permission) == ("broker-0", 0, pb.READ)
     assert only.broker.endpoints == plain.message_queues[0].broker.endpoints
     stream.cancel()
 
