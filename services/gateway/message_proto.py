@@ -56,6 +56,15 @@ class OutgoingMessage:
     deliver_at_unix_ms: int | None
     transactional: bool = False
 
+    @property
+    def kind(self) -> pb.MessageType.ValueType:
+        """Its type in the contract."""
+        if self.transactional:
+            return pb.TRANSACTION
+        if self.message_group:
+            return pb.FIFO
+        return pb.NORMAL if self.deliver_at_unix_ms is None else pb.DELAY
+
 
 def outgoing(sent: pb.Message, now_unix_ms: int) -> OutgoingMessage:
     """Return a message as it is to be stored.

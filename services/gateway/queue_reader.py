@@ -70,14 +70,6 @@ class QueueReader:
         self._known: dict[QueueRef, None] = {}
         self._epochs: dict[tuple[str, str, QueueRef], int] = {}
 
-    async def queues(self, topic: str) -> tuple[QueueRef, ...]:
-        """Return the stored queues of a topic, ascending.
-
-        Raises:
-            TopicNotFound: The topic does not exist.
-        """
-        return queues_of(await query_route(self._directory, topic))
-
     async def pull(
         self, caller: Caller, request: service_pb2.PullMessageRequest, wait_ms: int
     ) -> PulledMessages:
@@ -214,7 +206,7 @@ class QueueReader:
         """
         queue = QueueRef(caller.topic(named.topic), named.broker.name, named.id)
         if queue not in self._known:
-            if queue not in await self.queues(queue.topic):
+            if queue not in queues_of(await query_route(self._directory, queue.topic)):
                 raise Refused(
                     pb.NOT_FOUND,
                     f"queue {named.broker.name[:64]!r} {named.id} of topic {queue.topic} does not "

@@ -15,9 +15,9 @@ from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._core.queues import QueueRef
 from batonmq_server.gateway.ports import PortKind, address_of
 from batonmq_server.gateway.statuses import Refused
+from batonmq_server.gateway.topic_types import ANY
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
-ACCEPTED_TYPES = (pb.NORMAL, pb.FIFO, pb.DELAY, pb.TRANSACTION)
 ANY_QUEUE = -1
 
 
@@ -62,8 +62,12 @@ class Routes:
         access_point: pb.Endpoints,
         queue_id: int = 0,
         kind: PortKind = PortKind.MAIN,
+        accepted: Sequence[pb.MessageType.ValueType] = ANY,
     ) -> list[pb.MessageQueue]:
         """Return the queues of a topic, one for each gateway.
+
+        Args:
+            accepted: Types of the messages that it takes.
 
         Raises:
             Refused: No gateway is registered yet, and the client names no address.
@@ -77,7 +81,7 @@ class Routes:
                 id=queue_id,
                 permission=pb.READ_WRITE,
                 broker=broker,
-                accept_message_types=ACCEPTED_TYPES,
+                accept_message_types=accepted,
             )
             for broker in brokers
         ]
@@ -109,7 +113,6 @@ class Routes:
                 id=queue.queue_id,
                 permission=pb.READ,
                 broker=by_name[queue.broker],
-                accept_message_types=ACCEPTED_TYPES,
             )
             for queue in queues
         ]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2, service_pb2_grpc
 from batonmq._connection.directory import Directory
-from batonmq._connection.routes import query_route
+from batonmq._connection.routes import query_route, queues_of
 from batonmq._producer.producer import Producer
 from batonmq._producer.scheduled_sender import ScheduleReceipt
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled
@@ -35,6 +35,7 @@ from batonmq_server.gateway.queue_reader import PulledMessages, QueueReader
 from batonmq_server.gateway.routes import ANY_QUEUE, Routes
 from batonmq_server.gateway.statuses import OK, Refused, status_of
 from batonmq_server.gateway.telemetry import TelemetryStream, expression_of
+from batonmq_server.gateway.topic_types import TopicTypes, accepted_types
 from batonmq_server.gateway.transaction_checks import TransactionChecks
 from batonmq_server.gateway.transactions import Transactions
 
@@ -65,6 +66,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         self._clock = parts.environment.clock
         self._checks = TransactionChecks(directory, parts.spawn, metrics)
         self._transactions = Transactions(producer, directory, self._clock)
+        self._types = TopicTypes(directory, self._clock)
         self._reader = QueueReader(directory, parts.environment)
 
     # ---- where
@@ -110,11 +112,13 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
             TopicNotFound: The topic does not exist.
             Refused: No gateway is registered yet, and the client names no address.
         """
-        queues = await self._reader.queues(caller.topic(request.topic))
+        route = await query_route(self._directory, caller.topic(request.topic))
+        self._types.note(route.topic)
         topic, access_point, kind = request.topic, request.endpoints, port_kind(context)
         if self._parts.clients.reads_queues(caller.client_id):
-            return self._routes.stored_queues(topic, queues, access_point, kind)
-        return self._routes.queues(topic, access_point, queue_id, kind)
+            return self._routes.stored_queues(topic, queues_of(route), access_point, kind)
+        accepted = accepted_types(route.topic)
+        return self._routes.queues(topic, access_point, queue_id, kind, accepted)
 
     # ---- clients
 
@@ -172,6 +176,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
 
         async def send(caller: Caller) -> service_pb2.SendMessageResponse:
             topic, messages = self._checked(caller, request.messages)
+            await self._types.check(topic, messages)
             if any(one.transactional for one in messages):
                 self._checks.publish(caller.client_id, [topic])
             try:
