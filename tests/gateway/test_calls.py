@@ -254,7 +254,7 @@ async def test_messages_are_refused_with_the_codes_of_the_contract(tmp_path: Pat
 async def test_topic_with_a_type_takes_messages_of_that_type_only(tmp_path: Path) -> None:
     async with scene(tmp_path) as at:
         now_unix_ms = Clock().unix_ms()
-        messages = {
+        messages: dict[str, dict[str, Any]] = {
             "normal": {},
             "fifo": {"message_group": "g"},
             "delay": {"delivery_timestamp": timestamp(now_unix_ms + 3_600_000)},
@@ -270,7 +270,7 @@ async def test_topic_with_a_type_takes_messages_of_that_type_only(tmp_path: Path
             wanted = TYPES if only is None else [only]
             assert [name.lower() for name in names] == list(wanted)
             for kind, system in messages.items():
-                sent: Any = {"message_id": kind} | system
+                sent = {"message_id": kind} | system
                 message = pb.Message(
                     topic=pb.Resource(name=topic),
                     body=b"x",
