@@ -368,6 +368,12 @@ async def test_telemetry_answers_settings_by_language_and_pushes_them_again(
         )
         assert answer.status.code == pb.OK
         assert answer.settings.publishing.max_body_size == 4 << 20
+        for reply in (
+            {"thread_stack_trace": service_pb2.ThreadStackTrace(nonce="n")},
+            {"verify_message_result": service_pb2.VerifyMessageResult(nonce="n")},
+        ):  # to a question of a server; the stream goes on
+            more: dict[str, Any] = reply
+            await stream.write(service_pb2.TelemetryCommand(**more))
         pushed = await stream.read()
         assert pushed == answer
         consumer = pb.Settings(
