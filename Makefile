@@ -14,7 +14,7 @@ SETUP := $(VENV)/.installed
 LOCAL := $(or $(wildcard $(SETUP)),$(VENV)/.local)
 MAIN ?= main
 
-.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults fuzz check bench bench-quick bench-peers demo examples docs up clean \
+.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults fuzz clients check bench bench-quick bench-peers demo examples docs up clean \
   etcd observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
@@ -118,6 +118,11 @@ faults: $(SETUP) ## inject faults for BATON_FAULT_MINUTES, drawn from BATON_FAUL
 
 fuzz: $(SETUP)  ## 20,000 arbitrary calls to each service; every failure has a reason, sends go on
 	python -m tools.fuzz
+
+# CLIENTS=java leaves out Rust. The compilers must be on PATH: mvn and javac, cargo.
+CLIENTS := java rust
+clients: $(SETUP) ## official clients of more languages, pinned: every producer with every consumer, the contract
+	BATON_CLIENTS="$(CLIENTS)" pytest -q tests/gateway/test_contract.py tests/gateway/test_official_clients.py -k "every_producer or contract"
 
 coverage: $(SETUP) ## lines and branches covered by the quick tests, per folder
 	coverage erase

@@ -3,53 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, SupportsIndex, TypeVar
+from typing import Literal, SupportsIndex
 
-from baton.common.v1 import queue_pb2
-from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
-from baton.storage.v1 import query_service_pb2 as query_pb
-from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.aio import only_error
-from batonmq._common.rpc import answered, error_from_pb
-from batonmq._connection.directory import CALL_TIMEOUT_S, ClientEnvironment, Directory
+from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._connection.routes import query_route, queues_of
 from batonmq._connection.security import Security
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.moved_group import raise_if_moved, repeat_while_moved
 from batonmq._consumer.prefetched_queue import (
     FetchedBatches,
     FetchSource,
-    KeptOffsets,
     OutOfRangePolicy,
     PrefetchedQueue,
 )
-from batonmq._consumer.queue_puller import NODE_UNAVAILABLE
-from batonmq._consumer.session import queue_to_pb
-from batonmq._core.epochs import SeenEpochs
+from batonmq._consumer.reader_calls import FetchLimits, ReaderCalls, ReadProgress
 from batonmq._core.flow_control import ByteBudget, FlowLimits
 from batonmq._core.names import check_group
 from batonmq._core.queues import QueueRef
-from batonmq._core.reader_choice import ReaderChoice
 from batonmq._core.start_offset import TIMESTAMP_AGE_MS, ConsumeFrom, start_offset
 from batonmq._core.subscription import Filter, TagFilter, parse_filter
 from batonmq.errors import (
-    BatonError,
-    Fenced,
     InvalidArgument,
-    ModeChanged,
     OffsetAheadOfLog,
     QueueNotFound,
-    UnknownQueue,
-    Unreachable,
 )
 
-T = TypeVar("T")
-COMMIT_ITEMS_MAX = 1_024
 _OFFSET_MAX = (1 << 63) - 1
 
 
@@ -134,23 +116,21 @@ class Puller:
         secured = (environment or ClientEnvironment()).secured(self._settings.security)
         self._group = check_group(group) if group else ""
         self._filters = {topic: parse_filter(text) for topic, text in (filters or {}).items()}
-        self._random, self._clock = secured.random, secured.clock
         self._directory = Directory(nameserver, secured.random, secured.connect)
+        self._calls = ReaderCalls(self._directory, secured, self._group)
         start_unix_ms = self._settings.start_unix_ms
         self._start_at_unix_ms = start_unix_ms or secured.clock.unix_ms() - TIMESTAMP_AGE_MS
         self._budget = ByteBudget(self._settings.prefetch_bytes_max)
         self._limits = FlowLimits(messages_max=self._settings.prefetch_messages_max, span_max=1)
         self._source = FetchSource(
             self._start,
-            self._kept,
+            self._calls.kept,
             self._pull if group else self._read,
             0 if group else self._settings.read_idle_ms,
         )
         self._queues: dict[QueueRef, PrefetchedQueue] = {}
         self._tasks_by_queue: dict[QueueRef, asyncio.Task[None]] = {}
         self._reset_epochs: dict[QueueRef, int] = {}
-        self._readers: defaultdict[QueueRef, ReaderChoice] = defaultdict(ReaderChoice)
-        self._epochs = SeenEpochs()
         self._available = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
 
@@ -234,9 +214,9 @@ class Puller:
         """
         assigned = self._assigned(queue)
         if isinstance(to, AtTime):
-            offset = await self._search(queue, _checked_number(to.unix_ms))
+            offset = await self._calls.search(queue, _checked_number(to.unix_ms))
         elif to in ("begin", "end"):
-            kept = await self._kept(queue)
+            kept = await self._calls.kept(queue)
             offset = kept.first_offset if to == "begin" else kept.next_offset
         else:
             offset = _checked_number(to)
@@ -322,27 +302,8 @@ class Puller:
             Unreachable: offsets did not answer.
         """
         self._need_group()
-
-        async def query() -> offsets_pb.QueryOutcome:
-            name, stub = await self._directory.offsets_leader(self._group)
-            request = offsets_pb.QueryRequest(
-                offsets_epoch=self._epochs.of(name), queues=[self._key(queue)]
-            )
-            answer = await self._answered(stub.Query(request, timeout=CALL_TIMEOUT_S))
-            self._check_epoch(name, answer.offsets_epoch)
-            (outcome,) = answer.outcomes
-            raise_if_moved([outcome])
-            return outcome
-
-        outcome = await repeat_while_moved(self._directory, query)
-        if not outcome.HasField("error"):
-            self._reset_epochs[queue] = outcome.progress.reset_epoch
-            return outcome.progress.committed_offset
-        error = error_from_pb(outcome.error)
-        if not isinstance(error, UnknownQueue):
-            raise error
-        self._reset_epochs[queue] = error.detail.reset_epoch or 0
-        return None
+        committed, self._reset_epochs[queue] = await self._calls.committed(queue)
+        return committed
 
     async def commit(self, offsets: Mapping[QueueRef, int] | None = None) -> None:
         """Commit that every message below these offsets is handled.
@@ -370,16 +331,12 @@ class Puller:
         await self._check_not_ahead(offsets)
         for queue in offsets.keys() - self._reset_epochs.keys():
             await self.committed(queue)
-        items = [
-            offsets_pb.CommitItem(
-                queue=self._key(queue),
-                reset_epoch=self._reset_epochs[queue],
-                committed_offset=offset,
-            )
-            for queue, offset in offsets.items()
-        ]
-        for start in range(0, len(items), COMMIT_ITEMS_MAX):
-            await self._commit(items[start : start + COMMIT_ITEMS_MAX])
+        await self._calls.commit(
+            [
+                (queue, ReadProgress(offset, self._reset_epochs[queue]))
+                for queue, offset in offsets.items()
+            ]
+        )
 
     async def _check_not_ahead(self, offsets: Mapping[QueueRef, int]) -> None:
         """Raise if an offset is beyond the end of its queue.
@@ -401,7 +358,7 @@ class Puller:
                         facts={"topic": topic, "queue_id": queue.queue_id, "queue_count": count},
                     )
         for queue in unseen:
-            end = (await self._kept(queue)).next_offset
+            end = (await self._calls.kept(queue)).next_offset
             if offsets[queue] > end:
                 raise OffsetAheadOfLog(
                     f"offset {offsets[queue]} of queue {queue} is beyond its end, {end}",
@@ -410,31 +367,6 @@ class Puller:
                 )
             if queue in self._queues:
                 self._queues[queue].end_offset = end
-
-    async def _commit(self, items: list[offsets_pb.CommitItem]) -> None:
-        async def commit() -> Sequence[offsets_pb.CommitOutcome]:
-            name, stub = await self._directory.offsets_leader(self._group)
-            request = offsets_pb.CommitRequest(offsets_epoch=self._epochs.of(name), items=items)
-            answer = await self._answered(stub.Commit(request, timeout=CALL_TIMEOUT_S))
-            self._check_epoch(name, answer.offsets_epoch)
-            raise_if_moved(answer.outcomes)
-            return answer.outcomes
-
-        for outcome in await repeat_while_moved(self._directory, commit):
-            if outcome.HasField("error"):
-                error = error_from_pb(outcome.error)
-                if isinstance(error, Fenced):
-                    error.remedy = (
-                        "Seek to the offset that committed() returns, and continue there."
-                    )
-                raise self._with_remedy(error)
-
-    def _check_epoch(self, offsets_set: str, epoch: int) -> None:
-        if not self._epochs.observe(offsets_set, epoch):
-            raise Unreachable("an offsets node of an older epoch answered")
-
-    def _key(self, queue: QueueRef) -> queue_pb2.GroupQueue:
-        return queue_pb2.GroupQueue(group=self._group, queue=queue_to_pb(queue))
 
     def _need_group(self) -> None:
         if not self._group:
@@ -452,80 +384,25 @@ class Puller:
             return committed
         start, searched_offset = self._settings.consume_from, 0
         if start == "timestamp":
-            searched_offset = await self._search(queue, self._start_at_unix_ms)
-        kept = await self._kept(queue)
+            searched_offset = await self._calls.search(queue, self._start_at_unix_ms)
+        kept = await self._calls.kept(queue)
         return start_offset(start, kept.first_offset, kept.next_offset, searched_offset)
-
-    async def _search(self, queue: QueueRef, unix_ms: int) -> int:
-        request = query_pb.SearchOffsetRequest(queue=queue_to_pb(queue), unix_ms=unix_ms)
-        stub = await self._directory.query(queue.broker)
-        answer = await self._answered(stub.SearchOffset(request, timeout=CALL_TIMEOUT_S))
-        return answer.offset
-
-    async def _kept(self, queue: QueueRef) -> KeptOffsets:
-        request = pb.QueryOffsetsRequest(queues=[queue_to_pb(queue)])
-        stub = await self._directory.storage(queue.broker)
-        answer = await self._answered(stub.QueryOffsets(request, timeout=CALL_TIMEOUT_S))
-        (outcome,) = answer.outcomes
-        if outcome.HasField("error"):
-            raise error_from_pb(outcome.error)
-        return KeptOffsets(outcome.offsets.first_offset, outcome.offsets.next_offset)
 
     async def _read(
         self, queue: QueueRef, offset: int, wanted: Filter, bytes_max: int
     ) -> FetchedBatches:
-        request = query_pb.ReadRequest(
-            queue=queue_to_pb(queue),
-            offset=offset,
-            expression=wanted.canonical(),
-            bytes_max=min(bytes_max, self._settings.pull_bytes_max),
-            messages_max=self._settings.pull_messages_max,
-        )
-        reader = self._readers[queue]
-        with self._other_node_on_failure(queue):
-            stub = await self._directory.query(queue.broker, reader.node_id)
-            answer = await self._answered(stub.Read(request, timeout=CALL_TIMEOUT_S))
-            await self._note_reader(queue, answer.next_node_id, answer.next_offset > offset)
-        kept = KeptOffsets(answer.queue_first_offset, answer.queue_next_offset)
-        return FetchedBatches(tuple(answer.batches), answer.next_offset, 0, kept)
+        return await self._calls.read(queue, offset, wanted, self._fetch_limits(bytes_max))
 
     async def _pull(
         self, queue: QueueRef, offset: int, wanted: Filter, bytes_max: int
     ) -> FetchedBatches:
-        reader = self._readers[queue]
-        request = pb.PullRequest(
-            queue=self._key(queue),
-            offset=offset,
-            pull_id=self._random.getrandbits(63),
-            expression=wanted.canonical(),
-            bytes_max=min(bytes_max, self._settings.pull_bytes_max),
-            messages_max=self._settings.pull_messages_max,
-            hold_ms=reader.hold_ms(self._settings.pull_hold_ms),
+        hold_ms = self._settings.pull_hold_ms
+        return await self._calls.pull(queue, offset, wanted, self._fetch_limits(bytes_max), hold_ms)
+
+    def _fetch_limits(self, bytes_max: int) -> FetchLimits:
+        return FetchLimits(
+            min(bytes_max, self._settings.pull_bytes_max), self._settings.pull_messages_max
         )
-        limit_s = request.hold_ms / 1000 + CALL_TIMEOUT_S
-        with self._other_node_on_failure(queue):
-            stub = await self._directory.reader(queue.broker, reader.node_id)
-            answer = await self._answered(stub.Pull(request, timeout=limit_s))
-            await self._note_reader(queue, answer.next_node_id, answer.next_offset > offset)
-        kept = KeptOffsets(answer.queue_first_offset, answer.queue_next_offset)
-        # The answer to a pull that found nothing has next_offset 0.
-        next_offset = max(answer.next_offset, offset)
-        return FetchedBatches(tuple(answer.batches), next_offset, answer.lost_count, kept)
-
-    async def _note_reader(self, queue: QueueRef, next_node_id: str, received: bool) -> None:
-        reader, now_ms = self._readers[queue], self._clock.monotonic_ms()
-        if reader.answered(next_node_id, now_ms, received=received):
-            reader.checked(has_leader=await self._directory.has_leader(queue.broker))
-
-    @contextmanager
-    def _other_node_on_failure(self, queue: QueueRef) -> Iterator[None]:
-        """If the node of a queue does not serve, use another one for the next call."""
-        reader = self._readers[queue]
-        try:
-            yield
-        except NODE_UNAVAILABLE:
-            reader.failed(self._directory.next_reader(queue.broker, reader.node_id))
-            raise
 
     def _assigned(self, queue: QueueRef) -> PrefetchedQueue:
         assigned = self._queues.get(queue)
@@ -536,22 +413,6 @@ class Puller:
                 facts={"field": "queue"},
             )
         return assigned
-
-    async def _answered(self, call: Awaitable[T]) -> T:
-        try:
-            return await answered(call)
-        except BatonError as error:
-            self._directory.invalidate(error)
-            self._with_remedy(error)
-            raise
-
-    def _with_remedy(self, error: BatonError) -> BatonError:
-        if isinstance(error, ModeChanged):
-            error.remedy = (
-                "A puller needs a clustering group without ownership. Run baton group update "
-                f"{self._group} --ownership off, or choose another group."
-            )
-        return error
 
 
 def _checked_number(value: SupportsIndex | str) -> int:

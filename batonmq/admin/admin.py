@@ -45,6 +45,7 @@ from batonmq.admin.reports import (
     ClusterNodes,
     CreatedTopic,
     Lock,
+    MessageType,
     QueueExtent,
     Topic,
     TopicDetail,
@@ -107,20 +108,27 @@ class Admin:
         """Close the channels."""
         await self.directory.close()
 
-    async def create_topic(self, name: str, queue_count: int = 0) -> CreatedTopic:
+    async def create_topic(
+        self, name: str, queue_count: int = 0, *, message_type: MessageType = "any"
+    ) -> CreatedTopic:
         """Create a topic, or return the existing one if it has the same number of queues.
 
         Args:
             name: 1 to 127 characters of A-Z a-z 0-9 _ % -.
             queue_count: Number of queues on all brokers together; 0 for 8.
+            message_type: Which messages remote clients may send, at the gateway. It can't be
+                changed later. `any` also returns an existing topic of another type.
 
         Raises:
-            TopicExists: The topic exists with another number of queues.
+            TopicExists: The topic exists with another number of queues, or another type.
             InvalidName: The name is not valid, or reserved for the system.
             LimitExceeded: `queue_count` is too large.
             NoBroker: No broker is registered.
         """
         request = pb.CreateTopicRequest(topic=name, queue_count=queue_count)
+        if message_type != "any":
+            type_name = f"TOPIC_MESSAGE_TYPE_{message_type.upper()}"
+            request.message_type = pb.TopicMessageType.Value(type_name)
         answer = await self.ask(
             lambda limit_s: self.directory.nameserver().CreateTopic(request, timeout=limit_s)
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._core.queues import QueueRef
+
+MessageType = Literal["any", "normal", "fifo", "delay", "transaction"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,8 @@ class Topic:
         inherited: Whether topics that are created on demand may take their settings from it.
         writable_counts: Number of writable queues by broker: the first ones of each broker. The
             other queues are removed when every group has read them.
+        message_type: Which messages remote clients may send: normal, fifo, delay, transaction, or
+            any.
     """
 
     name: str
@@ -31,6 +35,7 @@ class Topic:
     permission: str
     writable_counts: Mapping[str, int]
     inherited: bool = False
+    message_type: str = "any"
 
     @property
     def queue_count(self) -> int:
@@ -170,6 +175,11 @@ def topic_from_pb(topic: pb.Topic) -> Topic:
             part.broker: part.write_queue_count or part.queue_count for part in topic.spread
         },
         inherited=topic.inherited,
+        message_type=enum_name(
+            pb.TopicMessageType.Name, topic.message_type, "TOPIC_MESSAGE_TYPE_"
+        ).lower()
+        if topic.message_type
+        else "any",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import click
 
 from batonmq._core.names import is_system_topic
-from batonmq.admin.reports import Topic, TopicPurge
+from batonmq.admin.reports import MessageType, Topic, TopicPurge
 from batonmq.cli.arguments import topic_argument
 from batonmq.cli.change_options import check_can_ask, confirm, yes_option
 from batonmq.cli.command_classes import LazyCommand, LazyGroup
@@ -47,6 +47,7 @@ _COLUMNS: Columns = {
 _MORE_COLUMNS: Columns = {
     "ID": "topic_id",
     "WRITABLE": lambda item: sum(item["writable_counts"].values()),
+    "TYPE": "message_type",
     "INHERITED": lambda item: "yes" if item["inherited"] else "no",
 }
 _QUEUE_COLUMNS: Columns = {
@@ -68,15 +69,25 @@ _QUEUE_COLUMNS: Columns = {
     type=click.IntRange(min=1, max=1_024),
     help="Number of queues, spread evenly over the brokers.",
 )
+@click.option(
+    "--type",
+    "message_type",
+    default="any",
+    show_default=True,
+    type=click.Choice(["any", "normal", "fifo", "delay", "transaction"]),
+    help="Which messages clients of RocketMQ 5 may send, at the gateway.",
+)
 @cluster_session
-def create(session: CommandSession, name: str, queues: int) -> None:
+def create(session: CommandSession, name: str, queues: int, message_type: MessageType) -> None:
     """Create a topic. An existing topic with the same number of queues is not an error."""
-    session.run(_create(session, name, queues))
+    session.run(_create(session, name, queues, message_type))
 
 
-async def _create(session: CommandSession, name: str, queues: int) -> None:
+async def _create(
+    session: CommandSession, name: str, queues: int, message_type: MessageType
+) -> None:
     async with session.admin() as admin:
-        done = await admin.create_topic(name, queues)
+        done = await admin.create_topic(name, queues, message_type=message_type)
     if not done.created:
         session.output.note(f"topic {name} exists already")
     item = _item(done.topic) | {"created": done.created}
@@ -120,6 +131,8 @@ async def _describe(session: CommandSession, name: str) -> None:
         for extent in detail.queues
     ]
     session.output.detail(_item(detail.topic) | {"queues": queues}, queues, _QUEUE_COLUMNS)
+    if (kind := detail.topic.message_type) != "any":
+        session.output.note(f"clients of RocketMQ 5 may send messages of type {kind} only")
     session.output.problems(detail.problems)
 
 
@@ -265,4 +278,5 @@ def _item(topic: Topic) -> dict[str, Any]:
         "writable_counts": dict(topic.writable_counts),
         "permission": topic.permission,
         "inherited": topic.inherited,
+        "message_type": topic.message_type,
     }

@@ -125,7 +125,7 @@ async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[Ap
                 own_admission=frozenset({SERVICE}),
                 listen=partial(listen_further, settings),
                 loops=[tasks.run, housekeeping],
-                long_polls=frozenset({"ReceiveMessage"}),
+                long_polls=frozenset({"ReceiveMessage", "PullMessage"}),
                 finish=finish,
             )
     finally:

@@ -21,6 +21,7 @@ class RemoteClient:
         identity: Its identity; empty while access control is off.
         open_calls: Receive calls and telemetry streams that are open.
         groups: The groups that it consumes for.
+        reads_queues: Whether it reads stored queues by itself, as its settings say.
     """
 
     language: str
@@ -28,12 +29,14 @@ class RemoteClient:
     open_calls: int = 0
     groups: set[str] = field(default_factory=set)
     identity: str = ""
+    reads_queues: bool = False
 
 
 class RemoteClients:
     """The clients that called lately, by client id.
 
-    Nothing depends on a client being known: calls of a client without settings are served.
+    Calls of a client that is not known are served. Only a client that reads queues by itself must
+    have sent its settings, to get stored queues as its route.
     """
 
     def __init__(self, clock: Clock, timeout_ms: int) -> None:
@@ -62,6 +65,11 @@ class RemoteClients:
         """Return the identity of a client; None if it is not known."""
         client = self._clients.get(client_id)
         return client.identity if client is not None else None
+
+    def reads_queues(self, client_id: str) -> bool:
+        """Whether a client reads stored queues by itself."""
+        client = self._clients.get(client_id)
+        return client is not None and client.reads_queues
 
     def is_alive(self, client_id: str) -> bool:
         """Whether a client called within the timeout, or has a call open."""

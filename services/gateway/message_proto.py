@@ -35,6 +35,8 @@ PROPERTIES_MAX = 128
 PROPERTIES_BYTES_MAX = 16 * 1024
 MESSAGE_ID_BYTES_MAX = 255
 MESSAGE_GROUP_BYTES_MAX = 63
+UNIX_MS_MAX = 999_999_999_999_999
+"""Greatest time of a message: 15 digits."""
 _TYPES = (pb.MESSAGE_TYPE_UNSPECIFIED, pb.NORMAL, pb.FIFO, pb.DELAY, pb.TRANSACTION)
 
 
@@ -53,6 +55,15 @@ class OutgoingMessage:
     message_group: str
     deliver_at_unix_ms: int | None
     transactional: bool = False
+
+    @property
+    def kind(self) -> pb.MessageType.ValueType:
+        """Its type in the contract."""
+        if self.transactional:
+            return pb.TRANSACTION
+        if self.message_group:
+            return pb.FIFO
+        return pb.NORMAL if self.deliver_at_unix_ms is None else pb.DELAY
 
 
 def outgoing(sent: pb.Message, now_unix_ms: int) -> OutgoingMessage:
@@ -82,9 +93,7 @@ def outgoing(sent: pb.Message, now_unix_ms: int) -> OutgoingMessage:
             "together at most",
         )
     properties[MESSAGE_ID] = system.message_id
-    properties[_BORN] = str(
-        system.born_timestamp.ToMilliseconds() if system.HasField("born_timestamp") else now_unix_ms
-    )
+    properties[_BORN] = str(_born_unix_ms(system, now_unix_ms))
     optional = {
         _BORN_HOST: system.born_host,
         _TRACE: system.trace_context,
@@ -179,9 +188,19 @@ def _check_properties(properties: dict[str, str]) -> None:
             )
 
 
+def _born_unix_ms(system: pb.SystemProperties, now_unix_ms: int) -> int:
+    if not system.HasField("born_timestamp"):
+        return now_unix_ms
+    unix_ms = timestamp_ms(system.born_timestamp)
+    if not 0 <= unix_ms <= UNIX_MS_MAX:
+        raise Refused(
+            pb.BAD_REQUEST, f"born_timestamp must be from 0 to {UNIX_MS_MAX} ms, got {unix_ms}"
+        )
+    return unix_ms
+
+
 def _deliver_at(system: pb.SystemProperties, now_unix_ms: int) -> int:
-    seconds = system.delivery_timestamp.seconds
-    deliver_at = seconds * 1_000 + system.delivery_timestamp.nanos // 1_000_000
+    deliver_at = timestamp_ms(system.delivery_timestamp)
     if not 0 < deliver_at <= now_unix_ms + AHEAD_MS_MAX:
         raise Refused(
             pb.ILLEGAL_DELIVERY_TIME,
@@ -257,6 +276,11 @@ def echoed(topic: pb.Resource, caller: Caller) -> pb.Resource:
 def timestamp(unix_ms: int) -> Timestamp:
     """Return a time in the form of the contract."""
     return Timestamp(seconds=unix_ms // 1_000, nanos=unix_ms % 1_000 * 1_000_000)
+
+
+def timestamp_ms(sent: Timestamp) -> int:
+    """Return a time in Unix milliseconds, of whatever a client sent."""
+    return sent.seconds * 1_000 + sent.nanos // 1_000_000
 
 
 def duration(ms: int) -> Duration:

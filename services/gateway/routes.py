@@ -7,15 +7,17 @@ receives from all of them: each gateway owns other queues of the group.
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 
 from apache.rocketmq.v2 import definition_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
+from batonmq._core.queues import QueueRef
 from batonmq_server.gateway.ports import PortKind, address_of
 from batonmq_server.gateway.statuses import Refused
+from batonmq_server.gateway.topic_types import ANY
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
-ACCEPTED_TYPES = (pb.NORMAL, pb.FIFO, pb.DELAY, pb.TRANSACTION)
 ANY_QUEUE = -1
 
 
@@ -60,8 +62,12 @@ class Routes:
         access_point: pb.Endpoints,
         queue_id: int = 0,
         kind: PortKind = PortKind.MAIN,
+        accepted: Sequence[pb.MessageType.ValueType] = ANY,
     ) -> list[pb.MessageQueue]:
         """Return the queues of a topic, one for each gateway.
+
+        Args:
+            accepted: Types of the messages that it takes.
 
         Raises:
             Refused: No gateway is registered yet, and the client names no address.
@@ -75,9 +81,40 @@ class Routes:
                 id=queue_id,
                 permission=pb.READ_WRITE,
                 broker=broker,
-                accept_message_types=ACCEPTED_TYPES,
+                accept_message_types=accepted,
             )
             for broker in brokers
+        ]
+
+    def stored_queues(
+        self,
+        topic: pb.Resource,
+        queues: Sequence[QueueRef],
+        access_point: pb.Endpoints,
+        kind: PortKind = PortKind.MAIN,
+    ) -> list[pb.MessageQueue]:
+        """Return the stored queues of a topic, for clients that read by themselves.
+
+        Each is named by its own broker and number. All gateways can read all of them; the brokers
+        are spread over the gateways.
+
+        Raises:
+            Refused: No gateway is registered yet, and the client names no address.
+        """
+        gateways = [queue.broker for queue in self.queues(topic, access_point, kind=kind)]
+        brokers = sorted({queue.broker for queue in queues})
+        by_name = {
+            name: pb.Broker(name=name, id=0, endpoints=gateways[at % len(gateways)].endpoints)
+            for at, name in enumerate(brokers)
+        }
+        return [
+            pb.MessageQueue(
+                topic=topic,
+                id=queue.queue_id,
+                permission=pb.READ,
+                broker=by_name[queue.broker],
+            )
+            for queue in queues
         ]
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2, service_pb2_grpc
 from batonmq._connection.directory import Directory
-from batonmq._connection.routes import query_route
+from batonmq._connection.routes import query_route, queues_of
 from batonmq._producer.producer import Producer
 from batonmq._producer.scheduled_sender import ScheduleReceipt
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled
@@ -31,9 +31,11 @@ from batonmq_server.gateway.message_proto import (
 )
 from batonmq_server.gateway.metrics import GatewayMetrics
 from batonmq_server.gateway.ports import port_kind
+from batonmq_server.gateway.queue_reader import PulledMessages, QueueReader
 from batonmq_server.gateway.routes import ANY_QUEUE, Routes
 from batonmq_server.gateway.statuses import OK, Refused, status_of
 from batonmq_server.gateway.telemetry import TelemetryStream, expression_of
+from batonmq_server.gateway.topic_types import TopicTypes, accepted_types
 from batonmq_server.gateway.transaction_checks import TransactionChecks
 from batonmq_server.gateway.transactions import Transactions
 
@@ -64,6 +66,8 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         self._clock = parts.environment.clock
         self._checks = TransactionChecks(directory, parts.spawn, metrics)
         self._transactions = Transactions(producer, directory, self._clock)
+        self._types = TopicTypes(directory, self._clock)
+        self._reader = QueueReader(directory, parts.environment)
 
     # ---- where
 
@@ -73,8 +77,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         """See the proto."""
 
         async def route(caller: Caller) -> service_pb2.QueryRouteResponse:
-            await query_route(self._directory, caller.topic(request.topic))
-            queues = self._routes.queues(request.topic, request.endpoints, kind=port_kind(context))
+            queues = await self._queues(caller, request, context)
             return service_pb2.QueryRouteResponse(status=OK, message_queues=queues)
 
         return await self._answer("QueryRoute", context, route, service_pb2.QueryRouteResponse)
@@ -86,11 +89,8 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
 
         async def assign(caller: Caller) -> service_pb2.QueryAssignmentResponse:
             group = caller.group(request.group)
-            await query_route(self._directory, caller.topic(request.topic))
             queue_id = 0 if group in self._parts.settings.fifo else ANY_QUEUE
-            queues = self._routes.queues(
-                request.topic, request.endpoints, queue_id, port_kind(context)
-            )
+            queues = await self._queues(caller, request, context, queue_id)
             return service_pb2.QueryAssignmentResponse(
                 status=OK, assignments=[pb.Assignment(message_queue=queue) for queue in queues]
             )
@@ -98,6 +98,27 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         return await self._answer(
             "QueryAssignment", context, assign, service_pb2.QueryAssignmentResponse
         )
+
+    async def _queues(
+        self,
+        caller: Caller,
+        request: service_pb2.QueryRouteRequest | service_pb2.QueryAssignmentRequest,
+        context: Context,
+        queue_id: int = 0,
+    ) -> list[pb.MessageQueue]:
+        """Return one queue per gateway; to a client that reads by itself the stored queues.
+
+        Raises:
+            TopicNotFound: The topic does not exist.
+            Refused: No gateway is registered yet, and the client names no address.
+        """
+        route = await query_route(self._directory, caller.topic(request.topic))
+        self._types.note(route.topic)
+        topic, access_point, kind = request.topic, request.endpoints, port_kind(context)
+        if self._parts.clients.reads_queues(caller.client_id):
+            return self._routes.stored_queues(topic, queues_of(route), access_point, kind)
+        accepted = accepted_types(route.topic)
+        return self._routes.queues(topic, access_point, queue_id, kind, accepted)
 
     # ---- clients
 
@@ -155,6 +176,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
 
         async def send(caller: Caller) -> service_pb2.SendMessageResponse:
             topic, messages = self._checked(caller, request.messages)
+            await self._types.check(topic, messages)
             if any(one.transactional for one in messages):
                 self._checks.publish(caller.client_id, [topic])
             try:
@@ -304,11 +326,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
     ) -> tuple[GroupConsumer, list[Delivery]]:
         name, topic = caller.group(request.group), caller.topic(request.message_queue.topic)
         settings = self._parts.settings
-        if not 0 < request.batch_size <= MESSAGES_MAX:
-            raise Refused(
-                pb.BAD_REQUEST,
-                f"batch_size must be 1 to {MESSAGES_MAX}, got {request.batch_size}",
-            )
+        _check_batch_size(request.batch_size)
         terms = LeaseTerms(caller.client_id, settings.renew_ms, renewed=True)
         if not request.auto_renew:
             hold_ms = duration_ms(request.invisible_duration)
@@ -319,24 +337,37 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
                     f"{settings.invisible_ms_max} ms, got {hold_ms}",
                 )
             terms = LeaseTerms(caller.client_id, hold_ms)
-        polling_ms = settings.polling_ms_max
-        if request.HasField("long_polling_timeout"):
-            polling_ms = min(polling_ms, duration_ms(request.long_polling_timeout))
-        if polling_ms < 0:
-            raise Refused(pb.ILLEGAL_POLLING_TIME, "long_polling_timeout must not be negative")
+        wait_ms = self._wait_ms(request, context)
         expression = expression_of(request.filter_expression)
         known = self._groups.find(name)
         if known is None or not known.subscribes(topic):
             await query_route(self._directory, topic)
         client = self._parts.clients.note(caller, name)
         group = self._groups.subscribe(name, [(topic, expression)], caller.client_id)
-        wait_ms = min(polling_ms, 1_000 * (_left_s(context) - DEADLINE_MARGIN_S))
         client.open_calls += 1
         try:
-            batch = await group.receive(topic, request.batch_size, terms, max(0, int(wait_ms)))
+            batch = await group.receive(topic, request.batch_size, terms, wait_ms)
         finally:
             client.open_calls -= 1
         return group, batch
+
+    def _wait_ms(
+        self,
+        request: service_pb2.ReceiveMessageRequest | service_pb2.PullMessageRequest,
+        context: Context,
+    ) -> int:
+        """Return how long a call may wait for a message, so that it ends before its deadline.
+
+        Raises:
+            Refused: The time that the client asks for is negative.
+        """
+        polling_ms = self._parts.settings.polling_ms_max
+        if request.HasField("long_polling_timeout"):
+            polling_ms = min(polling_ms, duration_ms(request.long_polling_timeout))
+        if polling_ms < 0:
+            raise Refused(pb.ILLEGAL_POLLING_TIME, "long_polling_timeout must not be negative")
+        left_ms = 1_000 * (_left_s(context) - DEADLINE_MARGIN_S)
+        return max(0, int(min(polling_ms, left_ms)))
 
     def _received(self, group: str, delivery: Delivery, topic: pb.Resource) -> pb.Message:
         terms = delivery.terms
@@ -511,31 +542,77 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
 
         return await self._answer("EndTransaction", context, end, kind)
 
-    # ---- not supported
+    # ---- reading without a group's plan
 
     async def PullMessage(
         self, request: service_pb2.PullMessageRequest, context: Context
     ) -> AsyncGenerator[service_pb2.PullMessageResponse, None]:
         """See the proto."""
-        yield await self._unsupported("PullMessage", context, service_pb2.PullMessageResponse)
+        call, language = "PullMessage", "OTHER"
+        try:
+            caller = Caller.of(context)
+            language = caller.language
+            pulled = await self._pull(caller, request, context)
+        except (Refused, BatonError) as error:
+            self._metrics.answered(call, language, status_of(error).code)
+            yield service_pb2.PullMessageResponse(status=status_of(error))
+            return
+        code = pb.OK if pulled.messages else pb.MESSAGE_NOT_FOUND
+        text = "OK" if pulled.messages else "no message arrived in time"
+        if pulled.lost_count:
+            text = f"{pulled.lost_count} messages from offset {request.offset} on are not kept"
+        self._metrics.answered(call, language, code)
+        yield service_pb2.PullMessageResponse(status=pb.Status(code=code, message=text))
+        topic = echoed(request.message_queue.topic, caller)
+        for message in pulled.messages:
+            fields = DeliveryFields("", 1, 0)
+            yield service_pb2.PullMessageResponse(message=received(message, topic, fields))
+        self._metrics.delivered.inc(len(pulled.messages))
+        yield service_pb2.PullMessageResponse(next_offset=pulled.next_offset)
+
+    async def _pull(
+        self, caller: Caller, request: service_pb2.PullMessageRequest, context: Context
+    ) -> PulledMessages:
+        _check_batch_size(request.batch_size)
+        wait_ms = self._wait_ms(request, context)
+        client = self._parts.clients.note(caller)
+        client.open_calls += 1
+        try:
+            return await self._reader.pull(caller, request, wait_ms)
+        finally:
+            client.open_calls -= 1
 
     async def UpdateOffset(
         self, request: service_pb2.UpdateOffsetRequest, context: Context
     ) -> service_pb2.UpdateOffsetResponse:
         """See the proto."""
-        return await self._unsupported("UpdateOffset", context, service_pb2.UpdateOffsetResponse)
+
+        async def update(caller: Caller) -> service_pb2.UpdateOffsetResponse:
+            return await self._reader.update_offset(caller, request)
+
+        return await self._answer("UpdateOffset", context, update, service_pb2.UpdateOffsetResponse)
 
     async def GetOffset(
         self, request: service_pb2.GetOffsetRequest, context: Context
     ) -> service_pb2.GetOffsetResponse:
         """See the proto."""
-        return await self._unsupported("GetOffset", context, service_pb2.GetOffsetResponse)
+
+        async def get(caller: Caller) -> service_pb2.GetOffsetResponse:
+            return await self._reader.get_offset(caller, request)
+
+        return await self._answer("GetOffset", context, get, service_pb2.GetOffsetResponse)
 
     async def QueryOffset(
         self, request: service_pb2.QueryOffsetRequest, context: Context
     ) -> service_pb2.QueryOffsetResponse:
         """See the proto."""
-        return await self._unsupported("QueryOffset", context, service_pb2.QueryOffsetResponse)
+
+        async def query(caller: Caller) -> service_pb2.QueryOffsetResponse:
+            return await self._reader.query_offset(caller, request)
+
+        return await self._answer("QueryOffset", context, query, service_pb2.QueryOffsetResponse)
+
+    # ---- not supported
 
     async def SyncLiteSubscription(
         self, request: service_pb2.SyncLiteSubscriptionRequest, context: Context
@@ -612,6 +689,11 @@ def _summary(entries: Sequence[Any]) -> pb.Status:
     if all(entry.status.code == first.code for entry in entries):
         return first
     return pb.Status(code=pb.MULTIPLE_RESULTS, message="the entries have different outcomes")
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if not 0 < batch_size <= MESSAGES_MAX:
+        raise Refused(pb.BAD_REQUEST, f"batch_size must be 1 to {MESSAGES_MAX}, got {batch_size}")
 
 
 def _left_s(context: Context) -> float:

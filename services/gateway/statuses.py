@@ -21,6 +21,9 @@ _CODES: Mapping[type[errors.BatonError], pb.Code.ValueType] = {
     errors.LimitExceeded: pb.PAYLOAD_TOO_LARGE,
     errors.NotWritable: pb.FORBIDDEN,
     errors.NotReadable: pb.FORBIDDEN,
+    errors.ModeChanged: pb.PRECONDITION_FAILED,
+    errors.OffsetAheadOfLog: pb.ILLEGAL_OFFSET,
+    errors.OffsetOutOfRange: pb.ILLEGAL_OFFSET,
 }
 _BY_KIND: Mapping[str, pb.Code.ValueType] = {
     "INVALID_ARGUMENT": pb.BAD_REQUEST,

@@ -135,8 +135,12 @@ class TelemetryStream:
 
     def _answer(self, sent: pb.Settings) -> service_pb2.TelemetryCommand:
         settings, fifo = self._parts.settings, False
+        client = self._parts.clients.note(self._caller)
+        client.reads_queues = sent.client_type == pb.PULL_CONSUMER
         try:
-            if sent.WhichOneof("pub_sub") == "subscription":
+            if client.reads_queues:
+                pass  # it belongs to no plan of a group
+            elif sent.WhichOneof("pub_sub") == "subscription":
                 fifo = self._subscribe(sent)
             elif sent.WhichOneof("pub_sub") == "publishing":
                 self._names = {
@@ -162,7 +166,8 @@ class TelemetryStream:
         if sent.client_type not in _CONSUMERS:
             raise Refused(
                 pb.UNRECOGNIZED_CLIENT_TYPE,
-                f"client type {sent.client_type} is not supported; use a simple or a push consumer",
+                f"client type {sent.client_type} is not supported; use a simple, a push or a pull "
+                "consumer",
             )
         group = self._caller.group(sent.subscription.group)
         entries = [

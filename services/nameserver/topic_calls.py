@@ -21,8 +21,18 @@ from batonmq_server.nameserver.core.topics import (
     with_rooms,
 )
 from batonmq_server.nameserver.progress_deleter import ProgressDeleter
-from batonmq_server.nameserver.topic_proto import permission_from_pb, route_to_pb, topic_to_pb
-from batonmq_server.nameserver.topic_store import CreatedTopic, TopicStore, topic_not_found
+from batonmq_server.nameserver.topic_proto import (
+    message_type_from_pb,
+    permission_from_pb,
+    route_to_pb,
+    topic_to_pb,
+)
+from batonmq_server.nameserver.topic_store import (
+    CreatedTopic,
+    TopicFeatures,
+    TopicStore,
+    topic_not_found,
+)
 from batonmq_server.runtime.access.quotas import UNLIMITED, Quota
 from batonmq_server.runtime.paging import key_of_token, page_of
 
@@ -63,7 +73,9 @@ class TopicCalls:
             queues_max = len(self._catalog.rooms) + GROUP_TOPIC_QUEUES_SPARE
         _check_queue_count(request.queue_count, queues_max)
         count = request.queue_count or QUEUES_DEFAULT
-        done = await self._create(name, count, "READ_WRITE", owner)
+        kind = message_type_from_pb(request)
+        features = TopicFeatures(owner=owner, message_type=kind)
+        done = await self._create(name, count, features)
         return pb.CreateTopicResponse(topic=topic_to_pb(done.topic), created=done.created)
 
     async def update(self, request: pb.UpdateTopicRequest) -> pb.UpdateTopicResponse:
@@ -156,18 +168,15 @@ class TopicCalls:
                     yield pb.WatchRouteResponse(route=route_to_pb(route))
                 await changed.wait()
 
-    async def _create(
-        self, name: str, queue_count: int, permission: str, owner: str
-    ) -> CreatedTopic:
+    async def _create(self, name: str, queue_count: int, features: TopicFeatures) -> CreatedTopic:
         if name not in self._catalog.topics and not group_of(name):
-            self._check_quota(owner)
+            self._check_quota(features.owner)
         done = await self._store.create(
             name,
             queue_count,
             self._catalog.rooms,
             self._progress_deleter.delete_topic,
-            permission=permission,
-            owner=owner,
+            features,
         )
         await self._catalog.caught_up(topics=done.revision)
         if done.created:
@@ -204,7 +213,8 @@ class TopicCalls:
         if template is not None and template.inherited:
             queue_count, permission = template.queue_count, template.permission
         try:
-            return (await self._create(name, queue_count, permission, owner)).topic
+            features = TopicFeatures(permission, owner)
+            return (await self._create(name, queue_count, features)).topic
         except TopicExists:  # Another client created it first, with another number of queues.
             return await self.topic(name)
 

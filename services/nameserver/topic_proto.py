@@ -16,6 +16,10 @@ _PERMISSIONS: Mapping[int, str] = {
     pb.TOPIC_PERMISSION_WRITE: "WRITE",
 }
 
+_MESSAGE_TYPES: Mapping[int, str] = {
+    number: name.removeprefix("TOPIC_MESSAGE_TYPE_") for name, number in pb.TopicMessageType.items()
+}
+
 
 def topic_to_pb(topic: Topic) -> pb.Topic:
     """Return the topic as the message of the contract."""
@@ -26,6 +30,7 @@ def topic_to_pb(topic: Topic) -> pb.Topic:
         create_unix_ms=topic.create_unix_ms,
         permission=_permission_to_pb(topic),
         inherited=topic.inherited,
+        message_type=_type_to_pb(topic),
     )
 
 
@@ -39,6 +44,7 @@ def topic_to_bytes(topic: Topic) -> bytes:
         permission=_permission_to_pb(topic),
         inherited=topic.inherited,
         owner=topic.owner,
+        message_type=_type_to_pb(topic),
     ).SerializeToString()
 
 
@@ -55,6 +61,7 @@ def topic_from_bytes(value: bytes) -> Topic:
         permission=_PERMISSIONS[topic.permission],
         inherited=topic.inherited,
         owner=topic.owner,
+        message_type=_MESSAGE_TYPES.get(topic.message_type, "UNSPECIFIED"),
     )
 
 
@@ -67,6 +74,15 @@ def permission_from_pb(request: pb.UpdateTopicRequest) -> str:
     if not request.permission:
         return ""
     return enum_value("permission", request.permission, _PERMISSIONS)
+
+
+def message_type_from_pb(request: pb.CreateTopicRequest) -> str:
+    """Return the requested message type; `UNSPECIFIED` for every type.
+
+    Raises:
+        InvalidArgument: the type is unknown.
+    """
+    return enum_value("message_type", request.message_type, _MESSAGE_TYPES)
 
 
 def route_to_pb(route: Route) -> pb.Route:
@@ -88,6 +104,10 @@ def _spread_to_pb(topic: Topic) -> list[pb.QueueSpread]:
         )
         for part in topic.spread
     ]
+
+
+def _type_to_pb(topic: Topic) -> pb.TopicMessageType.ValueType:
+    return pb.TopicMessageType.Value(f"TOPIC_MESSAGE_TYPE_{topic.message_type}")
 
 
 def _permission_to_pb(topic: Topic) -> pb.TopicPermission.ValueType:

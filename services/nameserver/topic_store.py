@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from batonmq.errors import TopicExists, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
@@ -26,6 +27,14 @@ class CreatedTopic:
     topic: Topic
     revision: int
     created: bool
+
+
+class TopicFeatures(NamedTuple):
+    """What a new topic is, beside its queues; see `Topic`."""
+
+    permission: str = "READ_WRITE"
+    owner: str = ""
+    message_type: str = "UNSPECIFIED"
 
 
 class TopicStore:
@@ -49,37 +58,38 @@ class TopicStore:
         queue_count: int,
         brokers: Mapping[str, str],
         delete_progress: DeleteProgress,
-        *,
-        permission: str = "READ_WRITE",
-        owner: str = "",
+        features: TopicFeatures | None = None,
     ) -> CreatedTopic:
         """Create the topic, or return the existing one if it has the same number of queues.
 
         Args:
-            owner: Identity that creates it; empty if it is not known.
+            features: Of the new topic. A message type of `UNSPECIFIED` also accepts an existing
+                topic of another type.
             brokers: Machine room, empty for none, of each broker that may get queues.
             delete_progress: Called with the new topic's name and id before anything is written, to
                 delete the progress on earlier topics of the name; if it raises, nothing is written.
 
         Raises:
-            TopicExists: the topic has another number of queues.
+            TopicExists: the topic has another number of queues, or takes other messages.
             NoBroker: `brokers` is empty.
         """
+        wanted = features or TopicFeatures()
 
         async def attempt() -> CreatedTopic | None:
             # Read the counter first: a topic of this name that is created from here on has an id
             # of at least ours, so the progress that is deleted can't be that topic's.
             counter = await self._etcd.get(_TOPIC_ID)
             if entry := await self.read(name):
-                return _found(*entry, queue_count)
+                return _found(*entry, queue_count, wanted.message_type)
             topic_id = int(counter.value) + 1 if counter else 1
             topic = Topic(
                 name=name,
                 topic_id=topic_id,
                 spread=with_rooms(spread_queues(queue_count, brokers, first=topic_id), brokers),
                 create_unix_ms=self._etcd.clock.unix_ms(),
-                permission=permission,
-                owner=owner,
+                permission=wanted.permission,
+                owner=wanted.owner,
+                message_type=wanted.message_type,
             )
             await delete_progress(name, topic_id)
             key = self._etcd.key("topics", name)
@@ -152,10 +162,16 @@ def topic_not_found(name: str) -> TopicNotFound:
     return TopicNotFound(f"topic {name} does not exist", detail=TopicNotFoundDetail(topic=name))
 
 
-def _found(topic: Topic, revision: int, queue_count: int) -> CreatedTopic:
+def _found(topic: Topic, revision: int, queue_count: int, message_type: str) -> CreatedTopic:
     if topic.queue_count != queue_count:
         raise TopicExists(
             f"topic {topic.name} exists with {topic.queue_count} queues, not {queue_count}",
+            facts={"topic": topic.name},
+        )
+    if message_type not in ("UNSPECIFIED", topic.message_type):
+        raise TopicExists(
+            f"topic {topic.name} exists with the message type {topic.message_type.lower()}, not "
+            f"{message_type.lower()}",
             facts={"topic": topic.name},
         )
     return CreatedTopic(topic, revision, created=False)

@@ -6,6 +6,7 @@ Method: the schedule and the percentiles with hand-made numbers; the topic in a 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -59,8 +60,8 @@ def test_rate_of_no_messages_is_zero(seconds: float) -> None:
 class _Interrupted(Admin):
     """An admin client that is cancelled after the creation of a topic, before its response."""
 
-    async def create_topic(self, name: str, queue_count: int = 0) -> CreatedTopic:
-        await super().create_topic(name, queue_count)
+    async def create_topic(self, name: str, queue_count: int = 0, **more: Any) -> CreatedTopic:
+        await super().create_topic(name, queue_count, **more)
         raise asyncio.CancelledError
 
 

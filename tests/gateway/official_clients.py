@@ -10,6 +10,7 @@ import asyncio
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -22,9 +23,17 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).with_name("clients")
 INSTALLED = REPO / "build" / "clients"
-LOCKS = {"python": "requirements.lock", "node": "package-lock.json"}
-LANGUAGES = tuple(LOCKS)
-_INSTALL_S = 240
+LOCKS = {
+    "python": "requirements.lock",
+    "node": "package-lock.json",
+    "java": "pom.xml",
+    "rust": "Cargo.lock",
+}
+TOOLS = {"node": ("node", "npm"), "java": ("mvn", "javac"), "rust": ("cargo",)}
+LANGUAGES = ("python", "node")
+"""Languages of every run; `make clients` adds more."""
+MORE = tuple(os.environ.get("BATON_CLIENTS", "").split())  # noqa: TID251  a run by hand
+_INSTALL_S = 600
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
@@ -63,6 +72,11 @@ class OfficialClient:
         if self.language == "python":
             program = str(self.folder / "bin" / "python")
             return program, str(SOURCES / "python" / "client.py")
+        if self.language == "java":
+            paths = f"{self.folder / 'lib'}/*:{self.folder}"
+            return shutil.which("java") or "java", "-cp", paths, "Client"
+        if self.language == "rust":
+            return (str(self.folder / "target" / "release" / "client"),)
         return "node", str(SOURCES / "node" / "client.js")
 
     @property
@@ -71,6 +85,7 @@ class OfficialClient:
         paths = f"{Path(shutil.which('node') or '/usr/bin/node').parent}:{_PATH}"
         return {
             "PATH": paths,
+            "LC_ALL": "C.UTF-8",  # Java reads its arguments by it
             "HOME": str(self.folder),
             "NODE_PATH": str(self.folder / "node_modules"),
         }
@@ -79,9 +94,12 @@ class OfficialClient:
 def official_client(language: str) -> OfficialClient:
     """Return the client of a language, installed; skip the test if its toolchain is missing."""
     lock = SOURCES / language / LOCKS[language]
-    if language == "node" and not (shutil.which("node") and shutil.which("npm")):
-        pytest.skip("NO NODE.JS OR NPM ON PATH: the official Node.js client is not tested")
-    digest = hashlib.sha256(lock.read_bytes()).hexdigest()[:12]
+    missing = [tool for tool in TOOLS.get(language, ()) if not shutil.which(tool)]
+    if missing:
+        pytest.skip(f"NO {missing} ON PATH: the official client of {language} is not tested")
+    compiled = sorted(path for path in lock.parent.rglob("*") if path.suffix in (".java", ".rs"))
+    contents = b"".join(path.read_bytes() for path in (lock, *compiled))
+    digest = hashlib.sha256(contents).hexdigest()[:12]
     folder = INSTALLED / f"{language}-{digest}"
     INSTALLED.mkdir(parents=True, exist_ok=True)
     with (INSTALLED / f"{folder.name}.lock").open("w") as guard:
@@ -99,6 +117,17 @@ def _install(language: str, lock: Path, folder: Path) -> None:
         _call([sys.executable, "-m", "venv", str(folder)])
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
         _call([*pip, "--disable-pip-version-check", "--require-hashes", "-r", str(lock)])
+        return
+    if language == "java":
+        copy = ["mvn", "-q", "-B", "dependency:copy-dependencies", "-f", str(lock)]
+        _call([*copy, f"-DoutputDirectory={folder / 'lib'}"])
+        source = str(lock.with_name("Client.java"))
+        _call(["javac", "-cp", f"{folder / 'lib'}/*", "-d", str(folder), source])
+        return
+    if language == "rust":
+        manifest = str(lock.with_name("Cargo.toml"))
+        build = ["cargo", "build", "--quiet", "--release", "--locked", "--manifest-path", manifest]
+        _call([*build, "--target-dir", str(folder / "target")])
         return
     for name in ("package.json", "package-lock.json"):
         shutil.copy(lock.with_name(name), folder)

@@ -6,7 +6,7 @@ One cluster serves all steps of a test, as its start takes seconds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -20,9 +20,13 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2
 from batonmq import Admin, Consumer, ConsumerSettings, Producer
+from batonmq._common.clock import Clock
 from batonmq._core.reset_targets import ToEarliest
 from batonmq.admin import Operation, Resets, ResetScope
+from batonmq.admin.reports import MessageType
+from batonmq.errors import TopicExists
 from batonmq_server.gateway.access import METHODS, SERVICE
+from batonmq_server.gateway.message_proto import timestamp
 from tests.gateway.remote_stub import RemoteStub, handle_of, remote_client
 from tests.support.cluster import local_cluster
 from tests.support.conditions import until
@@ -30,6 +34,7 @@ from tests.support.conditions import until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 SETTINGS = {"invisible_ms_min": 100, "group_idle_ms": 1_000, "delivery_attempts_max": 3}
 TOPIC = pb.Resource(name="orders")
+TYPES: Sequence[MessageType] = ("normal", "fifo", "delay", "transaction")
 GROUP = pb.Resource(name="billing")
 
 
@@ -229,6 +234,9 @@ async def test_messages_are_refused_with_the_codes_of_the_contract(tmp_path: Pat
         assert await sent(message_id="") == pb.ILLEGAL_MESSAGE_ID
         assert await sent(message_group="g" * 64) == pb.ILLEGAL_MESSAGE_GROUP
         assert await sent(delivery_timestamp=far) == pb.ILLEGAL_DELIVERY_TIME
+        for born in (Timestamp(seconds=1 << 50), Timestamp(seconds=-1)):
+            assert await sent(born_timestamp=born) == pb.BAD_REQUEST
+        assert await sent(born_timestamp=Timestamp(nanos=1 << 30)) == pb.OK
         conflict = pb.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
         assert await sent(message_group="g", delivery_timestamp=far) == conflict
         assert await sent(message_type=pb.FIFO) == conflict
@@ -241,6 +249,41 @@ async def test_messages_are_refused_with_the_codes_of_the_contract(tmp_path: Pat
             assert code == pb.ILLEGAL_MESSAGE_PROPERTY_KEY, name
         many = {f"p{n}": "v" for n in range(129)}
         assert await sent(user_properties=many) == pb.MESSAGE_PROPERTIES_TOO_LARGE
+
+
+async def test_topic_with_a_type_takes_messages_of_that_type_only(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        now_unix_ms = Clock().unix_ms()
+        messages: dict[str, dict[str, Any]] = {
+            "normal": {},
+            "fifo": {"message_group": "g"},
+            "delay": {"delivery_timestamp": timestamp(now_unix_ms + 3_600_000)},
+            "transaction": {"message_type": pb.TRANSACTION},
+        }
+        for topic, only in (("orders", None), *((f"{kind}s", kind) for kind in TYPES)):
+            if only is not None:
+                await at.admin.create_topic(topic, 1, message_type=only)
+            route = await at.stub.call(
+                "QueryRoute", service_pb2.QueryRouteRequest(topic=pb.Resource(name=topic))
+            )
+            names = [pb.MessageType.Name(n) for n in route.message_queues[0].accept_message_types]
+            wanted = TYPES if only is None else [only]
+            assert [name.lower() for name in names] == list(wanted)
+            for kind, system in messages.items():
+                sent = {"message_id": kind} | system
+                message = pb.Message(
+                    topic=pb.Resource(name=topic),
+                    body=b"x",
+                    system_properties=pb.SystemProperties(**sent),
+                )
+                request = service_pb2.SendMessageRequest(messages=[message])
+                status = (await at.stub.call("SendMessage", request)).status
+                code = pb.OK if kind in wanted else pb.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
+                assert status.code == code, (topic, kind, status)
+        with pytest.raises(TopicExists, match="fifo"):
+            await at.admin.create_topic("fifos", 1, message_type="normal")
+        assert not (await at.admin.create_topic("fifos", 1)).created
+        assert (await at.admin.describe_topic("fifos")).topic.message_type == "fifo"
 
 
 async def test_receive_calls_are_refused_with_the_codes_of_the_contract(tmp_path: Path) -> None:
@@ -271,16 +314,10 @@ async def test_other_calls_are_refused_with_the_codes_of_the_contract(tmp_path: 
             "QueryRoute", service_pb2.QueryRouteRequest(topic=pb.Resource(name="nowhere"))
         )
         assert route.status.code == pb.TOPIC_NOT_FOUND
-        for name in (
-            "UpdateOffset", "GetOffset", "QueryOffset", "SyncLiteSubscription",
-        ):  # fmt: skip
-            answer = await at.stub.call(name, getattr(service_pb2, f"{name}Request")())
-            assert answer.status.code == pb.NOT_IMPLEMENTED
-            assert name in answer.status.message
-        pulled = at.stub.stub.PullMessage(
-            service_pb2.PullMessageRequest(), timeout=5, metadata=at.stub.metadata
-        )
-        assert [one.status.code async for one in pulled] == [pb.NOT_IMPLEMENTED]
+        name = "SyncLiteSubscription"
+        answer = await at.stub.call(name, service_pb2.SyncLiteSubscriptionRequest())
+        assert answer.status.code == pb.NOT_IMPLEMENTED
+        assert name in answer.status.message
 
         nameless = await at.stub.stub.QueryRoute(
             service_pb2.QueryRouteRequest(topic=TOPIC), timeout=5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ import pytest
 from google.protobuf import descriptor_pb2 as pb
 
 from apache.rocketmq.v2 import admin_pb2, definition_pb2, service_pb2
-from tests.gateway.official_clients import official_client
+from tests.gateway.official_clients import MORE, official_client
 
 DUMP = """
 import sys
@@ -97,6 +99,16 @@ def _facts_of_message(scope: str, message: pb.DescriptorProto) -> Iterator[tuple
         yield from _facts_of_message(name, nested)
 
 
+def java_package() -> pb.FileDescriptorSet:
+    """Read the descriptors from the classes of the package."""
+    command = [*official_client("java").command, '{"op": "contract"}']
+    dumped = subprocess.run(command, capture_output=True, check=True).stdout
+    files = pb.FileDescriptorSet()
+    for encoded in json.loads(dumped)["files"]:
+        files.file.add().MergeFromString(base64.b64decode(encoded))
+    return files
+
+
 @pytest.mark.timeout(300)
 def test_contract_is_that_of_the_official_python_package() -> None:
     official = facts(python_package())
@@ -109,6 +121,18 @@ def test_contract_is_that_of_the_official_node_package(tmp_path: Path) -> None:
     official = facts(node_package(tmp_path))
     assert len(official) > 300
     assert facts(ours()) == official
+
+
+if "java" in MORE:
+
+    @pytest.mark.timeout(300)
+    def test_contract_is_that_of_the_official_java_package() -> None:
+        """Java 5.2.0 is older than two fields of one request."""
+        official, newer = facts(java_package()), facts(ours())
+        assert len(official) > 300
+        request = "apache.rocketmq.v2.ChangeInvisibleDurationRequest"
+        assert newer.keys() - official.keys() == {f"{request}.lite_topic", f"{request}.suspend"}
+        assert {name: newer.get(name) for name in official} == official
 
 
 def test_comparison_finds_a_changed_number_and_a_missing_method() -> None:

@@ -42,6 +42,7 @@ TOPIC = StoredTopic(
     create_unix_ms=1_700_000_000_000,
     permission=pb.TOPIC_PERMISSION_READ,
     inherited=True,
+    message_type=pb.TOPIC_MESSAGE_TYPE_FIFO,
 )
 GROUP = StoredGroup(
     name="g",
@@ -115,7 +116,7 @@ RECORDS = {
     "topic": (
         TOPIC,
         "0a07666c696768747310071a150a0862726f6b65722d611005180322056e6f7274682080d095ffbc31280230"
-        "01",
+        "01c00202",
     ),
     "group": (
         GROUP,

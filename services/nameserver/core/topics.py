@@ -40,6 +40,7 @@ class Topic:
         permission: Name of a `TopicPermission` without its prefix.
         inherited: Whether topics that are created on demand may take their settings from it.
         owner: Identity that created it, for its quota; empty if authorization was off.
+        message_type: Name of a `TopicMessageType` without its prefix; `UNSPECIFIED` for every type.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Topic:
     permission: str = "READ_WRITE"
     inherited: bool = False
     owner: str = ""
+    message_type: str = "UNSPECIFIED"
 
     @property
     def queue_count(self) -> int:

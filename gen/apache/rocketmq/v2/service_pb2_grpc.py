@@ -178,28 +178,32 @@ class MessagingServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PullMessage(self, request, context):
-        """Not supported: 50100.
+        """Reads a stored queue from an offset on: a status, the messages, and `next_offset`. Holds nothing.
+        Waits up to `long_polling_timeout` for the first message; 40401 if there is none, 40019 if the
+        offset is beyond the end, 42800 if the group has ownership on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateOffset(self, request, context):
-        """Not supported: 50100.
+        """Commits that every message below the offset is handled. Refused for a group with ownership on
+        (42800), an offset below the committed one or beyond the end (40019).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetOffset(self, request, context):
-        """Not supported: 50100.
+        """Returns the committed offset of a group on a stored queue; 40404 if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def QueryOffset(self, request, context):
-        """Not supported: 50100.
+        """Returns the first offset of a stored queue, the one behind its end, or the first one stored at
+        or after a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,13 +54,20 @@ class MessagingServiceStub:
     ForwardMessageToDeadLetterQueue: _grpc.UnaryUnaryMultiCallable[_service_pb2.ForwardMessageToDeadLetterQueueRequest, _service_pb2.ForwardMessageToDeadLetterQueueResponse]
     """Stores a held message as a dead letter of the group, then acknowledges it."""
     PullMessage: _grpc.UnaryStreamMultiCallable[_service_pb2.PullMessageRequest, _service_pb2.PullMessageResponse]
-    """Not supported: 50100."""
+    """Reads a stored queue from an offset on: a status, the messages, and `next_offset`. Holds nothing.
+    Waits up to `long_polling_timeout` for the first message; 40401 if there is none, 40019 if the
+    offset is beyond the end, 42800 if the group has ownership on.
+    """
     UpdateOffset: _grpc.UnaryUnaryMultiCallable[_service_pb2.UpdateOffsetRequest, _service_pb2.UpdateOffsetResponse]
-    """Not supported: 50100."""
+    """Commits that every message below the offset is handled. Refused for a group with ownership on
+    (42800), an offset below the committed one or beyond the end (40019).
+    """
     GetOffset: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetOffsetRequest, _service_pb2.GetOffsetResponse]
-    """Not supported: 50100."""
+    """Returns the committed offset of a group on a stored queue; 40404 if there is none."""
     QueryOffset: _grpc.UnaryUnaryMultiCallable[_service_pb2.QueryOffsetRequest, _service_pb2.QueryOffsetResponse]
-    """Not supported: 50100."""
+    """Returns the first offset of a stored queue, the one behind its end, or the first one stored at
+    or after a time.
+    """
     EndTransaction: _grpc.UnaryUnaryMultiCallable[_service_pb2.EndTransactionRequest, _service_pb2.EndTransactionResponse]
     """Not supported: 50100."""
     Telemetry: _grpc.StreamStreamMultiCallable[_service_pb2.TelemetryCommand, _service_pb2.TelemetryCommand]
@@ -100,13 +107,20 @@ class MessagingServiceAsyncStub(MessagingServiceStub):
     ForwardMessageToDeadLetterQueue: _aio.UnaryUnaryMultiCallable[_service_pb2.ForwardMessageToDeadLetterQueueRequest, _service_pb2.ForwardMessageToDeadLetterQueueResponse]  # type: ignore[assignment]
     """Stores a held message as a dead letter of the group, then acknowledges it."""
     PullMessage: _aio.UnaryStreamMultiCallable[_service_pb2.PullMessageRequest, _service_pb2.PullMessageResponse]  # type: ignore[assignment]
-    """Not supported: 50100."""
+    """Reads a stored queue from an offset on: a status, the messages, and `next_offset`. Holds nothing.
+    Waits up to `long_polling_timeout` for the first message; 40401 if there is none, 40019 if the
+    offset is beyond the end, 42800 if the group has ownership on.
+    """
     UpdateOffset: _aio.UnaryUnaryMultiCallable[_service_pb2.UpdateOffsetRequest, _service_pb2.UpdateOffsetResponse]  # type: ignore[assignment]
-    """Not supported: 50100."""
+    """Commits that every message below the offset is handled. Refused for a group with ownership on
+    (42800), an offset below the committed one or beyond the end (40019).
+    """
     GetOffset: _aio.UnaryUnaryMultiCallable[_service_pb2.GetOffsetRequest, _service_pb2.GetOffsetResponse]  # type: ignore[assignment]
-    """Not supported: 50100."""
+    """Returns the committed offset of a group on a stored queue; 40404 if there is none."""
     QueryOffset: _aio.UnaryUnaryMultiCallable[_service_pb2.QueryOffsetRequest, _service_pb2.QueryOffsetResponse]  # type: ignore[assignment]
-    """Not supported: 50100."""
+    """Returns the first offset of a stored queue, the one behind its end, or the first one stored at
+    or after a time.
+    """
     EndTransaction: _aio.UnaryUnaryMultiCallable[_service_pb2.EndTransactionRequest, _service_pb2.EndTransactionResponse]  # type: ignore[assignment]
     """Not supported: 50100."""
     Telemetry: _aio.StreamStreamMultiCallable[_service_pb2.TelemetryCommand, _service_pb2.TelemetryCommand]  # type: ignore[assignment]
@@ -191,7 +205,10 @@ class MessagingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.PullMessageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_service_pb2.PullMessageResponse], _abc.AsyncIterator[_service_pb2.PullMessageResponse]]:
-        """Not supported: 50100."""
+        """Reads a stored queue from an offset on: a status, the messages, and `next_offset`. Holds nothing.
+        Waits up to `long_polling_timeout` for the first message; 40401 if there is none, 40019 if the
+        offset is beyond the end, 42800 if the group has ownership on.
+        """
 
     @_abc_1.abstractmethod
     def UpdateOffset(
@@ -199,7 +216,9 @@ class MessagingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.UpdateOffsetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.UpdateOffsetResponse, _abc.Awaitable[_service_pb2.UpdateOffsetResponse]]:
-        """Not supported: 50100."""
+        """Commits that every message below the offset is handled. Refused for a group with ownership on
+        (42800), an offset below the committed one or beyond the end (40019).
+        """
 
     @_abc_1.abstractmethod
     def GetOffset(
@@ -207,7 +226,7 @@ class MessagingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.GetOffsetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.GetOffsetResponse, _abc.Awaitable[_service_pb2.GetOffsetResponse]]:
-        """Not supported: 50100."""
+        """Returns the committed offset of a group on a stored queue; 40404 if there is none."""
 
     @_abc_1.abstractmethod
     def QueryOffset(
@@ -215,7 +234,9 @@ class MessagingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.QueryOffsetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.QueryOffsetResponse, _abc.Awaitable[_service_pb2.QueryOffsetResponse]]:
-        """Not supported: 50100."""
+        """Returns the first offset of a stored queue, the one behind its end, or the first one stored at
+        or after a time.
+        """
 
     @_abc_1.abstractmethod
     def EndTransaction(

@@ -22,6 +22,40 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _TopicMessageType:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TopicMessageTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TopicMessageType.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOPIC_MESSAGE_TYPE_UNSPECIFIED: _TopicMessageType.ValueType  # 0
+    """Not set; messages of every type."""
+    TOPIC_MESSAGE_TYPE_NORMAL: _TopicMessageType.ValueType  # 1
+    """Messages without message group and delivery time, outside of a transaction."""
+    TOPIC_MESSAGE_TYPE_FIFO: _TopicMessageType.ValueType  # 2
+    """Messages with a message group."""
+    TOPIC_MESSAGE_TYPE_DELAY: _TopicMessageType.ValueType  # 3
+    """Messages with a delivery time."""
+    TOPIC_MESSAGE_TYPE_TRANSACTION: _TopicMessageType.ValueType  # 4
+    """Messages that begin a transaction."""
+
+class TopicMessageType(_TopicMessageType, metaclass=_TopicMessageTypeEnumTypeWrapper):
+    """Which messages a topic takes from remote clients, at the gateway. Native producers are not
+    restricted.
+    """
+
+TOPIC_MESSAGE_TYPE_UNSPECIFIED: TopicMessageType.ValueType  # 0
+"""Not set; messages of every type."""
+TOPIC_MESSAGE_TYPE_NORMAL: TopicMessageType.ValueType  # 1
+"""Messages without message group and delivery time, outside of a transaction."""
+TOPIC_MESSAGE_TYPE_FIFO: TopicMessageType.ValueType  # 2
+"""Messages with a message group."""
+TOPIC_MESSAGE_TYPE_DELAY: TopicMessageType.ValueType  # 3
+"""Messages with a delivery time."""
+TOPIC_MESSAGE_TYPE_TRANSACTION: TopicMessageType.ValueType  # 4
+"""Messages that begin a transaction."""
+Global___TopicMessageType: _TypeAlias = TopicMessageType  # noqa: Y015
+
 class _TopicPermission:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -602,6 +636,7 @@ class Topic(_message.Message):
     CREATE_UNIX_MS_FIELD_NUMBER: _builtins.int
     PERMISSION_FIELD_NUMBER: _builtins.int
     INHERITED_FIELD_NUMBER: _builtins.int
+    MESSAGE_TYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name; 1 to 127 characters of [A-Za-z0-9_%-]."""
     topic_id: _builtins.int
@@ -614,6 +649,8 @@ class Topic(_message.Message):
     """True if topics that are created on demand take their number of queues and their permission from
     this one. The nameserver's setting auto_create_template has to name it, too.
     """
+    message_type: Global___TopicMessageType.ValueType
+    """Type of the messages that remote clients may send to it; fixed when the topic is created."""
     @_builtins.property
     def spread(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueSpread]:
         """Queues by broker, ascending by broker name."""
@@ -627,10 +664,11 @@ class Topic(_message.Message):
         create_unix_ms: _builtins.int = ...,
         permission: Global___TopicPermission.ValueType = ...,
         inherited: _builtins.bool = ...,
+        message_type: Global___TopicMessageType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "name", b"name", "permission", b"permission", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "permission", b"permission", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -714,21 +752,25 @@ class CreateTopicRequest(_message.Message):
 
     TOPIC_FIELD_NUMBER: _builtins.int
     QUEUE_COUNT_FIELD_NUMBER: _builtins.int
+    MESSAGE_TYPE_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """Name; 1 to 127 characters of [A-Za-z0-9_%-]. Required."""
     queue_count: _builtins.int
     """Queues in all, 1 to 1,024, spread evenly over the registered brokers; 0 means 8. For the retry or
     dead-letter topic of a group: up to 8 more than there are brokers.
     """
+    message_type: Global___TopicMessageType.ValueType
+    """Type of its messages; unspecified for every type, or for that of the existing topic."""
     def __init__(
         self,
         *,
         topic: _builtins.str = ...,
         queue_count: _builtins.int = ...,
+        message_type: Global___TopicMessageType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue_count", b"queue_count", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message_type", b"message_type", "queue_count", b"queue_count", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,6 +32,7 @@ class StoredTopic(_message.Message):
     PERMISSION_FIELD_NUMBER: _builtins.int
     INHERITED_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    MESSAGE_TYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     topic_id: _builtins.int
@@ -44,6 +45,8 @@ class StoredTopic(_message.Message):
     """True if topics that are created on demand may take their settings from this one."""
     owner: _builtins.str
     """Identity that created it, for its quota; empty if authorization was off."""
+    message_type: _nameserver_service_pb2.TopicMessageType.ValueType
+    """Which messages remote clients may send."""
     @_builtins.property
     def spread(self) -> _containers.RepeatedCompositeFieldContainer[_nameserver_service_pb2.QueueSpread]:
         """Queues by broker, ascending by broker name."""
@@ -58,10 +61,11 @@ class StoredTopic(_message.Message):
         permission: _nameserver_service_pb2.TopicPermission.ValueType = ...,
         inherited: _builtins.bool = ...,
         owner: _builtins.str = ...,
+        message_type: _nameserver_service_pb2.TopicMessageType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "name", b"name", "owner", b"owner", "permission", b"permission", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "owner", b"owner", "permission", b"permission", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
