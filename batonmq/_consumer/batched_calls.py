@@ -38,6 +38,8 @@ ACQUIRE_HOLD_MS = 15_000
 """How long the lock manager may hold a request for a queue that has an owner."""
 ITEMS_MAX = 1_024
 """Queues of one call, at most."""
+REST_MS = 3_000
+"""How long a consumer that leaves tries to release grants that it has not seen, in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,8 @@ class BatchedCalls:
     async def release_rest(self) -> None:
         """Release, at the end, the grants that may have arrived after their caller was cancelled.
 
-        If that fails, their queues are free when the leases expire.
+        A call that fails is repeated for up to `REST_MS`. If all fail, their queues are free when
+        the leases expire.
         """
         session = self._session
         if not self._abandoned:
@@ -147,11 +150,19 @@ class BatchedCalls:
         request = lockmgr_pb.ReleaseAllRequest(
             incarnation=session.incarnation, group=session.group, drained=True
         )
-        try:
-            stub = await session.directory.lockmgr()
-            await answered(stub.ReleaseAll(request, timeout=CALL_TIMEOUT_S))
-        except BatonError as error:
-            log.info("grants that may be left are not released error=%s", error)
+        end_ms = session.clock.monotonic_ms() + REST_MS
+        failures = 0
+        while True:
+            try:
+                stub = await session.directory.lockmgr()
+                await answered(stub.ReleaseAll(request, timeout=CALL_TIMEOUT_S))
+                return
+            except BatonError as error:
+                if session.clock.monotonic_ms() >= end_ms:
+                    log.info("grants that may be left are not released error=%s", error)
+                    return
+                await session.directory.pause(error, failures)
+                failures += 1
 
     # ---- keep-alives
 

@@ -90,6 +90,18 @@ class EntryChanges:
         while (change := self._in_progress.get(key)) is not None:
             await asyncio.wait({change})
 
+    async def wait_for_some(self, wanted: Callable[[GroupQueue], bool]) -> bool:
+        """Wait until the present changes of the wanted queues have ended.
+
+        Returns:
+            False if one of them goes on for more than `CHANGE_WAIT_S`.
+        """
+        changes = [change for key, change in self._in_progress.items() if wanted(key)]
+        if not changes:
+            return True
+        _, open_changes = await asyncio.wait(changes, timeout=CHANGE_WAIT_S)
+        return not open_changes
+
     async def wait_for_all(self) -> None:
         """Return once no change is in progress, or after `CHANGE_WAIT_S`."""
         with contextlib.suppress(TimeoutError):

@@ -285,7 +285,9 @@ class Leader:
         self, request: QueueRequest, decision: GrantDecision
     ) -> pb.Grant | HandOverRefusal:
         self.check_leads()
-        pending = self._table.begin_change(request.key, ChangeStep.FENCE)
+        pending = self._table.begin_change(
+            request.key, ChangeStep.FENCE, request.requester.incarnation
+        )
         change = self._changes.start(
             request.key, partial(self._carry_out, request, decision, pending)
         )

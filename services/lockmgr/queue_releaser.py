@@ -116,6 +116,9 @@ class QueueReleaser:
     ) -> tuple[int, list[GroupQueue]]:
         """Free the queues that the incarnation has closed at offsets.
 
+        A grant to the incarnation that is in progress counts: the request that it answers may have
+        been cancelled, and nobody would release the queue.
+
         Args:
             group: Only of this group; empty for all.
             drained: Also free queues without messages in flight; the fence of the next owner tests
@@ -131,6 +134,14 @@ class QueueReleaser:
         """
         if by_operator:
             incarnation = self._table.with_owner(incarnation)
+
+        def is_granted(key: GroupQueue) -> bool:
+            return group in ("", key.group) and self._table.is_granting(key, incarnation)
+
+        if not await self._changes.wait_for_some(is_granted):
+            raise NoQuorum(
+                "a grant to the incarnation is not known to be written", retry_after_ms=500
+            )
         keys = [key for key in self._table.owned_by(incarnation) if group in ("", key.group)]
         observations = await self._changes.run_to_end(partial(self._observer.observe_all, keys))
         holds = []

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import grpc
 import pytest
 
 from baton.common.v1 import queue_pb2
@@ -47,6 +48,7 @@ class Lockmgr(pb_grpc.LockmgrServiceServicer):
 
     Attributes:
         answers: Token of the grant, or the refusal, by queue id.
+        refusals: Number of calls of ReleaseAll that fail first.
         ended: Number of Acquire streams that have ended.
         failing: Whether Acquire ends without outcomes.
         mute: Event that Release waits for; None answers at once.
@@ -58,6 +60,7 @@ class Lockmgr(pb_grpc.LockmgrServiceServicer):
         self.acquires: list[pb.AcquireRequest] = []
         self.releases: list[list[int]] = []
         self.released_all: list[str] = []
+        self.refusals = 0
         self.ended = 0
         self.failing = False
         self.mute: asyncio.Event | None = None
@@ -91,6 +94,8 @@ class Lockmgr(pb_grpc.LockmgrServiceServicer):
         self, request: pb.ReleaseAllRequest, context: Any
     ) -> pb.ReleaseAllResponse:
         self.released_all.append(request.group)
+        if len(self.released_all) <= self.refusals:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "offsets is about to be another node")
         return pb.ReleaseAllResponse()
 
 
@@ -362,8 +367,9 @@ async def test_grants_that_may_be_left_are_released_at_the_end() -> None:
         await until(lambda: len(lockmgr.acquires) == 2)
         gone.cancel()
         await until(lambda: lockmgr.ended == 2)
+        lockmgr.refusals = 2
         await calls.release_rest()
-        assert lockmgr.released_all == [GROUP]
+        assert lockmgr.released_all == [GROUP] * 3, "two failed"
 
 
 async def test_concurrent_closes_and_releases_share_calls() -> None:

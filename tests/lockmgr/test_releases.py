@@ -83,6 +83,30 @@ async def test_release_all_frees_closed_or_drained_queues_and_lists_the_others(
     assert (third.released_count, len(third.kept)) == (0, 2)
 
 
+async def test_release_all_frees_a_queue_whose_grant_is_in_progress(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    arrived, go = asyncio.Event(), asyncio.Event()
+
+    async def slow(_: Any, proceed: Any) -> Any:
+        arrived.set()
+        await go.wait()
+        return await proceed()
+
+    scene.rules.rules["Fence"] = slow
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(a.acquire_each(node, generation))
+        await arrived.wait()
+        acquiring.cancel()
+        others = tasks.create_task(a.release_all(node, group="other", drained=True))
+        releasing = tasks.create_task(a.release_all(node, group="group", drained=True))
+        assert (await others).released_count == 0, "of another group: nothing to wait for"
+        await describe(node)
+        go.set()
+    assert releasing.result().released_count == 1
+    assert [entry.state for entry in await entries(node)] == [pb.LOCK_STATE_FREE]
+
+
 async def test_release_all_of_another_group_or_client_frees_nothing(scene: Scene) -> None:
     node, a = await scene.leader(), Member("a")
     await a.acquire(node, await scene.set_group(a))

@@ -139,6 +139,15 @@ async def test_transaction_of_more_writes_than_etcd_allows_is_carried_out_whole(
     assert (await etcd.get_prefix("many/"))[0] == []
 
 
+@pytest.mark.parametrize("count", [97, 128])
+async def test_transaction_has_as_many_conditions_as_writes(etcd: EtcdSession, count: int) -> None:
+    keys = [f"both/{number}" for number in range(count)]
+    absent = [Compare(key, mod_revision=0) for key in keys]
+    writes = [Put(key, b"") for key in keys]
+    assert await etcd.txn(compare=absent, put=writes) is not None
+    assert await etcd.txn(compare=absent, put=writes) is None, "they exist now"
+
+
 async def test_writes_of_a_transaction_share_one_revision(etcd: EtcdSession) -> None:
     await etcd.put("old", b"")
     revision = await etcd.txn(

@@ -56,6 +56,8 @@ LEAST_OF_STORAGE = {
 }  # fmt: skip
 FOUND = (200_665, 200_986, 201_526)
 """Seeds that failed in a long run, each before its cause was mended."""
+FOUND_GRACEFUL = (300_518, 300_798)
+"""The same, of runs without faults."""
 
 
 def played(seed: int, options: RunOptions) -> Mapping[str, int]:
@@ -131,6 +133,11 @@ def test_graceful_run_starts_no_handler_twice(seeds: range) -> None:
 @pytest.mark.parametrize("seed", FOUND)
 def test_promises_hold_in_runs_that_have_found_a_defect(seed: int) -> None:
     play(str(seed), options_of(seed)).check()
+
+
+@pytest.mark.parametrize("seed", FOUND_GRACEFUL)
+def test_graceful_run_that_has_found_a_defect_ends_no_lease(seed: int) -> None:
+    assert played(seed, graceful_options_of(seed))["fence IDLE"] == 0
 
 
 def test_seed_determines_the_run() -> None:

@@ -95,7 +95,11 @@ async def test_next_leader_has_the_open_transactions_and_the_ends(
             await until(all_ended)
         numbers = [(one.transaction_id, one.check) for one in asked]
         assert len(numbers) == len(set(numbers)), "a check was asked twice"
-        assert sorted(await leader.bodies()) == [b"0", b"2", b"4", b"5"]
+
+        async def all_visible(leader: Replica = leader) -> bool:
+            return sorted(await leader.bodies()) == [b"0", b"2", b"4", b"5"]
+
+        await until(all_visible)
         await scene.wait_equal()
 
 

@@ -121,9 +121,14 @@ class ChangeStep(Enum):
 
 @dataclass(slots=True)
 class PendingChange:
-    """A change of an entry with an unknown outcome."""
+    """A change of an entry with an unknown outcome.
+
+    Attributes:
+        next_owner: The owner after it; None if it frees the queue.
+    """
 
     step: ChangeStep
+    next_owner: Incarnation | None = None
     attempt: str = ""
 
 

@@ -122,6 +122,15 @@ class LockTable:
         """Return the queues that the incarnation owns, ascending."""
         return sorted(self._keys_of(incarnation))
 
+    def is_granting(self, key: GroupQueue, incarnation: Incarnation) -> bool:
+        """Return whether a change is in progress that gives the queue to the incarnation."""
+        entry = self._entries.get(key)
+        return (
+            entry is not None
+            and entry.pending is not None
+            and incarnation.matches(entry.pending.next_owner)
+        )
+
     def owned_in(self, group: str) -> list[GroupQueue]:
         """Return the queues of the group that have an owner, ascending."""
         return sorted(self._owned_in.get(group, ()))
@@ -294,11 +303,13 @@ class LockTable:
 
     # Changes
 
-    def begin_change(self, key: GroupQueue, step: ChangeStep) -> PendingChange:
+    def begin_change(
+        self, key: GroupQueue, step: ChangeStep, next_owner: Incarnation | None = None
+    ) -> PendingChange:
         """Mark the entry: a change begins, and its outcome is not known."""
         entry = self._get_or_add(key)
         assert entry.pending is None, f"{key} is being changed already"
-        entry.pending = PendingChange(step)
+        entry.pending = PendingChange(step, next_owner)
         entry.version += 1
         return entry.pending
 

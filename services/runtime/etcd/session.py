@@ -34,9 +34,11 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.ping_timeout_ms", 3_000),  # default: a minute, which overrides the line above
 )
+_OPERATIONS_MAX = 128
+"""etcd's limit on the way from the outermost transaction to the innermost one: at each level the
+conditions or the operations count, whichever are more."""
 _NESTED_MAX = 32
-"""Operations at each level of a large transaction. etcd allows 128 on the way from the outermost
-transaction to the innermost one: four levels, so a million operations."""
+"""Operations at each level of a larger transaction: four levels, so a million operations."""
 _NO_SPACE = "database space exceeded"
 NO_SPACE_REMEDY = (
     "Compact and defragment etcd, then disarm its alarm: docs/how-to/runbooks/BatonEtcdAlarm.md"
@@ -247,7 +249,8 @@ class EtcdSession:
     ) -> int | None:
         """Carry out all writes at one revision if all conditions hold.
 
-        Their number is not limited; etcd limits the size of a request to 1.5 MiB.
+        128 writes may have as many conditions. More writes may have 32, and their number is not
+        limited; etcd limits the size of a request to 1.5 MiB.
 
         Returns:
             The revision of the writes, or None if a condition does not hold.
@@ -439,6 +442,8 @@ class _LeaseNotFound(NoQuorum):
 
 def _nested(operations: list[pb.RequestOp]) -> list[pb.RequestOp]:
     """Return operations for one transaction; many are put into transactions within it."""
+    if len(operations) <= _OPERATIONS_MAX:
+        return operations
     while len(operations) > _NESTED_MAX:
         operations = [
             pb.RequestOp(request_txn=pb.TxnRequest(success=operations[start : start + _NESTED_MAX]))
