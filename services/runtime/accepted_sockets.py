@@ -21,6 +21,8 @@ _SO_ATTACH_FILTER = 26
 """Socket option of Linux; the module `socket` does not have it."""
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A filter with one instruction: of each packet, keep nothing."""
+_OPEN_STATES = (1, 8)
+"""States of TCP in which this side has not ended the connection: ESTABLISHED and CLOSE_WAIT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,10 @@ class AcceptedSocket:
 
 
 def accepted_sockets(ports: Collection[int]) -> Iterator[AcceptedSocket]:
-    """Yield the connections that were accepted on `ports`; some microseconds per descriptor."""
+    """Yield the connections that were accepted on `ports` and that this side has not ended.
+
+    Takes some microseconds per descriptor.
+    """
     for name in os.listdir(_OPEN):  # noqa: PTH208  thousands of names, which need no paths
         descriptor = int(name)
         try:
@@ -54,6 +59,8 @@ def accepted_sockets(ports: Collection[int]) -> Iterator[AcceptedSocket]:
         try:
             if borrowed.getsockname()[1] not in ports:
                 continue
+            if borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] not in _OPEN_STATES:
+                continue  # it was shut down, and gRPC has not closed it yet
             address, client_port, *_ = borrowed.getpeername()
         except (OSError, ValueError, IndexError):
             continue  # it listens, has ended, or is no socket of a network

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from batonmq_server.runtime import connection_limiter
-from batonmq_server.runtime.accepted_sockets import end_connection
+from batonmq_server.runtime.accepted_sockets import accepted_sockets, end_connection
 from batonmq_server.runtime.connection_limiter import (
     Connection,
     ConnectionAges,
@@ -106,6 +106,20 @@ async def test_connections_are_bounded_per_address_and_in_total_before_a_handsha
 
 def test_handshake_has_five_seconds() -> None:
     assert dict(SERVER_OPTIONS)["grpc.server_handshake_timeout_ms"] == 5_000
+
+
+def test_connection_that_was_ended_is_not_listed_while_its_descriptor_is_open() -> None:
+    with ExitStack() as exits:
+        listener = exits.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = listener.getsockname()[1]
+        client = exits.enter_context(socket.create_connection(("127.0.0.1", port)))
+        accepted, _ = listener.accept()
+        exits.enter_context(accepted)
+        (found,) = accepted_sockets([port])
+        assert found.descriptor == accepted.fileno()
+        end_connection(found.descriptor, found.inode)
+        assert client.recv(1) == b""
+        assert not list(accepted_sockets([port])), "it would be ended and counted again"
 
 
 def test_descriptor_that_is_another_file_by_now_is_left_alone() -> None:
