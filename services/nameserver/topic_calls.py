@@ -24,6 +24,7 @@ from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.topic_proto import (
     message_type_from_pb,
     permission_from_pb,
+    retention_from_pb,
     route_to_pb,
     topic_to_pb,
 )
@@ -74,7 +75,13 @@ class TopicCalls:
         _check_queue_count(request.queue_count, queues_max)
         count = request.queue_count or QUEUES_DEFAULT
         kind = message_type_from_pb(request)
-        features = TopicFeatures(owner=owner, message_type=kind)
+        retention_ms, retention_bytes = retention_from_pb(request)
+        features = TopicFeatures(
+            owner=owner,
+            message_type=kind,
+            retention_ms=retention_ms,
+            retention_bytes=retention_bytes,
+        )
         done = await self._create(name, count, features)
         return pb.CreateTopicResponse(topic=topic_to_pb(done.topic), created=done.created)
 
@@ -83,6 +90,7 @@ class TopicCalls:
         name = check_user_topic(request.topic)
         _check_queue_count(request.queue_count)
         permission = permission_from_pb(request)
+        retention_ms, retention_bytes = retention_from_pb(request)
         self._catalog.check_ready()
 
         def change(topic: Topic) -> Topic:
@@ -95,6 +103,10 @@ class TopicCalls:
                 spread=spread,
                 permission=permission or topic.permission,
                 inherited=request.inherited if request.HasField("inherited") else topic.inherited,
+                retention_ms=topic.retention_ms if retention_ms is None else retention_ms,
+                retention_bytes=(
+                    topic.retention_bytes if retention_bytes is None else retention_bytes
+                ),
             )
 
         topic, revision = await self._store.update(name, change)

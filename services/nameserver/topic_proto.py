@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
+from batonmq.errors import InvalidArgument
 from batonmq_server.nameserver.core.topics import QueueSpread, Route, Topic
 from batonmq_server.nameserver.enum_values import enum_value
 
@@ -31,6 +32,8 @@ def topic_to_pb(topic: Topic) -> pb.Topic:
         permission=_permission_to_pb(topic),
         inherited=topic.inherited,
         message_type=_type_to_pb(topic),
+        retention_ms=topic.retention_ms,
+        retention_bytes=topic.retention_bytes,
     )
 
 
@@ -45,6 +48,8 @@ def topic_to_bytes(topic: Topic) -> bytes:
         inherited=topic.inherited,
         owner=topic.owner,
         message_type=_type_to_pb(topic),
+        retention_ms=topic.retention_ms,
+        retention_bytes=topic.retention_bytes,
     ).SerializeToString()
 
 
@@ -62,6 +67,8 @@ def topic_from_bytes(value: bytes) -> Topic:
         inherited=topic.inherited,
         owner=topic.owner,
         message_type=_MESSAGE_TYPES.get(topic.message_type, "UNSPECIFIED"),
+        retention_ms=topic.retention_ms,
+        retention_bytes=topic.retention_bytes,
     )
 
 
@@ -83,6 +90,27 @@ def message_type_from_pb(request: pb.CreateTopicRequest) -> str:
         InvalidArgument: the type is unknown.
     """
     return enum_value("message_type", request.message_type, _MESSAGE_TYPES)
+
+
+def retention_from_pb(
+    request: pb.CreateTopicRequest | pb.UpdateTopicRequest,
+) -> tuple[int | None, int | None]:
+    """Return the requested retention time, and bytes of a queue; None for what is not set.
+
+    Raises:
+        InvalidArgument: one of them is negative.
+    """
+    for field in ("retention_ms", "retention_bytes"):
+        if (value := getattr(request, field)) < 0:
+            raise InvalidArgument(
+                f"{field} must not be negative, got {value}",
+                remedy=f"Use a positive {field}, or 0 for the default of the broker.",
+                facts={"field": field},
+            )
+    return (
+        request.retention_ms if request.HasField("retention_ms") else None,
+        request.retention_bytes if request.HasField("retention_bytes") else None,
+    )
 
 
 def route_to_pb(route: Route) -> pb.Route:

@@ -30,11 +30,13 @@ class CreatedTopic:
 
 
 class TopicFeatures(NamedTuple):
-    """What a new topic is, beside its queues; see `Topic`."""
+    """What a new topic is, beside its queues; see `Topic`. None for retention means any."""
 
     permission: str = "READ_WRITE"
     owner: str = ""
     message_type: str = "UNSPECIFIED"
+    retention_ms: int | None = None
+    retention_bytes: int | None = None
 
 
 class TopicStore:
@@ -64,13 +66,14 @@ class TopicStore:
 
         Args:
             features: Of the new topic. A message type of `UNSPECIFIED` also accepts an existing
-                topic of another type.
+                topic of another type, and a retention of None one with another retention.
             brokers: Machine room, empty for none, of each broker that may get queues.
             delete_progress: Called with the new topic's name and id before anything is written, to
                 delete the progress on earlier topics of the name; if it raises, nothing is written.
 
         Raises:
-            TopicExists: the topic has another number of queues, or takes other messages.
+            TopicExists: the topic has another number of queues, takes other messages, or has
+                another retention.
             NoBroker: `brokers` is empty.
         """
         wanted = features or TopicFeatures()
@@ -80,7 +83,7 @@ class TopicStore:
             # of at least ours, so the progress that is deleted can't be that topic's.
             counter = await self._etcd.get(_TOPIC_ID)
             if entry := await self.read(name):
-                return _found(*entry, queue_count, wanted.message_type)
+                return _found(*entry, queue_count, wanted)
             topic_id = int(counter.value) + 1 if counter else 1
             topic = Topic(
                 name=name,
@@ -90,6 +93,8 @@ class TopicStore:
                 permission=wanted.permission,
                 owner=wanted.owner,
                 message_type=wanted.message_type,
+                retention_ms=wanted.retention_ms or 0,
+                retention_bytes=wanted.retention_bytes or 0,
             )
             await delete_progress(name, topic_id)
             key = self._etcd.key("topics", name)
@@ -162,7 +167,10 @@ def topic_not_found(name: str) -> TopicNotFound:
     return TopicNotFound(f"topic {name} does not exist", detail=TopicNotFoundDetail(topic=name))
 
 
-def _found(topic: Topic, revision: int, queue_count: int, message_type: str) -> CreatedTopic:
+def _found(
+    topic: Topic, revision: int, queue_count: int, wanted: TopicFeatures
+) -> CreatedTopic:
+    message_type = wanted.message_type
     if topic.queue_count != queue_count:
         raise TopicExists(
             f"topic {topic.name} exists with {topic.queue_count} queues, not {queue_count}",
@@ -174,4 +182,14 @@ def _found(topic: Topic, revision: int, queue_count: int, message_type: str) -> 
             f"{message_type.lower()}",
             facts={"topic": topic.name},
         )
+    for field, asked, present in (
+        ("retention_ms", wanted.retention_ms, topic.retention_ms),
+        ("retention_bytes", wanted.retention_bytes, topic.retention_bytes),
+    ):
+        if asked not in (None, present):
+            raise TopicExists(
+                f"topic {topic.name} exists with {field} {present}, not {asked}",
+                remedy="Change it: baton topic update.",
+                facts={"topic": topic.name},
+            )
     return CreatedTopic(topic, revision, created=False)

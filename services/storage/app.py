@@ -132,6 +132,7 @@ async def served(
                 *components.loops,
                 components.due.run,
                 components.checker.run,
+                components.trimmer.run,
             ),
             long_polls=frozenset({"Pull"}),
             epoch=node.store.epoch,

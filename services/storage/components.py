@@ -41,6 +41,7 @@ from batonmq_server.storage.server import StorageServicer
 from batonmq_server.storage.servicer_parts import StorageServicerParts
 from batonmq_server.storage.topic_cache import TopicCache
 from batonmq_server.storage.topic_purger import TopicPurger
+from batonmq_server.storage.topic_trimmer import TopicTrimmer
 from batonmq_server.storage.transaction_checker import TransactionChecker, TransactionLimits
 from batonmq_server.storage.transaction_server import TransactionServicer
 
@@ -77,6 +78,7 @@ class StorageComponents:
         loops: Loops to run while the directory is open.
         due: Delivers scheduled batches; its loop runs on the leader only.
         checker: Checks open transactions; its loop runs on the leader only.
+        trimmer: Trims topics with a retention of their own; its loop runs on the leader only.
     """
 
     node: StorageNode
@@ -86,6 +88,7 @@ class StorageComponents:
     cleaner: LogCleaner
     due: ScheduledDeliverer
     checker: TransactionChecker
+    trimmer: TopicTrimmer
     damage: DamageTracker
     servicer: StorageServicer
     queries: QueryServicer
@@ -253,6 +256,7 @@ def build_components(
         cleaner=cleaner,
         due=due,
         checker=checker,
+        trimmer=TopicTrimmer(appender, topics),
         damage=damage,
         servicer=servicer,
         queries=QueryServicer(

@@ -256,6 +256,12 @@ class TrafficMetrics:
             ("group", _TOPIC),
             registry=registry,
         )
+        self._trimmed = Counter(
+            "baton_storage_trimmed_messages",
+            "Messages that the retention of their topic removed, counted on the leader.",
+            (_TOPIC,),
+            registry=registry,
+        )
         self._topics: set[str] = set()
         self._groups: set[str] = set()
 
@@ -282,6 +288,11 @@ class TrafficMetrics:
         self._groups.add(group)
         self._lost.labels(group, topic).inc(count)
 
+    def trimmed(self, topic: str, count: int) -> None:
+        """Count messages that the retention of their topic has removed."""
+        self._topics.add(topic)
+        self._trimmed.labels(topic).inc(count)
+
     def keep_topics(self, exists: Callable[[str], bool]) -> None:
         """Remove the series of topics that no longer exist."""
         gone = {topic for topic in self._topics if not exists(topic)}
@@ -289,7 +300,7 @@ class TrafficMetrics:
         for topic in gone:
             for counter in (self._messages_in, self._bytes_in):
                 counter.remove(topic)
-            for counter in (self._messages_out, self._bytes_out, self._lost):
+            for counter in (self._messages_out, self._bytes_out, self._lost, self._trimmed):
                 counter.remove_by_labels({_TOPIC: topic})
 
     def keep_groups(self, exists: Callable[[str], bool]) -> None:

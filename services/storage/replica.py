@@ -186,6 +186,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
                     self._metrics.leader.set(1)
                     tasks.create_task(self._watch(leadership))
                     tasks.create_task(components.checker.run())
+                    tasks.create_task(components.trimmer.run())
                     await components.due.run()
             except* OSError as errors:
                 self.copy.fail(errors.exceptions[0])

@@ -142,6 +142,8 @@ class TopicCache:
             local[0].write_queue_count or None if local else None,
             readable=topic.permission != pb.TOPIC_PERMISSION_WRITE,
             writable=topic.permission != pb.TOPIC_PERMISSION_READ,
+            retention_ms=topic.retention_ms,
+            retention_bytes=topic.retention_bytes,
         )
         self._known[name] = (stored.mod_revision, queues)
         return queues

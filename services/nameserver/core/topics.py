@@ -41,6 +41,8 @@ class Topic:
         inherited: Whether topics that are created on demand may take their settings from it.
         owner: Identity that created it, for its quota; empty if authorization was off.
         message_type: Name of a `TopicMessageType` without its prefix; `UNSPECIFIED` for every type.
+        retention_ms: Retention time of its messages; 0 for that of the broker.
+        retention_bytes: Maximum bytes of a queue; 0 for unlimited.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Topic:
     inherited: bool = False
     owner: str = ""
     message_type: str = "UNSPECIFIED"
+    retention_ms: int = 0
+    retention_bytes: int = 0
 
     @property
     def queue_count(self) -> int:

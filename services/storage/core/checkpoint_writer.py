@@ -93,6 +93,7 @@ class CheckpointWriter:
         store, position = self._store, self._store.log.next_position
         orders = store.purge_orders
         self.remove_later(store.drop_messages({id_ for one in orders for id_ in one.topic_ids}))
+        self.remove_later(store.trim(trim for one in orders for trim in one.trims))
         queues = list(store.queues.values())
         return CheckpointCapture(
             position,

@@ -309,14 +309,35 @@ class ConsumeQueue:
         """
         if self.first_position >= position or self.first_offset == self.next_offset:
             return []
-        first_number = self._number(self.first_offset)
         if self.last_position < position:
-            self.first_offset = self.next_offset
+            return self.trim_to(self.next_offset, position)
+        return self.trim_to(*self._first_from(position))
+
+    def trim_to(self, offset: int, position: int) -> list[str]:
+        """Drop the messages before `offset`; the queue may have done so already.
+
+        The next offset does not change. Messages that are not visible yet must not be dropped.
+
+        Args:
+            offset: First offset of a batch, or the next offset.
+            position: Position of that batch, or one between it and the batch before.
+
+        Returns:
+            Files that hold no entry any more; the caller removes them.
+        """
+        if offset <= self.first_offset:
+            if offset == self.first_offset < self.next_offset:
+                self.first_position = max(self.first_position, position)
+            return []
+        assert offset <= self.next_offset, (self.folder, offset, self.next_offset)
+        first_number = self._number(self.first_offset)
+        if offset == self.next_offset:
             self.first_position = self.last_position
-            self._flushed_offset = self.next_offset  # entries that are only in memory are dropped
+            self._flushed_offset = offset  # entries that are only in memory are dropped
         else:
-            self.first_offset, self.first_position = self._first_from(position)
-            self._forget_unflushed(self.first_offset)
+            self.first_position = position
+            self._forget_unflushed(offset)
+        self.first_offset = offset
         self._saved_offset = max(self._saved_offset, self.first_offset)
         return [
             self._path(number) for number in range(first_number, self._number(self.first_offset))

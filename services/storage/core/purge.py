@@ -1,4 +1,4 @@
-"""Purge orders in the log: which segments contain only messages of deleted topics.
+"""Purge orders in the log: which messages and segments every copy of the log removes.
 
 The leader stores an order as a batch of the system topic, so every copy of the log has it. Each
 node carries an order out with the first checkpoint after it, so no checkpoint is later than an
@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,33 +24,54 @@ from batonmq_server.storage.core.schedule import TOPIC_ID, encode_system
 from batonmq_server.storage.core.scrub import SegmentPart
 from batonmq_server.storage.core.tag_filter import batch_starts
 
-PURGED = 2
-"""Queue of the system topic."""
-ORDER_QUEUE: QueueKey = (TOPIC_ID, PURGED)
+PURGED, TRIMMED = 2, 5
+"""Queues of the system topic: orders without and with trims."""
+ORDER_QUEUES: frozenset[QueueKey] = frozenset({(TOPIC_ID, PURGED), (TOPIC_ID, TRIMMED)})
 SEGMENTS_MAX = 10_000
 """Maximum number of segments of one order."""
-_ID, _SEGMENT = struct.Struct(">q"), struct.Struct(">qq")
+TRIMS_MAX = 10_000
+"""Maximum number of queues that one order trims."""
+_ID, _SEGMENT, _TRIM = struct.Struct(">q"), struct.Struct(">qq"), struct.Struct(">qIqq")
+
+
+class QueueTrim(NamedTuple):
+    """The messages of a queue before `first_offset` are removed.
+
+    Attributes:
+        first_offset: First offset of a batch, or the next offset of the queue.
+        position: Position of that batch, or one between it and the batch before.
+    """
+
+    topic_id: int
+    queue_id: int
+    first_offset: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
 class PurgeOrder:
-    """An order to purge segments.
+    """An order to purge segments, or to trim queues.
 
     Attributes:
         topic_ids: Deleted topics; their consume queues are removed.
         segments: Segments that contain only messages of deleted topics.
         next_position: Position after the order in the log; -1 before it is stored.
+        trims: Queues that lose their oldest messages; an order with trims has no topic ids.
     """
 
     topic_ids: tuple[int, ...]
     segments: tuple[PositionRange, ...]
     next_position: int = -1
+    trims: tuple[QueueTrim, ...] = ()
 
 
 def encode_order(order: PurgeOrder) -> bytes:
     """Return the unstamped batch of the system topic that contains an order."""
-    ids = b"".join(map(_ID.pack, order.topic_ids))
     segments = b"".join(_SEGMENT.pack(*segment) for segment in order.segments)
+    if order.trims:
+        assert not order.topic_ids
+        return encode_system([b"".join(_TRIM.pack(*one) for one in order.trims), segments], TRIMMED)
+    ids = b"".join(map(_ID.pack, order.topic_ids))
     return encode_system([ids, segments], PURGED)
 
 
@@ -59,12 +81,13 @@ def decode_order(header: Header, batch: bytes, next_position: int) -> PurgeOrder
     Raises:
         BadBatch: it is not such a batch.
     """
-    ids, segments = (record.body for record in decode_records(batch, header, range(header.count)))
-    return PurgeOrder(
-        tuple(topic_id for (topic_id,) in _ID.iter_unpack(ids)),
-        tuple((begin, end) for begin, end in _SEGMENT.iter_unpack(segments)),
-        next_position,
-    )
+    first, second = (record.body for record in decode_records(batch, header, range(header.count)))
+    segments = tuple((begin, end) for begin, end in _SEGMENT.iter_unpack(second))
+    if header.queue_id == TRIMMED:
+        trims = tuple(map(QueueTrim._make, _TRIM.iter_unpack(first)))
+        return PurgeOrder((), segments, next_position, trims)
+    topic_ids = tuple(topic_id for (topic_id,) in _ID.iter_unpack(first))
+    return PurgeOrder(topic_ids, segments, next_position)
 
 
 def due_segments(log: CommitLog, orders: Collection[PurgeOrder]) -> list[PositionRange]:

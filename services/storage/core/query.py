@@ -90,6 +90,14 @@ class MessageQueries:
                 low = header.next_offset
         return low
 
+    def store_unix_ms(self, queue: ConsumeQueue, offset: int) -> int:
+        """Return when the message at a visible offset was stored.
+
+        Raises:
+            DataLoss: its batch is damaged.
+        """
+        return self._header_of(queue, offset).store_unix_ms
+
     def header(self, position: int, index: int) -> Header:
         """Return the header of the batch at `position`, which has a message `index`.
 
@@ -183,6 +191,8 @@ class MessageQueries:
         if header.topic_id != topic_id:
             return _Candidate(b"", 1, [])
         queue = topic_id, header.queue_id
+        if header.first_offset < self._store.offsets(queue).first_offset:
+            return _Candidate(b"", 1, [])  # trimmed: only its bytes remain
         batch = verified(self._log.read(position, header.length), position, queue)
         if indexes[-1] >= header.count:
             raise DataLoss(

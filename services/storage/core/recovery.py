@@ -293,4 +293,6 @@ class Recovery:
 
     def _first_offset(self, key: QueueKey, first_offset: int) -> int:
         """Return the first offset of a new queue with a first batch at offset `found`."""
-        return first_offset if self._indexes_reset and self.store.log.first_position > 0 else 0
+        if self._indexes_reset and self.store.log.first_position > 0:
+            return first_offset
+        return self._dropped.get(key, 0)  # or the first batches were trimmed

@@ -51,7 +51,7 @@ from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.keyindex import KeyIndex
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
 from batonmq_server.storage.core.property_filter import find_passing
-from batonmq_server.storage.core.purge import ORDER_QUEUE, PurgeOrder, decode_order
+from batonmq_server.storage.core.purge import ORDER_QUEUES, PurgeOrder, QueueTrim, decode_order
 from batonmq_server.storage.core.schedule import Schedule
 from batonmq_server.storage.core.tag_filter import HashFilter, batch_starts, select
 from batonmq_server.storage.core.transactions import Transactions
@@ -72,6 +72,8 @@ class LocalTopic:
         write_queue_count: Queues with an id below this accept messages; None means all.
         readable: Whether consumers may read the topic.
         writable: Whether producers may write to the topic.
+        retention_ms: Retention time of its messages; 0 for that of the broker.
+        retention_bytes: Maximum bytes of a queue; 0 for unlimited.
     """
 
     topic_id: int
@@ -79,6 +81,8 @@ class LocalTopic:
     write_queue_count: int | None = None
     readable: bool = True
     writable: bool = True
+    retention_ms: int = 0
+    retention_bytes: int = 0
 
     def takes(self, queue_id: int) -> bool:
         """Return whether the queue accepts messages."""
@@ -438,6 +442,14 @@ class MessageStore:
                 folders.append(queue.folder)
         return folders
 
+    def trim(self, trims: Iterable[QueueTrim]) -> list[str]:
+        """Drop the oldest messages of queues; return the files to remove."""
+        paths: list[str] = []
+        for topic_id, queue_id, first_offset, position in trims:
+            if (queue := self._queues.get((topic_id, queue_id))) is not None:
+                paths += queue.trim_to(first_offset, position)
+        return paths
+
     def flush(self) -> None:
         """Move the entries that consume queues have only in memory to their files."""
         for queue in self._queues.values():
@@ -503,7 +515,7 @@ class MessageStore:
         span = receipt.position, receipt.next_position
         self.keys.append(span, key[0], key_hashes(batch, header), receipt.store_unix_ms)
         self.producers.record(header, key, receipt)
-        if key == ORDER_QUEUE:
+        if key in ORDER_QUEUES:
             self.purge_orders.append(decode_order(header, bytes(batch), receipt.next_position))
         elif self.transactions.concerns(header, key):
             self.transactions.take(header, receipt, batch)

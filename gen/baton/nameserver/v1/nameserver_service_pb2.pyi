@@ -636,6 +636,8 @@ class Topic(_message.Message):
     CREATE_UNIX_MS_FIELD_NUMBER: _builtins.int
     PERMISSION_FIELD_NUMBER: _builtins.int
     INHERITED_FIELD_NUMBER: _builtins.int
+    RETENTION_MS_FIELD_NUMBER: _builtins.int
+    RETENTION_BYTES_FIELD_NUMBER: _builtins.int
     MESSAGE_TYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name; 1 to 127 characters of [A-Za-z0-9_%-]."""
@@ -648,6 +650,12 @@ class Topic(_message.Message):
     inherited: _builtins.bool
     """True if topics that are created on demand take their number of queues and their permission from
     this one. The nameserver's setting auto_create_template has to name it, too.
+    """
+    retention_ms: _builtins.int
+    """Retention time of its messages, in milliseconds; 0 for that of the broker."""
+    retention_bytes: _builtins.int
+    """Maximum bytes of the batches of one queue in the log; the oldest batches are removed, but never
+    the newest one. 0 for unlimited.
     """
     message_type: Global___TopicMessageType.ValueType
     """Type of the messages that remote clients may send to it; fixed when the topic is created."""
@@ -664,11 +672,13 @@ class Topic(_message.Message):
         create_unix_ms: _builtins.int = ...,
         permission: Global___TopicPermission.ValueType = ...,
         inherited: _builtins.bool = ...,
+        retention_ms: _builtins.int = ...,
+        retention_bytes: _builtins.int = ...,
         message_type: Global___TopicMessageType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "permission", b"permission", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "permission", b"permission", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -752,12 +762,22 @@ class CreateTopicRequest(_message.Message):
 
     TOPIC_FIELD_NUMBER: _builtins.int
     QUEUE_COUNT_FIELD_NUMBER: _builtins.int
+    RETENTION_MS_FIELD_NUMBER: _builtins.int
+    RETENTION_BYTES_FIELD_NUMBER: _builtins.int
     MESSAGE_TYPE_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """Name; 1 to 127 characters of [A-Za-z0-9_%-]. Required."""
     queue_count: _builtins.int
     """Queues in all, 1 to 1,024, spread evenly over the registered brokers; 0 means 8. For the retry or
     dead-letter topic of a group: up to 8 more than there are brokers.
+    """
+    retention_ms: _builtins.int
+    """Retention time of its messages, in milliseconds, not negative; 0 for that of the broker. An
+    existing topic with another one is an error, unless this is unset.
+    """
+    retention_bytes: _builtins.int
+    """Maximum bytes of the batches of one queue in the log, not negative; 0 for unlimited. An existing
+    topic with another one is an error, unless this is unset.
     """
     message_type: Global___TopicMessageType.ValueType
     """Type of its messages; unspecified for every type, or for that of the existing topic."""
@@ -766,13 +786,22 @@ class CreateTopicRequest(_message.Message):
         *,
         topic: _builtins.str = ...,
         queue_count: _builtins.int = ...,
+        retention_ms: _builtins.int | None = ...,
+        retention_bytes: _builtins.int | None = ...,
         message_type: Global___TopicMessageType.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retention_bytes", b"_retention_bytes", "_retention_ms", b"_retention_ms", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message_type", b"message_type", "queue_count", b"queue_count", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_bytes", b"_retention_bytes", "_retention_ms", b"_retention_ms", "message_type", b"message_type", "queue_count", b"queue_count", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__retention_bytes: _TypeAlias = _typing.Literal["retention_bytes"]  # noqa: Y015
+    _WhichOneofArgType__retention_bytes: _TypeAlias = _typing.Literal["_retention_bytes", b"_retention_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__retention_ms: _TypeAlias = _typing.Literal["retention_ms"]  # noqa: Y015
+    _WhichOneofArgType__retention_ms: _TypeAlias = _typing.Literal["_retention_ms", b"_retention_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_bytes) -> _WhichOneofReturnType__retention_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_ms) -> _WhichOneofReturnType__retention_ms | None: ...
 
 Global___CreateTopicRequest: _TypeAlias = CreateTopicRequest  # noqa: Y015
 
@@ -814,6 +843,8 @@ class UpdateTopicRequest(_message.Message):
     QUEUE_COUNT_FIELD_NUMBER: _builtins.int
     PERMISSION_FIELD_NUMBER: _builtins.int
     INHERITED_FIELD_NUMBER: _builtins.int
+    RETENTION_MS_FIELD_NUMBER: _builtins.int
+    RETENTION_BYTES_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """Name. Required."""
     queue_count: _builtins.int
@@ -824,6 +855,14 @@ class UpdateTopicRequest(_message.Message):
     """Whether topics created on demand may take their settings from this one; unset leaves
     it unchanged.
     """
+    retention_ms: _builtins.int
+    """Retention time of its messages, in milliseconds, not negative; 0 for that of the broker; unset
+    leaves it unchanged.
+    """
+    retention_bytes: _builtins.int
+    """Maximum bytes of the batches of one queue in the log, not negative; 0 for unlimited; unset leaves
+    it unchanged.
+    """
     def __init__(
         self,
         *,
@@ -831,14 +870,25 @@ class UpdateTopicRequest(_message.Message):
         queue_count: _builtins.int = ...,
         permission: Global___TopicPermission.ValueType = ...,
         inherited: _builtins.bool | None = ...,
+        retention_ms: _builtins.int | None = ...,
+        retention_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_inherited", b"_inherited", "inherited", b"inherited"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_inherited", b"_inherited", "_retention_bytes", b"_retention_bytes", "_retention_ms", b"_retention_ms", "inherited", b"inherited", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_inherited", b"_inherited", "inherited", b"inherited", "permission", b"permission", "queue_count", b"queue_count", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_inherited", b"_inherited", "_retention_bytes", b"_retention_bytes", "_retention_ms", b"_retention_ms", "inherited", b"inherited", "permission", b"permission", "queue_count", b"queue_count", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__inherited: _TypeAlias = _typing.Literal["inherited"]  # noqa: Y015
     _WhichOneofArgType__inherited: _TypeAlias = _typing.Literal["_inherited", b"_inherited"]  # noqa: Y015
+    _WhichOneofReturnType__retention_bytes: _TypeAlias = _typing.Literal["retention_bytes"]  # noqa: Y015
+    _WhichOneofArgType__retention_bytes: _TypeAlias = _typing.Literal["_retention_bytes", b"_retention_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__retention_ms: _TypeAlias = _typing.Literal["retention_ms"]  # noqa: Y015
+    _WhichOneofArgType__retention_ms: _TypeAlias = _typing.Literal["_retention_ms", b"_retention_ms"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__inherited) -> _WhichOneofReturnType__inherited | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_bytes) -> _WhichOneofReturnType__retention_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_ms) -> _WhichOneofReturnType__retention_ms | None: ...
 
 Global___UpdateTopicRequest: _TypeAlias = UpdateTopicRequest  # noqa: Y015
 

@@ -32,6 +32,8 @@ class StoredTopic(_message.Message):
     PERMISSION_FIELD_NUMBER: _builtins.int
     INHERITED_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    RETENTION_MS_FIELD_NUMBER: _builtins.int
+    RETENTION_BYTES_FIELD_NUMBER: _builtins.int
     MESSAGE_TYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
@@ -45,6 +47,12 @@ class StoredTopic(_message.Message):
     """True if topics that are created on demand may take their settings from this one."""
     owner: _builtins.str
     """Identity that created it, for its quota; empty if authorization was off."""
+    retention_ms: _builtins.int
+    """Retention time of its messages, in milliseconds; 0 for that of the broker."""
+    retention_bytes: _builtins.int
+    """Maximum bytes of the batches of one queue in the log; the oldest batches are removed, but never
+    the newest one. 0 for unlimited.
+    """
     message_type: _nameserver_service_pb2.TopicMessageType.ValueType
     """Which messages remote clients may send."""
     @_builtins.property
@@ -61,11 +69,13 @@ class StoredTopic(_message.Message):
         permission: _nameserver_service_pb2.TopicPermission.ValueType = ...,
         inherited: _builtins.bool = ...,
         owner: _builtins.str = ...,
+        retention_ms: _builtins.int = ...,
+        retention_bytes: _builtins.int = ...,
         message_type: _nameserver_service_pb2.TopicMessageType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "owner", b"owner", "permission", b"permission", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "owner", b"owner", "permission", b"permission", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

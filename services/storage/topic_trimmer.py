@@ -1,0 +1,127 @@
+"""Trims the queues of topics with a retention of their own, on the leader.
+
+The leader decides, and stores the decision as an order in the log. Every node of the replica set
+carries the order out with its next checkpoint, so all have the same first offsets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from batonmq.errors import BatonError, DataLoss, NotLeader, NotServing
+from batonmq_server.storage.appender import Appender
+from batonmq_server.storage.core.consumequeue import ConsumeQueue, topic_of
+from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.core.purge import TRIMS_MAX, PurgeOrder, QueueTrim, encode_order
+from batonmq_server.storage.core.query import MessageQueries
+from batonmq_server.storage.core.schedule import TOPIC_ID as SYSTEM_TOPIC_ID
+from batonmq_server.storage.core.store import LocalTopic
+from batonmq_server.storage.core.topic_retention import KeptAge, KeptBytes
+from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
+from batonmq_server.storage.topic_cache import TopicCache
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 10
+QUEUES_AT_ONCE = 64
+
+
+class TopicTrimmer:
+    """Decides which messages are removed by the retention of their topic.
+
+    While an order is not carried out, no other one is stored.
+    """
+
+    def __init__(self, appender: Appender, topics: TopicCache) -> None:
+        self._appender, self._topics = appender, topics
+        self._store, self._clock = appender.store, appender.clock
+        self._queries = MessageQueries(appender.store)
+        self._kept: dict[QueueKey, tuple[KeptAge, KeptBytes]] = {}
+
+    async def run(self) -> None:
+        """Trim until cancelled; run it as one task."""
+        while True:
+            try:
+                await self.trim()
+            except (NotServing, NotLeader) as error:  # the node changes its role, or ends
+                log.warning("topics not trimmed error=%s", error)
+            await asyncio.sleep(INTERVAL_S)
+
+    async def trim(self) -> int:
+        """Store an order that trims all queues with expired messages; return their number.
+
+        Raises:
+            NotServing, NotLeader: the node can't write.
+        """
+        if self._store.purge_orders or self._appender.retention.rejection() is not None:
+            return 0
+        trims: list[QueueTrim] = []
+        counts: dict[str, int] = {}
+        self._forget()
+        for number, (key, queue) in enumerate(list(self._store.queues.items()), start=1):
+            if number % QUEUES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            if len(trims) == TRIMS_MAX:
+                break
+            trim = await self._trim_of(key, queue)
+            if trim is not None:
+                trims.append(trim)
+                name = topic_of(queue.folder)
+                counts[name] = counts.get(name, 0) + trim.first_offset - queue.first_offset
+        if not trims:
+            return 0
+        order = PurgeOrder((), (), trims=tuple(trims))
+        (outcome,) = self._appender.append([checked(encode_order(order))], SYSTEM_TOPICS)
+        if isinstance(outcome, BatonError):
+            log.warning("topics not trimmed error=%s", outcome)
+            return 0
+        for name, count in counts.items():
+            self._appender.metrics.traffic.trimmed(name, count)
+            log.info("topic trimmed topic=%s messages=%d", name, count)
+        return len(trims)
+
+    def _forget(self) -> None:
+        """Forget the queues that are removed, or have no retention of their own any more."""
+        for key in list(self._kept):
+            queue = self._store.queues.get(key)
+            if queue is None or self._settings(key, queue) is None:
+                del self._kept[key]
+
+    def _settings(self, key: QueueKey, queue: ConsumeQueue) -> LocalTopic | None:
+        """Return the topic of a queue; None if it has no retention of its own."""
+        if key[0] == SYSTEM_TOPIC_ID:
+            return None
+        topic = self._topics.known(topic_of(queue.folder))
+        if topic is None or topic.topic_id != key[0]:
+            return None
+        return topic if topic.retention_ms or topic.retention_bytes else None
+
+    async def _trim_of(self, key: QueueKey, queue: ConsumeQueue) -> QueueTrim | None:
+        """Return how a queue is trimmed; None if all its messages are kept."""
+        settings = self._settings(key, queue)
+        if settings is None:
+            return None
+        age, bytes_ = self._kept.setdefault(key, (KeptAge(), KeptBytes()))
+        keep_from = queue.first_offset
+        try:
+            if settings.retention_ms:
+                oldest_unix_ms = self._clock.unix_ms() - settings.retention_ms
+                keep_from = age.keep_from(self._queries, key, queue, oldest_unix_ms)
+            if settings.retention_bytes:
+                for _ in bytes_.steps(queue, keep_from, settings.retention_bytes):
+                    await asyncio.sleep(0)
+                keep_from = max(keep_from, bytes_.first_offset)
+            if keep_from <= queue.first_offset:
+                return None
+            return QueueTrim(*key, keep_from, self._position_of(queue, keep_from))
+        except DataLoss as error:  # repaired or replaced elsewhere; the other queues go on
+            log.warning("queue not trimmed topic=%s queue_id=%d %s", queue.folder, key[1], error)
+            return None
+
+    def _position_of(self, queue: ConsumeQueue, offset: int) -> int:
+        """Return the position of the batch at `offset`, or one between it and the batch before."""
+        if offset < queue.visible_offset:
+            return int(queue.read(offset, offset + 1).positions[0])
+        last = queue.read(offset - 1, offset)
+        return int(last.positions[0]) + int(last.sizes[0])
