@@ -109,7 +109,13 @@ class Admin:
         await self.directory.close()
 
     async def create_topic(
-        self, name: str, queue_count: int = 0, *, message_type: MessageType = "any"
+        self,
+        name: str,
+        queue_count: int = 0,
+        *,
+        message_type: MessageType = "any",
+        retention_ms: int | None = None,
+        retention_bytes: int | None = None,
     ) -> CreatedTopic:
         """Create a topic, or return the existing one if it has the same number of queues.
 
@@ -118,14 +124,24 @@ class Admin:
             queue_count: Number of queues on all brokers together; 0 for 8.
             message_type: Which messages remote clients may send, at the gateway. It can't be
                 changed later. `any` also returns an existing topic of another type.
+            retention_ms: Retention time of its messages, in milliseconds; 0 for that of the broker.
+                None also returns an existing topic with another one.
+            retention_bytes: Maximum bytes of the batches of one queue; 0 for unlimited. None as
+                with `retention_ms`.
 
         Raises:
-            TopicExists: The topic exists with another number of queues, or another type.
+            TopicExists: The topic exists with another number of queues, another type or retention.
+            InvalidArgument: A retention is negative.
             InvalidName: The name is not valid, or reserved for the system.
             LimitExceeded: `queue_count` is too large.
             NoBroker: No broker is registered.
         """
-        request = pb.CreateTopicRequest(topic=name, queue_count=queue_count)
+        request = pb.CreateTopicRequest(
+            topic=name,
+            queue_count=queue_count,
+            retention_ms=retention_ms,
+            retention_bytes=retention_bytes,
+        )
         if message_type != "any":
             type_name = f"TOPIC_MESSAGE_TYPE_{message_type.upper()}"
             request.message_type = pb.TopicMessageType.Value(type_name)
@@ -167,6 +183,8 @@ class Admin:
         queue_count: int = 0,
         permission: Literal["", "read_write", "read", "write"] = "",
         inherited: bool | None = None,
+        retention_ms: int | None = None,
+        retention_bytes: int | None = None,
     ) -> Topic:
         """Change a topic and return it.
 
@@ -177,12 +195,23 @@ class Admin:
             permission: Empty for no change.
             inherited: Whether topics that are created on demand may take their settings from this
                 one, if it is the nameserver's `auto_create_template`; None for no change.
+            retention_ms: Retention time of its messages, in milliseconds; 0 for that of the broker,
+                None for no change.
+            retention_bytes: Maximum bytes of the batches of one queue; 0 for unlimited, None for no
+                change.
 
         Raises:
             TopicNotFound: The topic does not exist.
+            InvalidArgument: A retention is negative.
             LimitExceeded: More than 1,024 queues, or fewer queues than brokers that have some.
         """
-        request = pb.UpdateTopicRequest(topic=name, queue_count=queue_count, inherited=inherited)
+        request = pb.UpdateTopicRequest(
+            topic=name,
+            queue_count=queue_count,
+            inherited=inherited,
+            retention_ms=retention_ms,
+            retention_bytes=retention_bytes,
+        )
         if permission:
             request.permission = pb.TopicPermission.Value(f"TOPIC_PERMISSION_{permission.upper()}")
         answer = await self.ask(

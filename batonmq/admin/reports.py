@@ -26,6 +26,8 @@ class Topic:
             other queues are removed when every group has read them.
         message_type: Which messages remote clients may send: normal, fifo, delay, transaction, or
             any.
+        retention_ms: Retention time of its messages, in milliseconds; 0 for that of the broker.
+        retention_bytes: Maximum bytes of the batches of one queue; 0 for unlimited.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Topic:
     writable_counts: Mapping[str, int]
     inherited: bool = False
     message_type: str = "any"
+    retention_ms: int = 0
+    retention_bytes: int = 0
 
     @property
     def queue_count(self) -> int:
@@ -180,6 +184,8 @@ def topic_from_pb(topic: pb.Topic) -> Topic:
         ).lower()
         if topic.message_type
         else "any",
+        retention_ms=topic.retention_ms,
+        retention_bytes=topic.retention_bytes,
     )
 
 

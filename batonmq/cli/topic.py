@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import click
 
+from batonmq._core.delays import parse_duration_ms
 from batonmq._core.names import is_system_topic
 from batonmq.admin.reports import MessageType, Topic, TopicPurge
 from batonmq.cli.arguments import topic_argument
 from batonmq.cli.change_options import check_can_ask, confirm, yes_option
 from batonmq.cli.command_classes import LazyCommand, LazyGroup
-from batonmq.cli.output import Columns, Minor, counted, wall_time
+from batonmq.cli.output import Columns, Minor, counted, duration, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
-from batonmq.errors import BatonError, TopicNotFound
+from batonmq.cli.sizes import parse_bytes, size_text
+from batonmq.errors import BatonError, InvalidArgument, TopicNotFound
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 commands = LazyGroup(
     "topic",
@@ -48,6 +52,7 @@ _MORE_COLUMNS: Columns = {
     "ID": "topic_id",
     "WRITABLE": lambda item: sum(item["writable_counts"].values()),
     "TYPE": "message_type",
+    "RETENTION": lambda item: _retention_text(item["retention_ms"], item["retention_bytes"]),
     "INHERITED": lambda item: "yes" if item["inherited"] else "no",
 }
 _QUEUE_COLUMNS: Columns = {
@@ -58,6 +63,43 @@ _QUEUE_COLUMNS: Columns = {
     "NEXT-OFFSET": "next_offset",
     "MESSAGES": "count",
 }
+
+
+def _retention_options(command: F) -> F:
+    """Add the options of retention: TIME and SIZE as text, None if they are not given."""
+    command = click.option(
+        "--retention-bytes",
+        metavar="SIZE",
+        help="Maximum size of each queue, such as 1GiB; default for unlimited.",
+    )(command)
+    return click.option(
+        "--retention",
+        metavar="TIME",
+        help="Retention time of its messages, such as 7d; default for that of the broker.",
+    )(command)
+
+
+def _parsed_retention(text: str | None, parse: Callable[[str], int]) -> int | None:
+    """Return the value of an option of retention; 0 for `default`, None if it is not given.
+
+    Raises:
+        InvalidArgument: it is not a time or size, or is zero.
+    """
+    if text is None or text == "default":
+        return None if text is None else 0
+    if not (value := parse(text)):
+        raise InvalidArgument(
+            f"a retention of {text} is not possible: no message would be kept",
+            remedy="Use default to remove the limit of the topic.",
+            facts={"field": "retention"},
+        )
+    return value
+
+
+def _retention_text(retention_ms: int, retention_bytes: int) -> str:
+    parts = [duration(retention_ms)] if retention_ms else []
+    parts += [size_text(retention_bytes)] if retention_bytes else []
+    return ", ".join(parts) or "default"
 
 
 @commands.command()
@@ -77,17 +119,39 @@ _QUEUE_COLUMNS: Columns = {
     type=click.Choice(["any", "normal", "fifo", "delay", "transaction"]),
     help="Which messages clients of RocketMQ 5 may send, at the gateway.",
 )
+@_retention_options
 @cluster_session
-def create(session: CommandSession, name: str, queues: int, message_type: MessageType) -> None:
+def create(
+    session: CommandSession,
+    name: str,
+    queues: int,
+    message_type: MessageType,
+    retention: str | None,
+    retention_bytes: str | None,
+) -> None:
     """Create a topic. An existing topic with the same number of queues is not an error."""
-    session.run(_create(session, name, queues, message_type))
+    limits = (
+        _parsed_retention(retention, parse_duration_ms),
+        _parsed_retention(retention_bytes, parse_bytes),
+    )
+    session.run(_create(session, name, queues, message_type, limits))
 
 
 async def _create(
-    session: CommandSession, name: str, queues: int, message_type: MessageType
+    session: CommandSession,
+    name: str,
+    queues: int,
+    message_type: MessageType,
+    limits: tuple[int | None, int | None],
 ) -> None:
     async with session.admin() as admin:
-        done = await admin.create_topic(name, queues, message_type=message_type)
+        done = await admin.create_topic(
+            name,
+            queues,
+            message_type=message_type,
+            retention_ms=limits[0],
+            retention_bytes=limits[1],
+        )
     if not done.created:
         session.output.note(f"topic {name} exists already")
     item = _item(done.topic) | {"created": done.created}
@@ -133,6 +197,10 @@ async def _describe(session: CommandSession, name: str) -> None:
     session.output.detail(_item(detail.topic) | {"queues": queues}, queues, _QUEUE_COLUMNS)
     if (kind := detail.topic.message_type) != "any":
         session.output.note(f"clients of RocketMQ 5 may send messages of type {kind} only")
+    if (topic := detail.topic).retention_ms:
+        session.output.note(f"messages are kept for {duration(topic.retention_ms)}")
+    if topic.retention_bytes:
+        session.output.note(f"each queue keeps its newest {size_text(topic.retention_bytes)}")
     session.output.problems(detail.problems)
 
 
@@ -154,6 +222,7 @@ async def _describe(session: CommandSession, name: str) -> None:
     default=None,
     help="Whether topics that are created on demand may copy their settings from this one.",
 )
+@_retention_options
 @cluster_session
 def update(
     session: CommandSession,
@@ -161,11 +230,24 @@ def update(
     queues: int | None,
     permission: str | None,
     inherited: bool | None,
+    retention: str | None,
+    retention_bytes: str | None,
 ) -> None:
-    """Change the number of queues of a topic, its permission, or its inheritance."""
-    if queues is None and permission is None and inherited is None:
-        raise click.UsageError("nothing to change: give --queues, --permission or --inherited")
-    session.run(_update(session, name, queues or 0, permission, inherited))
+    """Change the number of queues of a topic, its permission, retention, or inheritance.
+
+    A shorter retention removes messages within about a minute; a group that has not read them
+    skips them.
+    """
+    if (queues, permission, inherited, retention, retention_bytes) == (None,) * 5:
+        raise click.UsageError(
+            "nothing to change: give --queues, --permission, --retention, --retention-bytes or "
+            "--inherited"
+        )
+    limits = (
+        _parsed_retention(retention, parse_duration_ms),
+        _parsed_retention(retention_bytes, parse_bytes),
+    )
+    session.run(_update(session, name, queues or 0, permission, inherited, limits))
 
 
 async def _update(
@@ -174,6 +256,7 @@ async def _update(
     queues: int,
     permission: str | None,
     inherited: bool | None,
+    limits: tuple[int | None, int | None],
 ) -> None:
     async with session.admin() as admin:
         topic = await admin.update_topic(
@@ -181,6 +264,8 @@ async def _update(
             queue_count=queues,
             permission=_PERMISSIONS[permission] if permission is not None else "",
             inherited=inherited,
+            retention_ms=limits[0],
+            retention_bytes=limits[1],
         )
     if topic.queue_counts != topic.writable_counts:
         session.output.note(
@@ -279,4 +364,6 @@ def _item(topic: Topic) -> dict[str, Any]:
         "permission": topic.permission,
         "inherited": topic.inherited,
         "message_type": topic.message_type,
+        "retention_ms": topic.retention_ms,
+        "retention_bytes": topic.retention_bytes,
     }

@@ -221,11 +221,16 @@ class TopicCalls:
         settings = self._settings
         check_user_topic(name)
         template = self._catalog.topics.get(settings.auto_create_template)
-        queue_count, permission = settings.auto_create_queue_count, "READ_WRITE"
+        queue_count, features = settings.auto_create_queue_count, TopicFeatures(owner=owner)
         if template is not None and template.inherited:
-            queue_count, permission = template.queue_count, template.permission
+            queue_count = template.queue_count
+            features = TopicFeatures(
+                template.permission,
+                owner,
+                retention_ms=template.retention_ms,
+                retention_bytes=template.retention_bytes,
+            )
         try:
-            features = TopicFeatures(permission, owner)
             return (await self._create(name, queue_count, features)).topic
         except TopicExists:  # Another client created it first, with another number of queues.
             return await self.topic(name)

@@ -167,9 +167,7 @@ def topic_not_found(name: str) -> TopicNotFound:
     return TopicNotFound(f"topic {name} does not exist", detail=TopicNotFoundDetail(topic=name))
 
 
-def _found(
-    topic: Topic, revision: int, queue_count: int, wanted: TopicFeatures
-) -> CreatedTopic:
+def _found(topic: Topic, revision: int, queue_count: int, wanted: TopicFeatures) -> CreatedTopic:
     message_type = wanted.message_type
     if topic.queue_count != queue_count:
         raise TopicExists(

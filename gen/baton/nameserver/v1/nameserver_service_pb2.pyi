@@ -648,8 +648,8 @@ class Topic(_message.Message):
     permission: Global___TopicPermission.ValueType
     """Which calls the topic allows."""
     inherited: _builtins.bool
-    """True if topics that are created on demand take their number of queues and their permission from
-    this one. The nameserver's setting auto_create_template has to name it, too.
+    """True if topics that are created on demand take their number of queues, their permission and
+    their retention from this one. The nameserver's setting auto_create_template has to name it, too.
     """
     retention_ms: _builtins.int
     """Retention time of its messages, in milliseconds; 0 for that of the broker."""
