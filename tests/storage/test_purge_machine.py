@@ -1,8 +1,10 @@
-"""Goal: purges remove messages of deleted topics only, whatever happens in between.
+"""Goal: purges and trims remove what they should, and nothing else, whatever happens in between.
 
-Method: a Hypothesis state machine. The node, the purger, the cleaner and the checkpoints are real,
-on a disk in memory that may crash at each change. The model is a list of batches in log order.
-Every batch of a living topic must stay readable, and a purged segment must take no space.
+Method: a Hypothesis state machine. The node, the purger, the trimmer, the cleaner and the
+checkpoints are real, on a disk in memory that may crash at each change. The model is a list of
+batches and trims in log order. Every batch of a living topic must stay readable until it is
+trimmed, a trimmed one never comes back once no order waits, offsets go on without a gap, and a
+purged segment must take no space.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import StorageNode, recover_directory
 from batonmq_server.storage.topic_cache import TopicCache
 from batonmq_server.storage.topic_purger import PurgeResult, TopicPurger
+from batonmq_server.storage.topic_trimmer import TopicTrimmer
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, batch, open_store
 
@@ -104,11 +107,27 @@ class DeletedTopics:
         assert self._living.get(name) not in topic_ids
 
 
+class LimitedTopics:
+    """The part of TopicCache with a retention per topic."""
+
+    def __init__(self, living: dict[str, int], limits: dict[str, int]) -> None:
+        self._living, self._limits = living, limits
+
+    def known(self, name: str) -> LocalTopic | None:
+        if name not in self._living:
+            return None
+        return LocalTopic(self._living[name], QUEUES, retention_bytes=self._limits.get(name, 0))
+
+
 class PlainAppender:
-    """The part of Appender that the purger calls."""
+    """The part of Appender that the purger and the trimmer call."""
 
     def __init__(self, store: MessageStore, flusher: Flusher) -> None:
-        self.store, self.flusher = store, flusher
+        self.store, self.flusher, self.clock = store, flusher, Clock()
+        self.retention = Retention(
+            RetentionPolicy(age_ms_max=0, hours=frozenset(), log_bytes_max=0), SEGMENT_BYTES
+        )
+        self.metrics = StorageMetrics(CollectorRegistry())
 
     def append(self, batches: Sequence[CheckedBatch], topics: Any) -> list[Any]:
         outcomes = self.store.append(batches, topics, NOW)
@@ -127,6 +146,14 @@ class Stored:
     receipt: StoreReceipt
 
 
+@dataclass(frozen=True, slots=True)
+class Trimmed:
+    """An order of the model: the first offset of each queue that it trims."""
+
+    next_position: int
+    first_offsets: dict[tuple[int, int], int]
+
+
 async def at_once(call: Callable[[Any], None], argument: Any) -> None:
     call(argument)
 
@@ -140,6 +167,8 @@ class PurgeMachine(RuleBasedStateMachine):
         self.living: dict[str, int] = {}
         self.last_id = 10
         self.log: list[Stored] = []
+        self.trims: list[Trimmed] = []
+        self.limits: dict[str, int] = {}
         self.message_count = self.synced_count = 0
         self.opening: AbstractContextManager[StorageNode] | None = None
 
@@ -172,6 +201,10 @@ class PurgeMachine(RuleBasedStateMachine):
             raw = batch(*bodies, topic=name, queue_id=queue_id)
             (receipt,) = self.store.append([check(raw)], topics, NOW)
             assert isinstance(receipt, StoreReceipt)
+            key = self.living[name], queue_id
+            before = [one for one in self.log if (one.topic_id, one.queue_id) == key]
+            expected = before[-1].receipt.first_offset + len(before[-1].bodies) if before else 0
+            assert receipt.first_offset == expected, "offsets go on without a gap"
             self.log.append(Stored(name, self.living[name], queue_id, bodies, receipt))
 
     @rule(name=st.sampled_from(NAMES), count=st.integers(5, 12))
@@ -217,7 +250,47 @@ class PurgeMachine(RuleBasedStateMachine):
                     break
                 topics.add((header.topic, header.topic_id))
             living = {topic for topic in topics if topic[1] in (0, self.living.get(topic[0]))}
+            if any(key[0] == deleted_id for one in self.trims for key in one.first_offsets):
+                continue  # what was trimmed before is not counted
             assert living or (name, deleted_id) not in topics, "the segment could be purged"
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        bytes_max=st.sampled_from((0, 1, 150, 400, 1_000)),
+        checkpoints=st.booleans(),
+        changes=st.one_of(st.none(), st.integers(0, 12)),
+    )
+    def trim(self, name: str, bytes_max: int, checkpoints: bool, changes: int | None) -> None:
+        """Change the retention of a topic, and let the leader trim."""
+        self.limits[name] = bytes_max
+        self._sync()
+
+        async def work(flusher: Flusher, checkpointer: Checkpointer) -> bool:
+            trimmer = TopicTrimmer(
+                cast(Appender, PlainAppender(self.store, flusher)),
+                cast(TopicCache, LimitedTopics(self.living, self.limits)),
+            )
+            if await trimmer.trim():
+                order = self.store.purge_orders[-1]
+                first_offsets = {one[:2]: one.first_offset for one in order.trims}
+                self.trims.append(Trimmed(order.next_position, first_offsets))
+                for key, first_offset in first_offsets.items():
+                    self._check_trim(key, first_offset)
+                await flusher.wait_until_safe(order.next_position)
+            return await checkpointer.take() if checkpoints else True
+
+        self._work(work, changes)
+
+    def _check_trim(self, key: tuple[int, int], first_offset: int) -> None:
+        """Check that a trim removes as few of the oldest batches as the limit allows."""
+        (name,) = (name for name, topic_id in self.living.items() if topic_id == key[0])
+        batches = [one for one in self.log if (one.topic_id, one.queue_id) == key]
+        kept = [one for one in batches if one.receipt.first_offset >= first_offset]
+        sizes = [one.receipt.next_position - one.receipt.position for one in kept]
+        assert len(kept) == 1 or sum(sizes) <= self.limits[name]
+        last = next(one for one in batches[::-1] if one.receipt.first_offset < first_offset)
+        more = last.receipt.next_position - last.receipt.position
+        assert sum(sizes) + more > self.limits[name]
 
     @precondition(lambda self: len(self.store.log.sealed()) > 0)
     @rule(kept_segments=st.integers(0, 2), changes=st.one_of(st.none(), st.integers(0, 8)))
@@ -353,14 +426,25 @@ class PurgeMachine(RuleBasedStateMachine):
     def _check_read(self, store: MessageStore) -> None:
         for name, topic_id in self.living.items():
             for queue_id in range(QUEUES):
+                key = topic_id, queue_id
+                batches = [one for one in self.log if (one.topic_id, one.queue_id) == key]
+                first_offset = store.offsets(key).first_offset
+                trimmed = max((one.first_offsets.get(key, 0) for one in self.trims), default=0)
+                removed = [
+                    one.receipt.first_offset + len(one.bodies)
+                    for one in batches
+                    if one.receipt.position < self.store.log.first_position
+                ]
+                limits = max(removed, default=0), max([trimmed, *removed])
+                assert limits[0] <= first_offset <= limits[1], name
+                assert store.purge_orders or first_offset == limits[1], name
                 expected = [
                     body
-                    for one in self.log
-                    if (one.topic_id, one.queue_id) == (topic_id, queue_id)
-                    and one.receipt.position >= self.store.log.first_position
+                    for one in batches
+                    if one.receipt.first_offset >= first_offset
                     for body in one.bodies
                 ]
-                assert _bodies(store, (topic_id, queue_id)) == expected, name
+                assert _bodies(store, key) == expected, name
 
     def _segments(self) -> list[int]:
         return [int(name) for name in self.disk.names("log")]
@@ -382,6 +466,7 @@ class PurgeMachine(RuleBasedStateMachine):
         survived = [one for one in self.log if one.receipt.next_position <= end]
         assert len(survived) >= self.synced_count
         self.log, self.synced_count = survived, len(survived)
+        self.trims = [one for one in self.trims if one.next_position <= end]
 
 
 def _bodies(store: MessageStore, key: tuple[int, int]) -> list[bytes]:
