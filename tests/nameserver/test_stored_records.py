@@ -43,6 +43,8 @@ TOPIC = StoredTopic(
     permission=pb.TOPIC_PERMISSION_READ,
     inherited=True,
     message_type=pb.TOPIC_MESSAGE_TYPE_FIFO,
+    retention_ms=604_800_000,
+    retention_bytes=2**40,
 )
 GROUP = StoredGroup(
     name="g",

@@ -76,6 +76,44 @@ async def test_permission_is_changed_alone(nameserver: Replica) -> None:
     assert (await update(nameserver, "flights", 9)).permission == pb.TOPIC_PERMISSION_READ
 
 
+async def test_retention_is_stored_and_changed_alone(nameserver: Replica) -> None:
+    request = pb.CreateTopicRequest(topic="kept", retention_ms=1_000)
+    created = await nameserver.stub.CreateTopic(request, timeout=CALL_TIMEOUT_S)
+    assert (created.topic.retention_ms, created.topic.retention_bytes) == (1_000, 0)
+
+    async def change(**retention: int) -> tuple[int, int]:
+        asked = pb.UpdateTopicRequest(topic="kept", **retention)
+        topic = (await nameserver.stub.UpdateTopic(asked, timeout=CALL_TIMEOUT_S)).topic
+        assert topic == (await nameserver.route("kept")).topic
+        return topic.retention_ms, topic.retention_bytes
+
+    assert await change(retention_bytes=2**40) == (1_000, 2**40)
+    assert await change() == (1_000, 2**40)
+    assert await change(retention_ms=0) == (0, 2**40)
+    again = await nameserver.stub.CreateTopic(
+        pb.CreateTopicRequest(topic="kept"), timeout=CALL_TIMEOUT_S
+    )
+    assert not again.created, "a creation without retention takes the topic as it is"
+    error = await refusal(nameserver.stub.CreateTopic(request, timeout=CALL_TIMEOUT_S))
+    assert error.reason == "TOPIC_EXISTS"
+    assert "retention_ms 0, not 1000" in error.message
+    assert await change() == (0, 2**40)
+
+
+@pytest.mark.parametrize("field", ["retention_ms", "retention_bytes"])
+async def test_negative_retention_is_refused(nameserver: Replica, field: str) -> None:
+    values: dict[str, Any] = {field: -1}
+    for call in (
+        nameserver.stub.CreateTopic(pb.CreateTopicRequest(topic="bad", **values)),
+        nameserver.stub.UpdateTopic(pb.UpdateTopicRequest(topic="flights", **values)),
+    ):
+        error = await refusal(call)
+        assert error.reason == "INVALID_ARGUMENT"
+        assert field in error.message
+        assert error.remedy
+    assert (await refusal(nameserver.route("bad"))).reason == "TOPIC_NOT_FOUND"
+
+
 async def test_update_without_a_change_writes_nothing(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
