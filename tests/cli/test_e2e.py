@@ -164,7 +164,10 @@ def test_top_without_a_terminal_prints_one_screen(cluster: RunningCluster, lines
 def test_topic_update_changes_queues_and_permission(cluster: RunningCluster, lines: Path) -> None:
     lines.write_bytes(b"a\n")
     cluster("topic", "create", "change", "--queues", "2", "--retention", "7d12h")
-    assert "messages are kept for 7d12h" in cluster("topic", "describe", "change").stderr
+    assert "messages are kept for 7d12h" in cluster("topic", "describe", "change").out
+    sized = cluster("topic", "update", "change", "--retention-bytes", "1GiB", "--format", "json")
+    assert (sized.json["retention_ms"], sized.json["retention_bytes"]) == (648_000_000, 1 << 30)
+    assert cluster("topic", "update", "change", "--retention", "0s").code == 1
     grown = cluster("topic", "update", "change", "--queues", "4", "--format", "json")
     assert (grown.code, grown.json["queue_count"], grown.json["permission"]) == (0, 4, "read_write")
     shrunk = cluster("topic", "update", "change", "--queues", "1", "--permission", "r")
