@@ -55,7 +55,7 @@ async def transactions(setup: Setup) -> list[Figure]:
             f"transactions, {IN_FLIGHT} in flight, against sends",
             rates["transactions"],
             "msg/s",
-            Goal(ratio_min=0.25),
+            Goal(ratio_min=0.1),
             reference=rates["sends"],
         ),
         figure(
