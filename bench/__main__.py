@@ -34,6 +34,7 @@ from bench import (
     starvation,
     streams,
     tls,
+    transactions,
     trickle,
     wire,
 )
@@ -59,6 +60,7 @@ BENCHES: dict[str, Callable[[Setup], Awaitable[list[Figure]]]] = {
     "rebuilds": rebuilds.rebuilds,
     "replication": replication.replication,
     "requests": requests.requests,
+    "transactions": transactions.transactions,
     "delays": delay.delays,
     "failovers": failovers.failovers,
     "starvation": starvation.starvation,

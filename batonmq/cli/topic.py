@@ -130,11 +130,7 @@ def create(
     retention_bytes: str | None,
 ) -> None:
     """Create a topic. An existing topic with the same number of queues is not an error."""
-    limits = (
-        _parsed_retention(retention, parse_duration_ms),
-        _parsed_retention(retention_bytes, parse_bytes),
-    )
-    session.run(_create(session, name, queues, message_type, limits))
+    session.run(_create(session, name, queues, message_type, (retention, retention_bytes)))
 
 
 async def _create(
@@ -142,15 +138,15 @@ async def _create(
     name: str,
     queues: int,
     message_type: MessageType,
-    limits: tuple[int | None, int | None],
+    limits: tuple[str | None, str | None],
 ) -> None:
     async with session.admin() as admin:
         done = await admin.create_topic(
             name,
             queues,
             message_type=message_type,
-            retention_ms=limits[0],
-            retention_bytes=limits[1],
+            retention_ms=_parsed_retention(limits[0], parse_duration_ms),
+            retention_bytes=_parsed_retention(limits[1], parse_bytes),
         )
     if not done.created:
         session.output.note(f"topic {name} exists already")
@@ -243,11 +239,9 @@ def update(
             "nothing to change: give --queues, --permission, --retention, --retention-bytes or "
             "--inherited"
         )
-    limits = (
-        _parsed_retention(retention, parse_duration_ms),
-        _parsed_retention(retention_bytes, parse_bytes),
+    session.run(
+        _update(session, name, queues or 0, permission, inherited, (retention, retention_bytes))
     )
-    session.run(_update(session, name, queues or 0, permission, inherited, limits))
 
 
 async def _update(
@@ -256,7 +250,7 @@ async def _update(
     queues: int,
     permission: str | None,
     inherited: bool | None,
-    limits: tuple[int | None, int | None],
+    limits: tuple[str | None, str | None],
 ) -> None:
     async with session.admin() as admin:
         topic = await admin.update_topic(
@@ -264,8 +258,8 @@ async def _update(
             queue_count=queues,
             permission=_PERMISSIONS[permission] if permission is not None else "",
             inherited=inherited,
-            retention_ms=limits[0],
-            retention_bytes=limits[1],
+            retention_ms=_parsed_retention(limits[0], parse_duration_ms),
+            retention_bytes=_parsed_retention(limits[1], parse_bytes),
         )
     if topic.queue_counts != topic.writable_counts:
         session.output.note(

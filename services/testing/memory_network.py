@@ -25,6 +25,9 @@ from batonmq_server.testing.virtual_time import VirtualHost
 Metadata = Sequence[tuple[str, str | bytes]]
 RESET_MS = 20
 """How long it takes until a crashed peer or a broken stream is noticed."""
+KEEPALIVE_MS = 4_500
+"""How long it takes until a peer whose machine is gone is noticed: the interval and the time limit
+of the pings of `batonmq._connection.channels`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +160,11 @@ class MemoryNetwork:
         self._servers.pop(address, None)
         if not machine:
             self._refused.add(address)
+            return
+        for calls in self._open.values():
+            for call in calls:
+                if call.address == address:
+                    self.later(KEEPALIVE_MS / 1000, call.break_off_unanswered)
 
     async def refuses(self, host: VirtualHost, address: str) -> bool:
         """Return whether a process is known to have ended, as its machine refuses connections.
@@ -434,6 +442,11 @@ class MemoryCall:
         self._copy = -1
         self._answers.append(status)
         self._arrived.set()
+
+    def break_off_unanswered(self) -> None:
+        """Fail the call at the client, unless it has ended."""
+        if not (self.ended or (self._answers and self._answers[-1] is END)):
+            self.break_off(UNAVAILABLE)
 
     def cancel_at_server(self) -> None:
         """Cancel the call at the server."""

@@ -60,7 +60,7 @@ async def messages(nameserver: str) -> Counter[int]:
 
 
 def _has_booked(ledger: Ledger, count: int) -> bool:
-    return len(ledger.booked()) >= count
+    return ledger.booked_count() >= count
 
 
 def _has_answered(ledger: Ledger, count: int) -> bool:
@@ -150,7 +150,7 @@ async def test_kill_9_of_producer_storage_leader_and_checker_leaves_exactly_the_
             try:
                 await shop.start("producer", "checker")
                 for number in range(ROUNDS):
-                    goal = len(ledger.booked()) + random.randint(20, 200)
+                    goal = ledger.booked_count() + random.randint(20, 200)
                     await until(partial(_has_booked, ledger, goal), timeout_s=60)
                     await shop.fail(VICTIMS[number % 3])
             finally:

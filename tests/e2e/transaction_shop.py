@@ -72,6 +72,11 @@ class Ledger:
         """Return the booked numbers."""
         return {number for (number,) in self._database.execute("SELECT number FROM booked")}
 
+    def booked_count(self) -> int:
+        """Return the number of booked numbers."""
+        ((count,),) = self._database.execute("SELECT count(*) FROM booked")
+        return int(count)
+
     def asked_count(self) -> int:
         """Return the number of checks that were answered."""
         ((count,),) = self._database.execute("SELECT count(*) FROM asked")
@@ -111,8 +116,10 @@ async def shop(nameserver: str, path: Path, topic: str, group: str) -> None:
                 try:
                     async with producer.transaction(topic, b"%d" % number, keys=[str(number)]):
                         ledger.book(number)
-                except (Refused, BatonError):
+                except Refused:
                     pass
+                except BatonError as error:
+                    print(f"producer: number {number}: {error}", file=sys.stderr, flush=True)
 
         async with Producer(nameserver, group=group) as producer, asyncio.TaskGroup() as tasks:
             for _ in range(AT_ONCE):

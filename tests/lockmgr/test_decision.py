@@ -59,6 +59,7 @@ DRAINED = Observation(token=7, committed=10, delivered=10)
 IN_FLIGHT = Observation(token=7, committed=10, delivered=14, unacked_count=3)
 CLOSED = Observation(token=7, closed=True, committed=10, delivered=10)
 PHANTOM = Observation(token=8, committed=10, delivered=10)
+PHANTOM_IN_FLIGHT = replace(PHANTOM, delivered=12, unacked_count=2)
 RECREATED = Observation(token=9, closed=True, topic_recreated=True)
 
 
@@ -228,8 +229,17 @@ def test_queue_with_messages_in_flight_waits_after_any_number_of_slots() -> None
     assert (error.facts["unacked"], error.facts["lowest_offset"]) == ("3", "10")
 
 
-@pytest.mark.parametrize("observation", [PHANTOM, replace(PHANTOM, closed=True), Observation()])
-def test_phantom_waits_while_the_lease_of_its_owner_is_valid(observation: Observation) -> None:
+@pytest.mark.parametrize("observation", [PHANTOM, replace(PHANTOM, closed=True, delivered=12)])
+def test_closed_or_drained_phantom_is_granted_at_once(observation: Observation) -> None:
+    decision = decision_for(owned(), other(), observation)
+    assert decision == GrantDecision((CLOSED_OR_DRAINED,), observation)
+
+
+@pytest.mark.parametrize("observation", [PHANTOM_IN_FLIGHT, Observation()])
+def test_phantom_in_flight_or_with_an_older_token_waits_for_the_lease_of_its_owner(
+    observation: Observation,
+) -> None:
+    """An offsets that was restored from an old backup does not know what the owner handles."""
     decision = decision_for(owned(quiet_slots=100), other(), observation)
     assert isinstance(waiting(decision), Held)
 
@@ -266,7 +276,7 @@ def test_phantom_of_a_notified_owner_is_reported_as_held() -> None:
     """The owner can't close a token that is invalid."""
     entry = notified(owned())
     entry.phantom = True
-    assert isinstance(waiting(decision_for(entry, other(), PHANTOM)), Held)
+    assert isinstance(waiting(decision_for(entry, other(), PHANTOM_IN_FLIGHT)), Held)
 
 
 @pytest.mark.parametrize("generation", [4, 5])
@@ -296,9 +306,12 @@ def test_lease_is_valid_at_exactly_its_length(observation: Observation) -> None:
 
 
 def test_phantom_with_an_expired_lease_is_granted_from_the_token_at_offsets() -> None:
-    assert decision_for(owned(), other(), PHANTOM, LEASE_END_MS + 1) == GrantDecision(
-        (IDLE,), PHANTOM
-    )
+    for observation, conditions in (
+        (PHANTOM, (CLOSED_OR_DRAINED, IDLE)),
+        (PHANTOM_IN_FLIGHT, (IDLE,)),
+    ):
+        decision = decision_for(owned(), other(), observation, LEASE_END_MS + 1)
+        assert decision == GrantDecision(conditions, observation)
 
 
 def test_queue_with_an_expired_lease_is_granted_to_the_same_generation() -> None:

@@ -24,6 +24,7 @@ from batonmq.errors import (
     HandoverPending,
     Held,
     Internal,
+    NotAssigned,
     NotLeader,
     Unreachable,
 )
@@ -277,15 +278,15 @@ async def test_entry_changed_by_another_writer_is_not_overwritten(scene: Scene) 
     node, a, b, generation = await held_by_a(scene)
     stored = await scene.stored()
     assert stored is not None
-    stored.attempt = "changed by hand"
+    stored.generation = generation + 1
     await scene.etcd.put(f"locks/{GROUP}/topic/broker-a/0", stored.SerializeToString())
     await scene.close(1)
-    with pytest.raises(Held) as refusal:
+    with pytest.raises(NotAssigned):
         await b.acquire(node, generation)
-    assert refusal.value.facts["phantom"] == "true"
     assert await scene.stored() == stored
     assert await a.state(node, 1) == "NOT_OWNER"
-    assert (await a.acquire(node, generation)).token == 3, "token 2 was issued and not persisted"
+    again = await a.acquire(node, await scene.set_group(a, b))
+    assert again.token == 3, "token 2 was issued and not persisted"
 
 
 # A leader crashes, another is elected
@@ -373,6 +374,48 @@ async def test_deposed_leader_becomes_a_standby(scene: Scene) -> None:
 
 async def test_crash_between_fence_and_persist_costs_one_token_and_no_message(scene: Scene) -> None:
     """Sections 11 and 16: etcd has token 1, offsets has token 2; A acquires again and gets 3."""
+    new, a, _, generation = await phantom_after_a_crash(scene)
+    again = await a.acquire(new, generation, resume=[(0, 5)])
+    assert (again.token, again.committed_offset) == (3, 0)
+    assert await a.state(new, 3) in ("OK", "WANTED")
+    await scene.commit(3, 5)
+    assert (await scene.progress()).committed_offset == 5
+
+
+async def test_drained_phantom_is_granted_while_the_lease_of_its_owner_is_valid(
+    scene: Scene,
+) -> None:
+    """No member was told of token 2; the fence before the crash has flagged what A may handle."""
+    new, a, b, generation = await phantom_after_a_crash(scene)
+    grant = await b.acquire(new, generation)
+    assert (grant.token, grant.committed_offset) == (3, 0)
+    assert [(one.first_offset, one.next_offset) for one in grant.maybe_seen] == [(0, 5)]
+    assert await a.state(new, 1) == "NOT_OWNER"
+    with pytest.raises(Fenced):
+        await scene.commit(2, 5)
+
+
+async def test_phantom_with_messages_in_flight_waits_for_the_lease_of_its_owner(
+    scene: Scene,
+) -> None:
+    """A acquires again and names what it handles; the leader dies before the grant is stored."""
+    old, a, b, generation = await held_by_a(scene)
+    await scene.deliver(1, 0, 5)
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(outcome_of(a, old, generation, resume=[(0, 5)]))
+        await _fenced_then_cut(scene, old)
+    assert isinstance(acquiring.result(), NotLeader)
+    await old.crash()
+    new = await scene.leader(**SHORT)
+    with pytest.raises(Held):
+        await b.acquire(new, generation, hold_ms=100)
+    await expire_leases(scene, new)
+    grant = await b.acquire(new, generation)
+    assert [(one.first_offset, one.next_offset) for one in grant.maybe_seen] == [(0, 5)]
+
+
+async def phantom_after_a_crash(scene: Scene) -> tuple[Any, Member, Member, int]:
+    """Return a new leader, after a crash between a fence for B and the write of its grant."""
     old, a, b, generation = await held_by_a(scene)
     await scene.deliver(1, 0, 5)
     await expire_leases(scene, old)
@@ -387,13 +430,7 @@ async def test_crash_between_fence_and_persist_costs_one_token_and_no_message(sc
     with pytest.raises(Fenced):
         await scene.commit(1, 5)
     assert await a.state(new, 1) == "NOT_OWNER"
-    with pytest.raises(Held):
-        await b.acquire(new, generation, hold_ms=100)
-    again = await a.acquire(new, generation, resume=[(0, 5)])
-    assert (again.token, again.committed_offset) == (3, 0)
-    assert await a.state(new, 3) in ("OK", "WANTED")
-    await scene.commit(3, 5)
-    assert (await scene.progress()).committed_offset == 5
+    return new, a, b, generation
 
 
 async def test_story_12_new_leader_does_not_renew_a_fenced_owner(scene: Scene) -> None:

@@ -104,8 +104,12 @@ async def test_retention_is_stored_and_changed_alone(nameserver: Replica) -> Non
 async def test_negative_retention_is_refused(nameserver: Replica, field: str) -> None:
     values: dict[str, Any] = {field: -1}
     for call in (
-        nameserver.stub.CreateTopic(pb.CreateTopicRequest(topic="bad", **values), timeout=CALL_TIMEOUT_S),
-        nameserver.stub.UpdateTopic(pb.UpdateTopicRequest(topic="flights", **values), timeout=CALL_TIMEOUT_S),
+        nameserver.stub.CreateTopic(
+            pb.CreateTopicRequest(topic="bad", **values), timeout=CALL_TIMEOUT_S
+        ),
+        nameserver.stub.UpdateTopic(
+            pb.UpdateTopicRequest(topic="flights", **values), timeout=CALL_TIMEOUT_S
+        ),
     ):
         error = await refusal(call)
         assert error.reason == "INVALID_ARGUMENT"

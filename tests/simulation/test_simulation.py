@@ -54,9 +54,10 @@ LEAST_OF_STORAGE = {
     "leaderships of storage": 130, "replicated receipts": 660, "pulls from followers": 13,
     "rots": 6, "lost disks": 6, "disk failures": 33, "sent back": 66,
 }  # fmt: skip
-FOUND = (200_665, 200_986, 201_526)
+FOUND = (200_665, 200_986, 201_526, 307_917)
 """Seeds that failed in a long run, each before its cause was mended."""
 FOUND_GRACEFUL = (300_518, 300_798)
+FOUND_OUTAGES = (300_135, 300_667)
 """The same, of runs without faults."""
 
 
@@ -133,6 +134,11 @@ def test_graceful_run_starts_no_handler_twice(seeds: range) -> None:
 @pytest.mark.parametrize("seed", FOUND)
 def test_promises_hold_in_runs_that_have_found_a_defect(seed: int) -> None:
     play(str(seed), options_of(seed)).check()
+
+
+@pytest.mark.parametrize("seed", FOUND_OUTAGES)
+def test_queues_have_owners_soon_after_an_outage_that_has_found_a_defect(seed: int) -> None:
+    played(seed, outage_options_of(seed))
 
 
 @pytest.mark.parametrize("seed", FOUND_GRACEFUL)

@@ -106,10 +106,12 @@ class TokenState(Enum):
     """The token of the entry at offsets.
 
     QUIET means drained, and unchanged for `LockPolicy.slots_min` slots. REPLACED means that offsets
-    has another token: the entry is a phantom.
+    has another token: the entry is a phantom. VACANT means that this token is newer, and closed or
+    drained: no member was told of it, so nothing can be delivered under it.
     """
 
     REPLACED = "replaced"
+    VACANT = "vacant"
     CLOSED = "closed"
     IN_FLIGHT = "in flight"
     DRAINED = "drained"
@@ -181,7 +183,8 @@ class DecisionRow:
 ANY: AllowedValues = ()
 _NONE, _SELF, _OTHER = (OwnerKind.NONE,), (OwnerKind.REQUESTER,), (OwnerKind.OTHER,)
 _OLDER, _SAME, _NEWER = (RelativeAge.OLDER,), (RelativeAge.SAME,), (RelativeAge.NEWER,)
-_CLOSED, _QUIET, _IN_FLIGHT = (TokenState.CLOSED,), (TokenState.QUIET,), (TokenState.IN_FLIGHT,)
+_CLOSED, _IN_FLIGHT = (TokenState.CLOSED,), (TokenState.IN_FLIGHT,)
+_AT_REST = (TokenState.QUIET, TokenState.VACANT)
 _OPEN = (TokenState.IN_FLIGHT, TokenState.DRAINED, TokenState.QUIET)
 _EXPIRED = (LeaseState.EXPIRED,)
 _GRANT, _RENEW, _WAIT, _DENY = Action.GRANT, Action.RENEW, Action.WAIT, Action.DENY
@@ -205,10 +208,10 @@ TABLE: tuple[DecisionRow, ...] = (
     DecisionRow(_NONE,  ANY,       ANY,     ANY,        ANY,      _GRANT, FREE),
     DecisionRow(_OTHER, ANY,       _OLDER,  ANY,        ANY,      _DENY,  NotAssigned),
     DecisionRow(_OTHER, ANY,       ANY,     _CLOSED,    _EXPIRED, _GRANT, _UNUSED + _IDLE),
-    DecisionRow(_OTHER, ANY,       _NEWER,  _QUIET,     _EXPIRED, _GRANT, _UNUSED + _IDLE),
+    DecisionRow(_OTHER, ANY,       _NEWER,  _AT_REST,   _EXPIRED, _GRANT, _UNUSED + _IDLE),
     DecisionRow(_OTHER, ANY,       ANY,     ANY,        _EXPIRED, _GRANT, _IDLE),
     DecisionRow(_OTHER, ANY,       ANY,     _CLOSED,    ANY,      _GRANT, _UNUSED),
-    DecisionRow(_OTHER, ANY,       _NEWER,  _QUIET,     ANY,      _GRANT, _UNUSED),
+    DecisionRow(_OTHER, ANY,       _NEWER,  _AT_REST,   ANY,      _GRANT, _UNUSED),
     # Two views of one generation never pass a queue to and fro.
     DecisionRow(_OTHER, ANY,       _SAME,   ANY,        ANY,      _DENY,  NotAssigned),
     DecisionRow(_OTHER, ANY,       _NEWER,  _IN_FLIGHT, ANY,      _WAIT,  Unacked),
@@ -314,11 +317,13 @@ class _Request(NamedTuple):
         return OwnerKind.NONE if is_ownerless(self.entry, self.observation) else OwnerKind.OTHER
 
     def _token(self) -> TokenState:
-        if self.observation.token != self.entry.lock.token:
-            return TokenState.REPLACED
-        if self.observation.closed:
+        token, observed = self.entry.lock.token, self.observation
+        if observed.token != token:
+            vacant = observed.token > token and (observed.closed or observed.drained)
+            return TokenState.VACANT if vacant else TokenState.REPLACED
+        if observed.closed:
             return TokenState.CLOSED
-        if not self.observation.drained:
+        if not observed.drained:
             return TokenState.IN_FLIGHT
         quiet = self.entry.quiet_slots >= self.policy.slots_min
         return TokenState.QUIET if quiet else TokenState.DRAINED

@@ -151,8 +151,7 @@ class ReplicaNode(ABC, Generic[L]):
         """
         if self.election.term:
             log.error("resigns: %s", reason)
-        self._resigned_epoch = 0
-        self._abstains_until_ms = self._runtime.clock.monotonic_ms() + 3 * self._lease_ms
+        self._abstain(0, 3 * self._lease_ms)
         self.election.resign()
 
     def _give_way(self, in_sync_set: InSyncSet, reason: str) -> None:
@@ -160,6 +159,14 @@ class ReplicaNode(ABC, Generic[L]):
         self.step_back(reason)
         self._resigned_epoch = in_sync_set.epoch
         self._resigns_from_ms = self._runtime.clock.monotonic_ms() + RESIGN_INTERVAL_MS
+
+    def _abstain(self, epoch: int, duration_ms: int) -> None:
+        """Don't stand for election for a while, or until a later epoch than `epoch` if not 0."""
+        self._resigned_epoch = epoch
+        self._abstains_until_ms = self._runtime.clock.monotonic_ms() + duration_ms
+
+    def _is_abstaining(self) -> bool:
+        return self._runtime.clock.monotonic_ms() < self._abstains_until_ms
 
     async def is_in_sync(self) -> bool:
         """Return whether etcd lists this node in the in-sync set.
@@ -205,6 +212,9 @@ class ReplicaNode(ABC, Generic[L]):
         finally:
             self._leadership = None
             self.registration.set_epoch(0)
+            if not self._is_abstaining() and in_sync_set.cut_off():
+                # It lost its lease, and could win again before those that can't reach it.
+                self._abstain(in_sync_set.epoch, self._lease_ms)
 
     async def _watch_reach(self, in_sync_set: InSyncSet) -> None:
         """Resign once a majority of the set can't reach this node, and is known to reach etcd."""
@@ -246,7 +256,7 @@ class ReplicaNode(ABC, Generic[L]):
         return await self.replica_set.candidacy()
 
     async def _abstains(self) -> bool:
-        if self._runtime.clock.monotonic_ms() >= self._abstains_until_ms:
+        if not self._is_abstaining():
             return False
         if not self._resigned_epoch:
             return True
