@@ -99,7 +99,7 @@ def _parsed_retention(text: str | None, parse: Callable[[str], int]) -> int | No
 def _retention_text(retention_ms: int, retention_bytes: int) -> str:
     parts = [duration(retention_ms)] if retention_ms else []
     parts += [size_text(retention_bytes)] if retention_bytes else []
-    return ", ".join(parts) or "default"
+    return ",".join(parts) or "default"
 
 
 @commands.command()

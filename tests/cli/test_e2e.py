@@ -168,6 +168,9 @@ def test_topic_update_changes_queues_and_permission(cluster: RunningCluster, lin
     sized = cluster("topic", "update", "change", "--retention-bytes", "1GiB", "--format", "json")
     assert (sized.json["retention_ms"], sized.json["retention_bytes"]) == (648_000_000, 1 << 30)
     assert cluster("topic", "update", "change", "--retention", "0s").code == 1
+    both = ("--retention", "default", "--retention-bytes", "default")
+    reset = cluster("topic", "update", "change", *both, "--format", "json").json
+    assert (reset["retention_ms"], reset["retention_bytes"]) == (0, 0)
     grown = cluster("topic", "update", "change", "--queues", "4", "--format", "json")
     assert (grown.code, grown.json["queue_count"], grown.json["permission"]) == (0, 4, "read_write")
     shrunk = cluster("topic", "update", "change", "--queues", "1", "--permission", "r")
