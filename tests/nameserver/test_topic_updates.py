@@ -81,7 +81,7 @@ async def test_retention_is_stored_and_changed_alone(nameserver: Replica) -> Non
     created = await nameserver.stub.CreateTopic(request, timeout=CALL_TIMEOUT_S)
     assert (created.topic.retention_ms, created.topic.retention_bytes) == (1_000, 0)
 
-    async def change(**retention: int) -> tuple[int, int]:
+    async def change(**retention: Any) -> tuple[int, int]:
         asked = pb.UpdateTopicRequest(topic="kept", **retention)
         topic = (await nameserver.stub.UpdateTopic(asked, timeout=CALL_TIMEOUT_S)).topic
         assert topic == (await nameserver.route("kept")).topic

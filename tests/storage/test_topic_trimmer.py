@@ -7,6 +7,8 @@ Method: real nodes in one process (tests/storage/replicas.py). Tests wait for st
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
@@ -29,7 +31,7 @@ def _rounds_are_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topic_trimmer, "INTERVAL_S", 0.05)
 
 
-async def put(scene: Scene, **retention: int) -> None:
+async def put(scene: Scene, **retention: Any) -> None:
     """Write the topic as the nameserver does."""
     spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
     topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread, **retention)
