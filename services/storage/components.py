@@ -40,6 +40,7 @@ from batonmq_server.storage.scrubber import Scrubber
 from batonmq_server.storage.server import StorageServicer
 from batonmq_server.storage.servicer_parts import StorageServicerParts
 from batonmq_server.storage.topic_cache import TopicCache
+from batonmq_server.storage.topic_limits import TopicLimits
 from batonmq_server.storage.topic_purger import TopicPurger
 from batonmq_server.storage.topic_trimmer import TopicTrimmer
 from batonmq_server.storage.transaction_checker import TransactionChecker, TransactionLimits
@@ -158,6 +159,7 @@ def build_components(
         node, damage, repairs.rebuild, bytes_per_s=settings.scrub_bytes_per_s, in_thread=patient
     )
     store = node.store
+    limits = TopicLimits(store, topics, settings.retention_ms)
     cleaner = LogCleaner(
         store,
         node.disk,
@@ -175,6 +177,7 @@ def build_components(
             remove_later=node.checkpointing.remove_later,
             leader_first_position=leader_first_position,
             no_checkpoint=checkpointer.one_at_a_time,
+            held_from=limits.held_from,
         ),
         metrics,
         clock=runtime.clock,
@@ -256,7 +259,7 @@ def build_components(
         cleaner=cleaner,
         due=due,
         checker=checker,
-        trimmer=TopicTrimmer(appender, topics),
+        trimmer=TopicTrimmer(appender, limits),
         damage=damage,
         servicer=servicer,
         queries=QueryServicer(

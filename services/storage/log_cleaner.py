@@ -64,6 +64,8 @@ class CleaningBounds:
         leader_first_position: First position of the leader's log, which a follower follows; None
             for a node that decides by itself.
         no_checkpoint: Lock that is held while a checkpoint is taken.
+        held_from: Returns the position from which topics with a longer retention need the log.
+            Limits of size and of the disk are stronger.
     """
 
     needed_from: Sequence[Callable[[], int | None]]
@@ -74,6 +76,7 @@ class CleaningBounds:
     remove_later: Callable[[Iterable[str]], None]
     leader_first_position: Callable[[], int | None] = lambda: None
     no_checkpoint: asyncio.Lock = field(default_factory=asyncio.Lock)
+    held_from: Callable[[], float] = lambda: math.inf
 
 
 class LogCleaner:
@@ -194,7 +197,11 @@ class LogCleaner:
             return max((end for end in ends if end <= first_position), default=log.first_position)
         log_bytes = log.end_position - log.first_position - log.purged_bytes_count
         return self._retention.keep_from(
-            sealed, log_bytes, self._cleaning_time(), self.newest_unix_ms
+            sealed,
+            log_bytes,
+            self._cleaning_time(),
+            self.newest_unix_ms,
+            self._bounds.held_from,
         )
 
     def _removable(self) -> list[SealedSegment]:

@@ -39,6 +39,11 @@ class TopicCache:
         self._lookup = asyncio.Lock()
         mirror.on_change.append(self._forget)
 
+    @property
+    def loaded(self) -> bool:
+        """Whether the mirror has the topics: a name that it lacks did not exist lately."""
+        return self._mirror.revision > 0
+
     def known(self, name: str) -> LocalTopic | None:
         """Return the topic if the mirror or an earlier lookup has it; None otherwise."""
         stored = self._mirror.values.get(name)

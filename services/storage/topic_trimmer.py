@@ -15,11 +15,9 @@ from batonmq_server.storage.core.consumequeue import ConsumeQueue, topic_of
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.purge import TRIMS_MAX, PurgeOrder, QueueTrim, encode_order
 from batonmq_server.storage.core.query import MessageQueries
-from batonmq_server.storage.core.schedule import TOPIC_ID as SYSTEM_TOPIC_ID
-from batonmq_server.storage.core.store import LocalTopic
 from batonmq_server.storage.core.topic_retention import KeptAge, KeptBytes
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
-from batonmq_server.storage.topic_cache import TopicCache
+from batonmq_server.storage.topic_limits import TopicLimits
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +31,8 @@ class TopicTrimmer:
     While an order is not carried out, no other one is stored.
     """
 
-    def __init__(self, appender: Appender, topics: TopicCache) -> None:
-        self._appender, self._topics = appender, topics
+    def __init__(self, appender: Appender, limits: TopicLimits) -> None:
+        self._appender, self._limits = appender, limits
         self._store, self._clock = appender.store, appender.clock
         self._queries = MessageQueries(appender.store)
         self._kept: dict[QueueKey, tuple[KeptAge, KeptBytes]] = {}
@@ -58,6 +56,7 @@ class TopicTrimmer:
             return 0
         trims: list[QueueTrim] = []
         counts: dict[str, int] = {}
+        self._limits.refresh()
         self._forget()
         for number, (key, queue) in enumerate(list(self._store.queues.items()), start=1):
             if number % QUEUES_AT_ONCE == 0:
@@ -85,31 +84,22 @@ class TopicTrimmer:
         """Forget the queues that are removed, or have no retention of their own any more."""
         for key in list(self._kept):
             queue = self._store.queues.get(key)
-            if queue is None or self._settings(key, queue) is None:
+            if queue is None or self._limits.of(key, queue) is None:
                 del self._kept[key]
-
-    def _settings(self, key: QueueKey, queue: ConsumeQueue) -> LocalTopic | None:
-        """Return the topic of a queue; None if it has no retention of its own."""
-        if key[0] == SYSTEM_TOPIC_ID:
-            return None
-        topic = self._topics.known(topic_of(queue.folder))
-        if topic is None or topic.topic_id != key[0]:
-            return None
-        return topic if topic.retention_ms or topic.retention_bytes else None
 
     async def _trim_of(self, key: QueueKey, queue: ConsumeQueue) -> QueueTrim | None:
         """Return how a queue is trimmed; None if all its messages are kept."""
-        settings = self._settings(key, queue)
-        if settings is None:
+        limits = self._limits.of(key, queue)
+        if limits is None:
             return None
         age, bytes_ = self._kept.setdefault(key, (KeptAge(), KeptBytes()))
         keep_from = queue.first_offset
         try:
-            if settings.retention_ms:
-                oldest_unix_ms = self._clock.unix_ms() - settings.retention_ms
+            if limits.age_ms_max:
+                oldest_unix_ms = self._clock.unix_ms() - limits.age_ms_max
                 keep_from = age.keep_from(self._queries, key, queue, oldest_unix_ms)
-            if settings.retention_bytes:
-                for _ in bytes_.steps(queue, keep_from, settings.retention_bytes):
+            if limits.bytes_max:
+                for _ in bytes_.steps(queue, keep_from, limits.bytes_max):
                     await asyncio.sleep(0)
                 keep_from = max(keep_from, bytes_.first_offset)
             if keep_from <= queue.first_offset:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import time  # noqa: TID251  the zone of the process
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,12 +64,14 @@ class Scene:
         needed_from: Position from which the log is needed.
         gone: Ids of deleted topics.
         leader_first_position: First position of the leader's log, on a follower.
+        held_from: Position from which a topic with a longer retention needs the log.
     """
 
     def __init__(self, node: StorageNode, disk: MemoryDisk, **policy: Any) -> None:
         self.node, self.disk, self.clock = node, disk, WallClock()
         self.needed_from: int | None = None
         self.leader_first_position: int | None = None
+        self.held_from = math.inf
         self.gone: set[int] = set()
         self.registry = CollectorRegistry()
         metrics = StorageMetrics(self.registry)
@@ -90,6 +93,7 @@ class Scene:
                 is_gone=lambda _, topic_id: topic_id in self.gone,
                 remove_later=node.checkpointing.remove_later,
                 leader_first_position=lambda: self.leader_first_position,
+                held_from=lambda: self.held_from,
             ),
             metrics,
             clock=self.clock,
@@ -485,3 +489,16 @@ async def test_follower_removes_what_its_leader_has_removed_and_nothing_else() -
         assert scene.store.log.first_position == 3 * SEGMENT_BYTES, (
             "without a leader the node's own retention applies"
         )
+
+
+async def test_topic_with_a_longer_retention_holds_the_log_until_it_is_over() -> None:
+    with new_scene() as scene:
+        receipts = fill(scene.store, 9)
+        scene.later(49)
+        fill(scene.store, 1, now=scene.clock.now_unix_ms)
+        scene.held_from = receipts[3].position
+        await scene.clean()
+        assert scene.store.offsets((TOPIC_ID, 0)).first_offset == 3
+        scene.held_from = math.inf
+        await scene.clean()
+        assert scene.store.offsets((TOPIC_ID, 0)).first_offset == 9

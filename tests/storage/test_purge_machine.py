@@ -48,6 +48,7 @@ from batonmq_server.storage.log_cleaner import CleaningBounds, LogCleaner
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import StorageNode, recover_directory
 from batonmq_server.storage.topic_cache import TopicCache
+from batonmq_server.storage.topic_limits import TopicLimits
 from batonmq_server.storage.topic_purger import PurgeResult, TopicPurger
 from batonmq_server.storage.topic_trimmer import TopicTrimmer
 from batonmq_server.testing.memory_disks import MemoryDisk
@@ -268,7 +269,9 @@ class PurgeMachine(RuleBasedStateMachine):
         async def work(flusher: Flusher, checkpointer: Checkpointer) -> bool:
             trimmer = TopicTrimmer(
                 cast(Appender, PlainAppender(self.store, flusher)),
-                cast(TopicCache, LimitedTopics(self.living, self.limits)),
+                TopicLimits(
+                    self.store, cast(TopicCache, LimitedTopics(self.living, self.limits)), 0
+                ),
             )
             if await trimmer.trim():
                 order = self.store.purge_orders[-1]

@@ -40,7 +40,12 @@ def log_of(count: int) -> list[SealedSegment]:
 
 
 def removed(
-    retention: Retention, ages_h: list[int], *, hour: int = 4, log_bytes: int | None = None
+    retention: Retention,
+    ages_h: list[int],
+    *,
+    hour: int = 4,
+    log_bytes: int | None = None,
+    held_from: float = math.inf,
 ) -> int:
     """Return how many of the segments, oldest first with these ages, are removed."""
     sealed = log_of(len(ages_h))
@@ -50,6 +55,7 @@ def removed(
         size,
         CleaningTime(NOW, hour),
         lambda segment: NOW - ages_h[segment.first_position // SIZE] * HOUR_MS,
+        lambda: held_from,
     )
     return keep_from // SIZE
 
@@ -66,6 +72,16 @@ def observe(
 ) -> DiskState:
     used = round(total * percent / 100)
     return retention.observe(DiskUsage(used, total - used), 0, now_ms)
+
+
+def test_topic_with_a_longer_retention_holds_the_log() -> None:
+    for held_from, count in ((0, 0), (SIZE - 1, 0), (SIZE, 1), (3 * SIZE, 2), (math.inf, 2)):
+        assert removed(at(50), [60, 50, 47], held_from=held_from) == count
+
+
+def test_limits_of_size_and_disk_are_stronger_than_a_hold() -> None:
+    assert removed(at(50, log_bytes_max=3 * SIZE), [60, 50, 47], held_from=0) == 1
+    assert removed(at(95), [60, 50, 47], held_from=0) > 0
 
 
 def test_expired_segments_are_removed_at_the_set_hour() -> None:

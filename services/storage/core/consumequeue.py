@@ -179,10 +179,10 @@ class ConsumeQueue:
         added["position"] = position
         added["size"] = size
         added["tag"] = tag_hashes
+        if self.first_offset == self.next_offset:
+            self.first_position = position
         self.next_offset += count
         self.last_position = position
-        if self.first_position < 0:
-            self.first_position = position
 
     def make_visible(self, next_offset: int) -> None:
         """Make everything below `next_offset` visible to consumers: it is safe."""

@@ -169,6 +169,7 @@ class Retention:
         log_bytes: int,
         moment: CleaningTime,
         newest_unix_ms: Callable[[SealedSegment], int],
+        held_from: Callable[[], float],
     ) -> int:
         """Return the position from which the log is kept.
 
@@ -179,6 +180,8 @@ class Retention:
             log_bytes: Size of the log on disk, including the segment that is written to.
             newest_unix_ms: Returns a time by which all messages of a segment were stored. Called
                 only for segments for which it matters.
+            held_from: Returns the position from which topics with a longer retention need the
+                log; limits of size and of the disk are stronger. Called only if it matters.
         """
         policy = self._policy
         age_due = policy.age_ms_max > 0 and (
@@ -187,10 +190,15 @@ class Retention:
         old_unix_ms = moment.unix_ms - policy.age_ms_max
         surplus_bytes = self._surplus_bytes()
         keep_from = sealed[0].first_position
+        held: float | None = None
         for segment in sealed[:SEGMENTS_PER_ROUND]:
             must_go = surplus_bytes > 0 or 0 < policy.log_bytes_max < log_bytes
-            if not must_go and not (age_due and newest_unix_ms(segment) <= old_unix_ms):
-                break
+            if not must_go:
+                if not age_due or newest_unix_ms(segment) > old_unix_ms:
+                    break
+                held = held_from() if held is None else held
+                if segment.next_position > held:
+                    break
             keep_from = segment.next_position
             log_bytes -= segment.stored_bytes
             surplus_bytes -= segment.stored_bytes
