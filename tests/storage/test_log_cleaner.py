@@ -493,9 +493,8 @@ async def test_follower_removes_what_its_leader_has_removed_and_nothing_else() -
 
 async def test_topic_with_a_longer_retention_holds_the_log_until_it_is_over() -> None:
     with new_scene() as scene:
-        receipts = fill(scene.store, 9)
-        scene.later(49)
-        fill(scene.store, 1, now=scene.clock.now_unix_ms)
+        receipts = fill(scene.store, 10)
+        scene.later(48)
         scene.held_from = receipts[3].position
         await scene.clean()
         assert scene.store.offsets((TOPIC_ID, 0)).first_offset == 3
