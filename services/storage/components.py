@@ -37,6 +37,7 @@ from batonmq_server.storage.retention_losses import RetentionLosses
 from batonmq_server.storage.schedule_server import ScheduleServicer
 from batonmq_server.storage.scheduled_deliverer import ScheduledDeliverer
 from batonmq_server.storage.scrubber import Scrubber
+from batonmq_server.storage.segment_examiner import SegmentExaminer
 from batonmq_server.storage.server import StorageServicer
 from batonmq_server.storage.servicer_parts import StorageServicerParts
 from batonmq_server.storage.topic_cache import TopicCache
@@ -259,7 +260,11 @@ def build_components(
         cleaner=cleaner,
         due=due,
         checker=checker,
-        trimmer=TopicTrimmer(appender, limits),
+        trimmer=TopicTrimmer(
+            appender,
+            limits,
+            SegmentExaminer(node.disk, store, topics, checkpointer.position, patient),
+        ),
         damage=damage,
         servicer=servicer,
         queries=QueryServicer(

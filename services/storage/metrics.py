@@ -93,7 +93,7 @@ class StorageMetrics:
         self.purged_bytes = Counter(
             "baton_storage_purged_bytes",
             "Bytes of log segments that were purged: they contained only messages of deleted "
-            "topics.",
+            "topics, or messages that the retention of their topic had removed.",
             registry=registry,
         )
         self.disk_used_ratio = Gauge(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from batonmq._core.records import Header
 from batonmq.errors import BatonError, DataLoss, NotServing
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.checkpointer import Checkpointer
@@ -25,6 +26,7 @@ from batonmq_server.storage.core.purge import (
     encode_order,
 )
 from batonmq_server.storage.core.retention import SealedSegment
+from batonmq_server.storage.core.schedule import TOPIC_ID
 from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.storage.topic_cache import TopicCache
@@ -158,10 +160,17 @@ class TopicPurger:
 
     async def _has_only_deleted_topics(self, segment: PositionRange) -> bool:
         verdicts: list[bool] = []
+        known: dict[tuple[str, int], bool] = {}
+
+        def is_unwanted(header: Header, _: memoryview) -> bool:
+            topic = header.topic, header.topic_id
+            if topic not in known:
+                known[topic] = header.topic_id != TOPIC_ID and self._topics.is_gone(*topic)
+            return known[topic]
 
         def examine(_: Any) -> None:
             path = segment_path(segment[0])
-            verdicts.append(contains_only(self._disk, path, segment, self._topics.is_gone))
+            verdicts.append(contains_only(self._disk, path, segment, is_unwanted))
 
         try:
             await self._in_thread(examine, None)

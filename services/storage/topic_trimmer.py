@@ -17,6 +17,7 @@ from batonmq_server.storage.core.purge import TRIMS_MAX, PurgeOrder, QueueTrim, 
 from batonmq_server.storage.core.query import MessageQueries
 from batonmq_server.storage.core.topic_retention import KeptAge, KeptBytes
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
+from batonmq_server.storage.segment_examiner import SegmentExaminer
 from batonmq_server.storage.topic_limits import TopicLimits
 
 log = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ class TopicTrimmer:
     While an order is not carried out, no other one is stored.
     """
 
-    def __init__(self, appender: Appender, limits: TopicLimits) -> None:
-        self._appender, self._limits = appender, limits
+    def __init__(self, appender: Appender, limits: TopicLimits, examiner: SegmentExaminer) -> None:
+        self._appender, self._limits, self._examiner = appender, limits, examiner
         self._store, self._clock = appender.store, appender.clock
         self._queries = MessageQueries(appender.store)
         self._kept: dict[QueueKey, tuple[KeptAge, KeptBytes]] = {}
@@ -46,15 +47,17 @@ class TopicTrimmer:
                 log.warning("topics not trimmed error=%s", error)
             await asyncio.sleep(INTERVAL_S)
 
-    async def trim(self) -> int:
-        """Store an order that trims all queues with expired messages; return their number.
+    async def trim(self) -> bool:
+        """Store an order that trims all queues with expired messages; return whether one was due.
+
+        The order also purges one segment of which no message is kept any more, if there is one.
 
         Raises:
             NotServing, NotLeader: the node can't write.
         """
         if self._store.purge_orders or self._appender.retention.rejection() is not None:
-            return 0
-        trims: list[QueueTrim] = []
+            return False
+        trims: dict[QueueKey, QueueTrim] = {}
         counts: dict[str, int] = {}
         self._limits.refresh()
         self._forget()
@@ -65,20 +68,30 @@ class TopicTrimmer:
                 break
             trim = await self._trim_of(key, queue)
             if trim is not None:
-                trims.append(trim)
+                trims[key] = trim
                 name = topic_of(queue.folder)
                 counts[name] = counts.get(name, 0) + trim.first_offset - queue.first_offset
+        segments = []
+        examined = await self._examiner.find() if self._kept else None
+        if examined is not None and len(trims) + len(examined.keys) <= TRIMS_MAX:
+            segments.append(examined.segment)
+            for key in examined.keys - trims.keys():
+                if (held := self._store.queues.get(key)) is not None:
+                    trims[key] = QueueTrim(*key, held.first_offset, held.first_position)
         if not trims:
-            return 0
-        order = PurgeOrder((), (), trims=tuple(trims))
+            return False
+        names = {key[0]: topic_of(self._store.queues[key].folder) for key in trims}
+        order = PurgeOrder((), tuple(segments), -1, tuple(trims.values()), names)
         (outcome,) = self._appender.append([checked(encode_order(order))], SYSTEM_TOPICS)
         if isinstance(outcome, BatonError):
             log.warning("topics not trimmed error=%s", outcome)
-            return 0
+            return False
         for name, count in counts.items():
             self._appender.metrics.traffic.trimmed(name, count)
             log.info("topic trimmed topic=%s messages=%d", name, count)
-        return len(trims)
+        for begin, end in segments:
+            log.info("segment of trimmed topics purged position=%d bytes=%d", begin, end - begin)
+        return True
 
     def _forget(self) -> None:
         """Forget the queues that are removed, or have no retention of their own any more."""

@@ -47,6 +47,7 @@ from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.log_cleaner import CleaningBounds, LogCleaner
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import StorageNode, recover_directory
+from batonmq_server.storage.segment_examiner import SegmentExaminer
 from batonmq_server.storage.topic_cache import TopicCache
 from batonmq_server.storage.topic_limits import TopicLimits
 from batonmq_server.storage.topic_purger import PurgeResult, TopicPurger
@@ -108,11 +109,12 @@ class DeletedTopics:
         assert self._living.get(name) not in topic_ids
 
 
-class LimitedTopics:
+class LimitedTopics(DeletedTopics):
     """The part of TopicCache with a retention per topic."""
 
     def __init__(self, living: dict[str, int], limits: dict[str, int]) -> None:
-        self._living, self._limits = living, limits
+        super().__init__(living)
+        self._limits = limits
 
     def known(self, name: str) -> LocalTopic | None:
         if name not in self._living:
@@ -267,18 +269,19 @@ class PurgeMachine(RuleBasedStateMachine):
         self._sync()
 
         async def work(flusher: Flusher, checkpointer: Checkpointer) -> bool:
+            topics = cast(TopicCache, LimitedTopics(self.living, self.limits))
             trimmer = TopicTrimmer(
                 cast(Appender, PlainAppender(self.store, flusher)),
-                TopicLimits(
-                    self.store, cast(TopicCache, LimitedTopics(self.living, self.limits)), 0
-                ),
+                TopicLimits(self.store, topics, 0),
+                SegmentExaminer(self.disk, self.store, topics, checkpointer.position, at_once),
             )
             if await trimmer.trim():
                 order = self.store.purge_orders[-1]
                 first_offsets = {one[:2]: one.first_offset for one in order.trims}
-                self.trims.append(Trimmed(order.next_position, first_offsets))
                 for key, first_offset in first_offsets.items():
-                    self._check_trim(key, first_offset)
+                    if first_offset > self.store.offsets(key).first_offset:
+                        self._check_trim(key, first_offset)
+                self.trims.append(Trimmed(order.next_position, first_offsets))
                 await flusher.wait_until_safe(order.next_position)
             return await checkpointer.take() if checkpoints else True
 
@@ -419,6 +422,8 @@ class PurgeMachine(RuleBasedStateMachine):
             content = bytes(self.disk.files[f"log/{begin:020d}"].content)
             has_living = any(
                 one.topic_id == self.living.get(one.topic)
+                and one.receipt.first_offset
+                >= self.store.offsets((one.topic_id, one.queue_id)).first_offset
                 for one in self.log
                 if begin <= one.receipt.position < end
             )

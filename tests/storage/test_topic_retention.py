@@ -78,7 +78,7 @@ def test_age_keeps_what_was_stored_at_that_time_or_later() -> None:
 def test_order_with_trims_reads_as_written(
     trims: list[QueueTrim], segments: list[tuple[int, int]]
 ) -> None:
-    order = PurgeOrder((), tuple(segments), 7, tuple(trims))
+    order = PurgeOrder((), tuple(segments), 7, tuple(trims), {one.topic_id: "t" for one in trims})
     raw = encode_order(order)
     assert decode_order(read_header(raw), raw, 7) == order
 

@@ -343,6 +343,18 @@ class ConsumeQueue:
             self._path(number) for number in range(first_number, self._number(self.first_offset))
         ]
 
+    def has_batch(self, position: int, next_position: int) -> bool:
+        """Return whether a batch with messages that are kept begins in this part of the log.
+
+        Raises:
+            DataLoss: the index can't be read.
+        """
+        if self.first_offset == self.next_offset or self.last_position < position:
+            return False
+        if self.first_position >= next_position:
+            return False
+        return self._first_from(position)[1] < next_position
+
     def skip_to(self, offset: int) -> None:
         """Drop all messages; the next one gets `offset`, which is not before the next offset."""
         assert offset >= self.next_offset

@@ -8,8 +8,8 @@ order that is not carried out. docs/reference/format.md describes the bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ SEGMENTS_MAX = 10_000
 TRIMS_MAX = 10_000
 """Maximum number of queues that one order trims."""
 _ID, _SEGMENT, _TRIM = struct.Struct(">q"), struct.Struct(">qq"), struct.Struct(">qIqq")
+_NAME = struct.Struct(">qB")
 
 
 class QueueTrim(NamedTuple):
@@ -54,15 +55,19 @@ class PurgeOrder:
 
     Attributes:
         topic_ids: Deleted topics; their consume queues are removed.
-        segments: Segments that contain only messages of deleted topics.
+        segments: Segments that contain only messages of deleted topics, or trimmed ones.
         next_position: Position after the order in the log; -1 before it is stored.
-        trims: Queues that lose their oldest messages; an order with trims has no topic ids.
+        trims: Queues that lose their oldest messages; an order with trims has no topic ids. It has
+            a trim for each queue with messages in `segments`: so no copy that gets the purged
+            segments gives their offsets to new messages.
+        names: Topic names of `trims` by topic id.
     """
 
     topic_ids: tuple[int, ...]
     segments: tuple[PositionRange, ...]
     next_position: int = -1
     trims: tuple[QueueTrim, ...] = ()
+    names: Mapping[int, str] = field(default_factory=dict)
 
 
 def encode_order(order: PurgeOrder) -> bytes:
@@ -70,7 +75,12 @@ def encode_order(order: PurgeOrder) -> bytes:
     segments = b"".join(_SEGMENT.pack(*segment) for segment in order.segments)
     if order.trims:
         assert not order.topic_ids
-        return encode_system([b"".join(_TRIM.pack(*one) for one in order.trims), segments], TRIMMED)
+        trims = b"".join(_TRIM.pack(*one) for one in order.trims)
+        names = b"".join(
+            _NAME.pack(topic_id, len(name)) + name.encode("ascii")
+            for topic_id, name in order.names.items()
+        )
+        return encode_system([trims, segments, names], TRIMMED)
     ids = b"".join(map(_ID.pack, order.topic_ids))
     return encode_system([ids, segments], PURGED)
 
@@ -81,13 +91,24 @@ def decode_order(header: Header, batch: bytes, next_position: int) -> PurgeOrder
     Raises:
         BadBatch: it is not such a batch.
     """
-    first, second = (record.body for record in decode_records(batch, header, range(header.count)))
+    first, second, *more = (
+        record.body for record in decode_records(batch, header, range(header.count))
+    )
     segments = tuple((begin, end) for begin, end in _SEGMENT.iter_unpack(second))
     if header.queue_id == TRIMMED:
         trims = tuple(map(QueueTrim._make, _TRIM.iter_unpack(first)))
-        return PurgeOrder((), segments, next_position, trims)
+        return PurgeOrder((), segments, next_position, trims, _decode_names(*more))
     topic_ids = tuple(topic_id for (topic_id,) in _ID.iter_unpack(first))
     return PurgeOrder(topic_ids, segments, next_position)
+
+
+def _decode_names(raw: bytes) -> dict[int, str]:
+    names, at = {}, 0
+    while at < len(raw):
+        topic_id, length = _NAME.unpack_from(raw, at)
+        at += _NAME.size + length
+        names[topic_id] = raw[at - length : at].decode("ascii")
+    return names
 
 
 def due_segments(log: CommitLog, orders: Collection[PurgeOrder]) -> list[PositionRange]:
@@ -115,14 +136,14 @@ def batch_bytes(entries: Entries, ends: Int64Array, *, counted: int = -1) -> Int
 
 
 def contains_only(
-    disk: Disk, path: str, segment: PositionRange, is_gone: Callable[[str, int], bool]
+    disk: Disk, path: str, segment: PositionRange, is_unwanted: Callable[[Header, memoryview], bool]
 ) -> bool:
-    """Return whether all batches of a segment are good, and of deleted topics.
+    """Return whether all batches of a segment are good and not wanted.
 
     Blocks, and may run in another thread. The log is read, not an index: an index may be damaged.
 
     Args:
-        is_gone: Whether the topic with this name and id no longer exists.
+        is_unwanted: Whether a batch may be removed.
 
     Raises:
         OSError: the segment can't be read.
@@ -131,13 +152,6 @@ def contains_only(
     file = disk.open(path)
     try:
         scan = LogScan(SegmentPart(file, begin, end, end), begin)
-        known: dict[tuple[str, int], bool] = {}
-        for header, _ in scan:
-            topic = header.topic, header.topic_id
-            if topic not in known:
-                known[topic] = header.topic_id != TOPIC_ID and is_gone(*topic)
-            if not known[topic]:
-                return False
-        return scan.position == end
+        return all(is_unwanted(*one) for one in scan) and scan.position == end
     finally:
         file.close()

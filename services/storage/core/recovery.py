@@ -174,6 +174,7 @@ class Recovery:
         for key, floor in self._floors.items():
             if key not in self.store.queues:
                 self.store.add_queue(key, floor.topic, floor.next_offset)
+            self.store.skip_to(key, floor.next_offset, scan.position)
         if scan.position == log.first_position:  # an empty copy, with the floors of its leader
             self._dropped = {key: floor.next_offset for key, floor in self._floors.items()}
         return scan.position, scan.reason
@@ -214,6 +215,7 @@ class Recovery:
             if key not in self.store.queues:
                 first_offset = self._first_offset(key, header.first_offset)
                 self.store.add_queue(key, header.topic, first_offset)
+            self.store.skip_to(key, self._dropped.get(key, 0), header.position)
             self.store.restore(header, batch)
         self._batches += 1
         self._messages += header.count
@@ -223,6 +225,7 @@ class Recovery:
         key, first_offset = (header.topic_id, header.queue_id), header.first_offset
         queue = self.store.queues.get(key)
         expected = queue.next_offset if queue else self._first_offset(key, first_offset)
+        expected = max(expected, self._dropped.get(key, 0))
         last_position = queue.last_position if queue else -1
         if self._is_dropped(header) or (
             first_offset > expected

@@ -338,7 +338,9 @@ class MessageStore:
         """Return the offsets that consumers can read; [0, 0) for a queue without messages."""
         queue = self._queues.get(key)
         return (
-            VisibleRange(queue.first_offset, queue.visible_offset) if queue else VisibleRange(0, 0)
+            VisibleRange(queue.first_offset, max(queue.first_offset, queue.visible_offset))
+            if queue
+            else VisibleRange(0, 0)
         )
 
     def synced(self, position: int) -> frozenset[QueueKey]:
@@ -516,11 +518,36 @@ class MessageStore:
         self.keys.append(span, key[0], key_hashes(batch, header), receipt.store_unix_ms)
         self.producers.record(header, key, receipt)
         if key in ORDER_QUEUES:
-            self.purge_orders.append(decode_order(header, bytes(batch), receipt.next_position))
+            order = decode_order(header, bytes(batch), receipt.next_position)
+            self.purge_orders.append(order)
+            self._skip_purged(order)
         elif self.transactions.concerns(header, key):
             self.transactions.take(header, receipt, batch)
         elif self.schedule.concerns(header, key):
             self.schedule.take(header, receipt, batch)
+
+    def _skip_purged(self, order: PurgeOrder) -> None:
+        """Raise the next offsets of queues whose last batches this copy got purged.
+
+        It is done at once: a new leader gives offsets before it carries the order out.
+        """
+        for trim in order.trims:
+            key = trim.topic_id, trim.queue_id
+            queue = self._queues.get(key)
+            if queue is None:
+                self.add_queue(key, order.names[trim.topic_id], trim.first_offset)
+            else:
+                self.skip_to(key, trim.first_offset, order.next_position)
+
+    def skip_to(self, key: QueueKey, offset: int, position: int) -> None:
+        """Raise the next offset of a queue: the log below `position` has no message before it.
+
+        All messages of the queue are dropped. Nothing is done if its next offset is not lower.
+        """
+        queue = self._queues[key]
+        if queue.next_offset < offset:
+            queue.skip_to(offset)
+            self._unseen.append((position, key, offset))
 
     def _find(
         self, key: QueueKey, entries: Entries, spec: ReadSpec, condition: SqlFilter
