@@ -444,7 +444,7 @@ class PurgeMachine(RuleBasedStateMachine):
                     if one.receipt.position < self.store.log.first_position
                 ]
                 limits = max(removed, default=0), max([trimmed, *removed])
-                assert limits[0] <= first_offset <= limits[1], name
+                assert limits[0] <= first_offset <= limits[1], (key, first_offset, limits, trimmed)
                 assert store.purge_orders or first_offset == limits[1], name
                 expected = [
                     body

@@ -176,7 +176,8 @@ class Recovery:
                 self.store.add_queue(key, floor.topic, floor.next_offset)
             self.store.skip_to(key, floor.next_offset, scan.position)
         if scan.position == log.first_position:  # an empty copy, with the floors of its leader
-            self._dropped = {key: floor.next_offset for key, floor in self._floors.items()}
+            dropped = {key: floor.next_offset for key, floor in self._floors.items()}
+            self._dropped = self.store.dropped = dropped
         return scan.position, scan.reason
 
     def reset_indexes(self, saved: Checkpoint | None) -> None:
@@ -194,7 +195,7 @@ class Recovery:
             known = []
         if saved is not None:
             known += [QueueFloor(*queue[:4]) for queue in saved.queues]
-            self._dropped = {
+            self._dropped = self.store.dropped = {
                 (queue.topic_id, queue.queue_id): queue.first_offset for queue in saved.queues
             }
         for floor in known:
@@ -215,7 +216,8 @@ class Recovery:
             if key not in self.store.queues:
                 first_offset = self._first_offset(key, header.first_offset)
                 self.store.add_queue(key, header.topic, first_offset)
-            self.store.skip_to(key, self._dropped.get(key, 0), header.position)
+            elif self._begins(key):
+                self.store.skip_to(key, header.first_offset, header.position)
             self.store.restore(header, batch)
         self._batches += 1
         self._messages += header.count
@@ -225,14 +227,23 @@ class Recovery:
         key, first_offset = (header.topic_id, header.queue_id), header.first_offset
         queue = self.store.queues.get(key)
         expected = queue.next_offset if queue else self._first_offset(key, first_offset)
-        expected = max(expected, self._dropped.get(key, 0))
         last_position = queue.last_position if queue else -1
+        if queue is not None and self._begins(key):
+            return max(expected, first_offset)
         if self._is_dropped(header) or (
             first_offset > expected
             and self.store.log.purged_between(last_position, header.position)
         ):
             return first_offset
         return expected
+
+    def _begins(self, key: QueueKey) -> bool:
+        """Return whether the next batch of a queue is the first one in the log.
+
+        A trim order has named the queue; its offset is a lower bound.
+        """
+        lost_begin = self._indexes_reset and self.store.log.first_position > 0
+        return lost_begin and self.store.queues[key].last_position < 0
 
     def _is_dropped(self, header: Header) -> bool:
         """Return whether the queue of a batch has dropped it.

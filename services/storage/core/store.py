@@ -213,6 +213,9 @@ class MessageStore:
     Args:
         cache: Open files of the consume queues.
         epoch: Epoch that is stamped on every batch; a new leader sets its own.
+
+    Attributes:
+        dropped: Offsets below which queues have dropped their messages, from a recovery.
     """
 
     def __init__(
@@ -227,6 +230,7 @@ class MessageStore:
         self.schedule = Schedule(producers)
         self.transactions = Transactions(producers)
         self.purge_orders: list[PurgeOrder] = []
+        self.dropped: Mapping[QueueKey, int] = {}
         self.cache = cache
         self._queues: dict[QueueKey, ConsumeQueue] = {}
         self._unseen: deque[tuple[int, QueueKey, int]] = deque()
@@ -533,11 +537,10 @@ class MessageStore:
         """
         for trim in order.trims:
             key = trim.topic_id, trim.queue_id
-            queue = self._queues.get(key)
-            if queue is None:
-                self.add_queue(key, order.names[trim.topic_id], trim.first_offset)
-            else:
-                self.skip_to(key, trim.first_offset, order.next_position)
+            offset = max(trim.first_offset, self.dropped.get(key, 0))
+            if key not in self._queues:
+                self.add_queue(key, order.names[trim.topic_id], offset)
+            self.skip_to(key, offset, order.next_position)
 
     def skip_to(self, key: QueueKey, offset: int, position: int) -> None:
         """Raise the next offset of a queue: the log below `position` has no message before it.
