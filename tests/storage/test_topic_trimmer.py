@@ -16,8 +16,9 @@ from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq.errors import OffsetOutOfRange
 from batonmq_server.storage import checkpointer, topic_trimmer
+from batonmq_server.storage.core.commitlog import purged_head
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
-from tests.storage.replicas import BROKER, Replica, Scene, queue
+from tests.storage.replicas import BROKER, SEGMENT_BYTES, Replica, Scene, queue
 from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
@@ -101,3 +102,36 @@ async def test_node_that_is_alone_keeps_its_first_offset_after_a_restart(
     await scene.leader()
     await wait_for_first_offset(node, 3)
     assert (await node.read(0, 3)).next_offset == 4
+
+
+async def test_segments_of_trimmed_messages_are_purged_on_every_node(scene: Scene) -> None:
+    """The node that was behind gets the purged segments, and goes on with the same offsets."""
+    await scene.start("a", "b", "c")
+    leader = await scene.leader()
+    await scene.wait_in_sync("a", "b", "c")
+    await leader.append(batch(b"other", queue_id=1))
+    behind = min(scene.nodes.keys() - {leader.name})
+    await scene.nodes[behind].stop()
+    for _ in range(8):
+        await leader.append(batch(bytes(30_000)))
+    await put(scene, retention_ms=1)
+    await wait_for_first_offset(leader, 8)
+    await leader.append(batch(bytes(60_000), queue_id=2))  # ends the segment with the order
+    await until(lambda: purged_count(leader) >= 3)
+    await put(scene)
+    await scene.start(behind)
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
+    await leader.crash()
+    after = await scene.leader()
+    (receipt,) = await after.append(batch(b"next"))
+    assert receipt.first_offset == 8, "no offset is given twice"
+    await after.stop()
+    await scene.start(leader.name)
+    last = await scene.leader()
+    assert (await last.read(0, 8)).next_offset == 9
+
+
+def purged_count(node: Replica) -> int:
+    purged = purged_head(SEGMENT_BYTES).ljust(SEGMENT_BYTES, b"\0")
+    return sum(content == purged for content in node.log().values())

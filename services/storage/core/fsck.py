@@ -300,6 +300,9 @@ class Fsck:
             state = at_checkpoint.get(key)
             if queue.last_position < 0:
                 continue  # a trim order names it; the log has none of its batches
+            purged = store.log.purged_between(queue.last_position, saved.position)
+            if purged and state is not None and state.next_offset > queue.next_offset:
+                continue  # the purge is later than the checkpoint
             if state is None or state.next_offset != queue.next_offset:
                 says = "nothing" if state is None else f"{state.next_offset}"
                 report.add(
