@@ -78,10 +78,15 @@ class TopicTrimmer:
             for key in examined.keys - trims.keys():
                 if (held := self._store.queues.get(key)) is not None:
                     trims[key] = QueueTrim(*key, held.first_offset, held.first_position)
-        if not trims:
+        if not trims and not segments:
             return False
-        names = {key[0]: topic_of(self._store.queues[key].folder) for key in trims}
-        order = PurgeOrder((), tuple(segments), -1, tuple(trims.values()), names)
+        names = {
+            key[0]: topic_of(queue.folder)
+            for key in trims
+            if (queue := self._store.queues.get(key)) is not None
+        }
+        present = tuple(trim for trim in trims.values() if trim.topic_id in names)
+        order = PurgeOrder((), tuple(segments), -1, present, names)
         (outcome,) = self._appender.append([checked(encode_order(order))], SYSTEM_TOPICS)
         if isinstance(outcome, BatonError):
             log.warning("topics not trimmed error=%s", outcome)

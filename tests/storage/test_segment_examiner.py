@@ -13,6 +13,7 @@ import pytest
 
 from batonmq._core.records import read_header
 from batonmq_server.storage.core.commitlog import PositionRange
+from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.purge import PurgeOrder, QueueTrim, encode_order
 from batonmq_server.storage.core.schedule import delivery, encode_withdrawn
 from batonmq_server.storage.core.store import check
@@ -41,7 +42,8 @@ class Scene:
         one = checked(raw) if system else check(raw)
         (receipt,) = self.node.store.append([one], SYSTEM_TOPICS if system else TOPICS, NOW)
         self.sync()
-        return cast(Any, receipt).first_offset
+        assert isinstance(receipt, StoreReceipt)
+        return receipt.first_offset
 
     def sync(self) -> None:
         unsynced = self.node.store.log.unsynced()
