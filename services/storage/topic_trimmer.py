@@ -81,9 +81,9 @@ class TopicTrimmer:
         if not trims and not segments:
             return False
         names = {
-            key[0]: topic_of(queue.folder)
+            key[0]: topic_of(held.folder)
             for key in trims
-            if (queue := self._store.queues.get(key)) is not None
+            if (held := self._store.queues.get(key)) is not None
         }
         present = tuple(trim for trim in trims.values() if trim.topic_id in names)
         order = PurgeOrder((), tuple(segments), -1, present, names)
