@@ -475,6 +475,11 @@ class PurgeMachine(RuleBasedStateMachine):
         assert len(survived) >= self.synced_count
         self.log, self.synced_count = survived, len(survived)
         self.trims = [one for one in self.trims if one.next_position <= end]
+        known = {one.next_position for one in self.trims}
+        for order in self.store.purge_orders:  # the node may have crashed while it stored one
+            if order.trims and order.next_position not in known:
+                first_offsets = {one[:2]: one.first_offset for one in order.trims}
+                self.trims.append(Trimmed(order.next_position, first_offsets))
 
 
 def _bodies(store: MessageStore, key: tuple[int, int]) -> list[bytes]:
