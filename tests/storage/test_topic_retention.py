@@ -14,12 +14,25 @@ from batonmq._core.records import Message, read_header
 from batonmq.errors import OffsetOutOfRange
 from batonmq_server.storage.core.consumequeue import ConsumeQueue
 from batonmq_server.storage.core.files import FileCache
+from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.purge import PurgeOrder, QueueTrim, decode_order, encode_order
 from batonmq_server.storage.core.query import MessageQueries, TimeWindow
 from batonmq_server.storage.core.store import ReadResult
 from batonmq_server.storage.core.topic_retention import KeptAge, KeptBytes
+from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.testing.memory_disks import MemoryDisk
-from tests.storage.batches import NOW, TOPIC_ID, append, batch, bodies, open_store, read_spec, sync
+from tests.storage.batches import (
+    NOW,
+    TOPIC,
+    TOPIC_ID,
+    append,
+    batch,
+    bodies,
+    open_store,
+    read_spec,
+    stored,
+    sync,
+)
 
 BATCHES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 100)), max_size=8)
 ROUNDS = st.lists(
@@ -100,6 +113,24 @@ def test_pull_from_a_trimmed_offset_skips_to_the_first_one_and_counts_the_loss()
     append(store, batch(b"4"))
     sync(store)
     assert bodies(store) == [b"4"]
+
+
+def test_copy_that_never_had_the_trimmed_messages_gives_no_offset_twice() -> None:
+    """The segment with them is purged in the log that it copies; only the order names the queue."""
+    leader, copy = (open_store(MemoryDisk()).store for _ in range(2))
+    trims = (QueueTrim(TOPIC_ID, 0, 2, 0), QueueTrim(TOPIC_ID, 1, 5, 0))
+    order = PurgeOrder((), (), -1, trims, {TOPIC_ID: TOPIC})
+    (receipt,) = leader.append([checked(encode_order(order))], SYSTEM_TOPICS, NOW)
+    assert isinstance(receipt, StoreReceipt)
+    append(copy, batch(b"first", queue_id=1))
+    raw = leader.log.read(receipt.position, receipt.next_position - receipt.position)
+    copy.restore(read_header(raw), raw)
+    assert [one.first_offset for one in stored(copy, batch(b"a"), batch(b"b", queue_id=1))] == [
+        2,
+        5,
+    ]
+    assert bodies(copy) == [b"a"]
+    assert bodies(copy, 1) == [b"b"]
 
 
 def test_search_by_key_finds_no_trimmed_message() -> None:
