@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
@@ -16,7 +16,6 @@ from apache.rocketmq.v2 import service_pb2_grpc
 from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._process.config import ConfigError, ConfigProblem
 from batonmq._producer.producer import Producer
-from batonmq.errors import NotServing
 from batonmq_server.gateway.access import RULES, SERVICE
 from batonmq_server.gateway.clients import RemoteClients
 from batonmq_server.gateway.config import GatewaySettings
@@ -31,6 +30,7 @@ from batonmq_server.gateway.routes import Routes
 from batonmq_server.gateway.server import MessagingServicer
 from batonmq_server.runtime.access.sealing import sealing_keys
 from batonmq_server.runtime.app import App
+from batonmq_server.runtime.call_tasks import CallTasks
 from batonmq_server.runtime.event_publisher import nameserver_addresses
 from batonmq_server.runtime.service_runtime import Runtime
 
@@ -41,38 +41,12 @@ HOUSEKEEPING_S = 2.0
 _SERIAL_BITS = 62
 
 
-class GatewayTasks:
-    """Runs the tasks of the gateway's groups and streams."""
-
-    def __init__(self) -> None:
-        self._tasks: asyncio.TaskGroup | None = None
-
-    async def run(self) -> None:
-        """Run tasks until cancelled; if one raises, this does."""
-        try:
-            async with asyncio.TaskGroup() as self._tasks:
-                await asyncio.Event().wait()
-        finally:
-            self._tasks = None
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task.
-
-        Raises:
-            NotServing: The process is starting or stopping.
-        """
-        if self._tasks is None:
-            work.close()
-            raise NotServing("the gateway is starting or stopping", retry_after_ms=100)
-        return self._tasks.create_task(work)
-
-
 @asynccontextmanager
 async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[App]:
     """Yield a gateway, ready to be run by the runtime."""
     signer = ReceiptSigner(_receipt_key(settings))
     nameserver = await runtime.unless_stopped(nameserver_addresses(runtime.nodes)) or ""
-    tasks, metrics = GatewayTasks(), GatewayMetrics(runtime.registry)
+    tasks, metrics = CallTasks("the gateway"), GatewayMetrics(runtime.registry)
     environment = ClientEnvironment(
         clock=runtime.clock, random=runtime.random, connect=runtime.connect
     )
@@ -91,10 +65,11 @@ async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[Ap
     directory = Directory(nameserver, runtime.random, runtime.connect)
 
     async def housekeeping() -> None:
-        while True:
-            await asyncio.sleep(HOUSEKEEPING_S)
-            clients.forget_silent()
-            _export(metrics, clients, groups, runtime)
+        async with tasks.open():
+            while True:
+                await asyncio.sleep(HOUSEKEEPING_S)
+                clients.forget_silent()
+                _export(metrics, clients, groups, runtime)
 
     async def finish() -> None:
         await runtime.node_entry.remove()  # no route names this gateway any more
@@ -124,7 +99,7 @@ async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[Ap
                 rules=RULES,
                 own_admission=frozenset({SERVICE}),
                 listen=partial(listen_further, settings),
-                loops=[tasks.run, housekeeping],
+                loops=[housekeeping],
                 long_polls=frozenset({"ReceiveMessage", "PullMessage"}),
                 finish=finish,
             )

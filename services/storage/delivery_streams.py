@@ -8,7 +8,7 @@ of the event loop leave in one response.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.aio import wait_until
 from batonmq._common.rpc import error_to_pb
-from batonmq.errors import BatonError, InvalidArgument, NotServing, Overloaded
+from batonmq.errors import BatonError, InvalidArgument, Overloaded
 from batonmq_server.runtime.access.rules import queue_permissions
+from batonmq_server.runtime.call_tasks import CallTasks
 from batonmq_server.storage import validation
 from batonmq_server.storage.advance_settler import AdvanceSettler
 from batonmq_server.storage.deliverer import Deliverer
@@ -48,22 +49,20 @@ class DeliveryStreams:
 
     Attributes:
         count: Deliveries of all streams.
+        tasks: The tasks of all streams; none may raise an error.
     """
 
     def __init__(self, deliverer: Deliverer, parts: StorageServicerParts) -> None:
         self.deliverer, self.parts = deliverer, parts
         self._open: dict[_DeliveryStream, None] = {}
         self.count = 0
-        self._tasks: asyncio.TaskGroup | None = None
+        self.tasks = CallTasks("the node")
         self._settler = AdvanceSettler(parts.deliveries.settle, parts.clock)
 
     async def run(self) -> None:
         """Run the tasks of all streams until cancelled; run it as one task."""
-        try:
-            async with asyncio.TaskGroup() as self._tasks:
-                await self._settler.run()
-        finally:
-            self._tasks = None
+        async with self.tasks.open():
+            await self._settler.run()
 
     def new_advance(self, owner: QueueOwner) -> DeliveryAdvance:
         """Return the advance of a new delivery."""
@@ -72,23 +71,12 @@ class DeliveryStreams:
     def _new_advance_id(self) -> int:
         return self.parts.random.getrandbits(62) or 1
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task of a stream; it must not raise an error.
-
-        Raises:
-            NotServing: the directory is being opened or closed.
-        """
-        if self._tasks is None:
-            work.close()
-            raise NotServing("the node is starting or stopping", retry_after_ms=100)
-        return self._tasks.create_task(work)
-
     async def serve(
         self, requests: AsyncIterator[pb.DeliverRequest], context: Context
     ) -> AsyncIterator[pb.DeliverResponse]:
         """See Deliver in the proto."""
         stream = _DeliveryStream(self, context)
-        reading = self.spawn(stream.read(requests))
+        reading = self.tasks.spawn(stream.read(requests))
         self._open[stream] = None
         unsubscribe = stream.access.subscribe(stream.check_access)
         try:
@@ -300,7 +288,7 @@ class _DeliveryStream:
         delivery = self._deliveries[number] = _Delivery(
             start.pull.queue, pull, credit, self._owner.new_advance(pull.owner)
         )
-        delivery.task = self._owner.spawn(self._run(number, delivery, pull.hold_ms))
+        delivery.task = self._owner.tasks.spawn(self._run(number, delivery, pull.hold_ms))
 
     def _stop(self, number: int) -> None:
         delivery = self._deliveries.pop(number, None)

@@ -195,13 +195,17 @@ class OffsetsChecks:
     def _fenced_quietly(
         self, key: GroupQueue, before: Progress, wish: FenceAttempt, text: str, now: Instant
     ) -> None:
-        """Check the fence of a queue that its owner has not closed (section 7)."""
+        """Check the fence of a queue that its owner has not closed (section 7).
+
+        The owner is owed its quiet time only for the token that it was told of: that of the lock.
+        """
         if before.closed:
             return
         if not before.drained:
             self._fail("section 4", f"{text} with {before.in_flight()} in flight")
         queue = self._expected.queues[key]
-        owned = queue.owner is not None and queue.owner not in (wish.holder,)
+        told = queue.etcd_token == before.token
+        owned = told and queue.owner is not None and queue.owner != wish.holder
         lives = now.monotonic_ms - before.last_call_monotonic_ms < self._expected.lease_ms
         quiet_ms = now.monotonic_ms - queue.moved_ms
         if owned and lives and quiet_ms < QUIET_MS:
