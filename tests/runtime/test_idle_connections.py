@@ -181,9 +181,12 @@ async def test_client_that_calls_rarely_gets_no_line_of_grpc_on_standard_error(
         connect(f"127.0.0.1:{port}", tuple(shortened(OPTIONS, {let_go: let_go_ms}))) as channel,
     ):
         method: Any = channel.unary_unary(PATH)
+        capfd.readouterr()  # what connections of earlier tests in this process have caused
         for _ in range(2):
             assert await method(b"asked", timeout=PATIENCE_S) == b"asked"
             await asyncio.sleep(1.2 * let_go_ms / 1000)
         await asyncio.sleep(3 * let_go_ms / 1000)
         assert await method(b"asked", timeout=PATIENCE_S) == b"asked"
-    assert "goaway" not in capfd.readouterr().err
+        # Read before the server stops: its end cancels all calls, which gRPC may log at the client.
+        written = capfd.readouterr().err
+    assert "goaway" not in written.lower()
