@@ -47,6 +47,20 @@ async def node_settings(admin: Admin, node: str, service: str = "") -> tuple[Nod
         Unreachable: The node does not answer.
     """
     chosen = choose_node((await admin.cluster()).nodes, node, service)
+    return settings_from_pb(await describe_process(admin, chosen))
+
+
+async def describe_process(
+    admin: Admin, chosen: Node, *, timeout_s: float | None = None
+) -> pb.DescribeResponse:
+    """Return what a node tells of itself. Needs the role admin on the cluster.
+
+    Args:
+        timeout_s: Timeout with retries; None for that of `admin`.
+
+    Raises:
+        Unreachable: The node does not answer, or another one has its address.
+    """
 
     async def ask(limit_s: float) -> pb.DescribeResponse:
         channel = admin.directory.connect(chosen.address)
@@ -56,13 +70,18 @@ async def node_settings(admin: Admin, node: str, service: str = "") -> tuple[Nod
         finally:
             await channel.close()
 
-    answer = await admin.ask(ask)
+    answer = await admin.ask(ask, timeout_s=timeout_s)
     if (answer.service, answer.node_id) != (chosen.service, chosen.node_id):
         raise Unreachable(
             f"{chosen.address} is {answer.service}/{answer.node_id}, not "
             f"{chosen.service}/{chosen.node_id}: the address has changed",
             remedy="Repeat the command.",
         )
+    return answer
+
+
+def settings_from_pb(answer: pb.DescribeResponse) -> tuple[NodeSetting, ...]:
+    """Return the settings of an answer."""
     return tuple(
         NodeSetting(
             name=one.name,

@@ -27,10 +27,18 @@ commands = LazyGroup(
     help="Show the processes of the cluster.",
     no_args_is_help=True,
     lazy={
+        "check": LazyCommand(
+            "batonmq.cli.cluster_check:check",
+            "Check the cluster, and say what to do about each finding. Changes nothing.",
+        ),
+        "config": LazyCommand(
+            "batonmq.cli.cluster_check:config",
+            "Show settings that differ between nodes of one service. Secrets are not compared.",
+        ),
         "spread-groups": LazyCommand(
             "batonmq.cli.group_placement:spread_groups",
             "Move each group to the offsets set that a new group of its name would get.",
-        )
+        ),
     },
 )
 

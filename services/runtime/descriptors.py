@@ -86,6 +86,12 @@ def raise_limit() -> int:
     return limit
 
 
+def descriptors_max() -> int:
+    """Return the limit of open descriptors of this process."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return DESCRIPTORS_USED_MAX if soft == resource.RLIM_INFINITY else soft
+
+
 def open_descriptors() -> int:
     """Return the number of open descriptors of this process; 0 if the system does not tell."""
     try:

@@ -41,6 +41,7 @@ from batonmq_server.runtime.health import Health, serve_health
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.metrics import export_descriptors
 from batonmq_server.runtime.metrics_server import MetricsServer
+from batonmq_server.runtime.process_state import process_state
 from batonmq_server.runtime.server_options import SERVER_OPTIONS, with_connections_max
 from batonmq_server.runtime.service_runtime import Runtime, StopRequested
 from batonmq_server.runtime.settings import ServiceSettings
@@ -187,7 +188,8 @@ async def _serve(
 ) -> None:
     settings = runtime.settings
     runtime.guard.add_rules(app.rules, app.own_admission)
-    export_expiry(settings, runtime.registry)
+    expiries = export_expiry(settings, runtime.registry)
+    described.state = partial(process_state, runtime.clock, expiries, access_on=runtime.guard.on)
     pauser = ConnectionPauser(runtime.registry)
     edge = EdgeInterceptor(
         runtime.clock,

@@ -1,9 +1,9 @@
-"""The gRPC service that tells with which settings a process runs."""
+"""The gRPC service that tells with which settings a process runs, and its state."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc.aio
 
@@ -17,10 +17,15 @@ _USER_INFO = re.compile(r"(://)[^/@\s]+@")
 
 
 class SettingsServicer(pb_grpc.SettingsServiceServicer):
-    """Answers with the settings that were read at the start of the process."""
+    """Answers with the settings that were read at the start of the process, and its state.
+
+    Attributes:
+        state: Returns the state of the process; None before the process serves.
+    """
 
     def __init__(self, service: str, node_id: str, settings: Sequence[SettingHelp]) -> None:
-        self._answer = pb.DescribeResponse(
+        self.state: Callable[[], pb.ProcessState] | None = None
+        self._settings = pb.DescribeResponse(
             service=service, node_id=node_id, settings=map(setting_to_pb, settings)
         )
 
@@ -30,7 +35,11 @@ class SettingsServicer(pb_grpc.SettingsServiceServicer):
         context: grpc.aio.ServicerContext[pb.DescribeRequest, pb.DescribeResponse],
     ) -> pb.DescribeResponse:
         """See the proto."""
-        return self._answer
+        answer = pb.DescribeResponse()
+        answer.CopyFrom(self._settings)
+        if self.state is not None:
+            answer.process.CopyFrom(self.state())
+        return answer
 
 
 def setting_to_pb(setting: SettingHelp) -> pb.Setting:

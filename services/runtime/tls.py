@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import ssl
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -58,9 +59,14 @@ def check_files(settings: ServiceSettings) -> None:
             raise ConfigError(ConfigProblem("audit_file", f"audit_file: {error}")) from error
 
 
-def export_expiry(settings: ServiceSettings, registry: CollectorRegistry) -> None:
-    """Export the expiry times of the certificates that new connections use."""
-    gauge = certificate_expiry(registry)
+def certificate_expiries(settings: ServiceSettings) -> dict[str, Callable[[], float]]:
+    """Return what reads the expiry time of the certificates that new connections use.
+
+    Returns:
+        By certificate: `service`, `authority`, `etcd_client` or `etcd_authority`. The times are
+        Unix seconds; NaN if the time can't be read.
+    """
+    expiries: dict[str, Callable[[], float]] = {}
     for security, own, authority in (
         (settings.security, "service", "authority"),
         (settings.etcd_security, "etcd_client", "etcd_authority"),
@@ -69,9 +75,20 @@ def export_expiry(settings: ServiceSettings, registry: CollectorRegistry) -> Non
             continue
         files = CredentialFiles(security)
         if security.cert_file:
-            gauge.labels(own).set_function(partial(_expiry, files, "cert"))
+            expiries[own] = partial(_expiry, files, "cert")
         if security.ca_file:
-            gauge.labels(authority).set_function(partial(_expiry, files, "ca"))
+            expiries[authority] = partial(_expiry, files, "ca")
+    return expiries
+
+
+def export_expiry(
+    settings: ServiceSettings, registry: CollectorRegistry
+) -> dict[str, Callable[[], float]]:
+    """Export the expiry times of certificates; return what reads them."""
+    gauge, expiries = certificate_expiry(registry), certificate_expiries(settings)
+    for name, read in expiries.items():
+        gauge.labels(name).set_function(read)
+    return expiries
 
 
 def _expiry(files: CredentialFiles, name: str) -> float:

@@ -145,6 +145,32 @@ def test_settings_of_a_node_that_is_not_registered_are_rejected(cluster: Running
     assert cluster("config", "print", "offsets", "--remote", "storage/broker-0").code == 1
 
 
+def test_check_of_the_cluster_finds_the_stuck_and_the_paused_group(groups: RunningCluster) -> None:
+    _stuck(groups)
+    checked = groups("cluster", "check", *JSON)
+    found = {one["name"]: one for one in checked.json["checks"]}
+    assert len(found) >= 20
+    assert checked.code == 1
+    assert found["groups-stuck"]["level"] == "failed"
+    assert found["groups-stuck"]["findings"][0].startswith("group behind is stuck (NO_MEMBER)")
+    assert found["groups-paused"]["level"] == "warning"
+    assert "baton group resume" in found["groups-paused"]["remedy"]
+    assert found["access"]["findings"] == ["access control is off on all nodes"]
+    for name in ("services", "health", "answers", "versions", "clocks", "config-drift", "damage"):
+        assert found[name]["level"] == "ok", found[name]
+    passed = groups("cluster", "check", "--only", "clocks,groups-paused")
+    assert passed.code == 0, passed
+    assert passed.out.splitlines()[-1] == "2 checks: 1 ok, 1 with warnings, 0 not passed"
+    assert groups("cluster", "check", "--only", "clock").code == 2
+
+
+def test_settings_of_the_nodes_are_compared(cluster: RunningCluster) -> None:
+    same = cluster("cluster", "config", "--diff")
+    assert same.code == 0, same
+    assert "\n0 settings with several values on 4 nodes" in same.out
+    assert cluster("cluster", "config", "--service", "nothing").code == 1
+
+
 def test_values_of_mqadmin_are_checked_as_those_of_baton(
     cluster: RunningCluster, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(baton/settings/v1/settings_service.proto\x12\x11\x62\x61ton.settings.v1\"\x11\n\x0f\x44\x65scribeRequest\"b\n\x10\x44\x65scribeResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12,\n\x08settings\x18\x03 \x03(\x0b\x32\x1a.baton.settings.v1.Setting\"\xa6\x01\n\x07Setting\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08variable\x18\x02 \x01(\t\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x1a\n\rdefault_value\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x0f\n\x07\x61llowed\x18\x05 \x01(\t\x12\x0f\n\x07meaning\x18\x06 \x01(\t\x12\r\n\x05value\x18\x07 \x01(\t\x12\x0e\n\x06source\x18\x08 \x01(\tB\x10\n\x0e_default_value2f\n\x0fSettingsService\x12S\n\x08\x44\x65scribe\x12\".baton.settings.v1.DescribeRequest\x1a#.baton.settings.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(baton/settings/v1/settings_service.proto\x12\x11\x62\x61ton.settings.v1\"\x11\n\x0f\x44\x65scribeRequest\"\x94\x01\n\x10\x44\x65scribeResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12,\n\x08settings\x18\x03 \x03(\x0b\x32\x1a.baton.settings.v1.Setting\x12\x30\n\x07process\x18\x04 \x01(\x0b\x32\x1f.baton.settings.v1.ProcessState\"\xb2\x01\n\x0cProcessState\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07unix_ms\x18\x02 \x01(\x03\x12\x18\n\x10open_descriptors\x18\x03 \x01(\x03\x12\x17\n\x0f\x64\x65scriptors_max\x18\x04 \x01(\x03\x12\x11\n\taccess_on\x18\x05 \x01(\x08\x12:\n\x0c\x63\x65rtificates\x18\x06 \x03(\x0b\x32$.baton.settings.v1.CertificateExpiry\"X\n\x11\x43\x65rtificateExpiry\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\t\x12\x1b\n\x0e\x65xpire_unix_ms\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_expire_unix_ms\"\xa6\x01\n\x07Setting\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08variable\x18\x02 \x01(\t\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x1a\n\rdefault_value\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x0f\n\x07\x61llowed\x18\x05 \x01(\t\x12\x0f\n\x07meaning\x18\x06 \x01(\t\x12\r\n\x05value\x18\x07 \x01(\t\x12\x0e\n\x06source\x18\x08 \x01(\tB\x10\n\x0e_default_value2f\n\x0fSettingsService\x12S\n\x08\x44\x65scribe\x12\".baton.settings.v1.DescribeRequest\x1a#.baton.settings.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DESCRIBEREQUEST']._serialized_start=63
   _globals['_DESCRIBEREQUEST']._serialized_end=80
-  _globals['_DESCRIBERESPONSE']._serialized_start=82
-  _globals['_DESCRIBERESPONSE']._serialized_end=180
-  _globals['_SETTING']._serialized_start=183
-  _globals['_SETTING']._serialized_end=349
-  _globals['_SETTINGSSERVICE']._serialized_start=351
-  _globals['_SETTINGSSERVICE']._serialized_end=453
+  _globals['_DESCRIBERESPONSE']._serialized_start=83
+  _globals['_DESCRIBERESPONSE']._serialized_end=231
+  _globals['_PROCESSSTATE']._serialized_start=234
+  _globals['_PROCESSSTATE']._serialized_end=412
+  _globals['_CERTIFICATEEXPIRY']._serialized_start=414
+  _globals['_CERTIFICATEEXPIRY']._serialized_end=502
+  _globals['_SETTING']._serialized_start=505
+  _globals['_SETTING']._serialized_end=671
+  _globals['_SETTINGSSERVICE']._serialized_start=673
+  _globals['_SETTINGSSERVICE']._serialized_end=775
 # @@protoc_insertion_point(module_scope)

@@ -44,6 +44,7 @@ class DescribeResponse(_message.Message):
     SERVICE_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     service: _builtins.str
     """Service: storage, offsets, lockmgr or nameserver."""
     node_id: _builtins.str
@@ -52,20 +53,97 @@ class DescribeResponse(_message.Message):
     def settings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Setting]:
         """All settings of the service."""
 
+    @_builtins.property
+    def process(self) -> Global___ProcessState:
+        """What the process knows of itself at the time of the call; unset by a process of an earlier version."""
+
     def __init__(
         self,
         *,
         service: _builtins.str = ...,
         node_id: _builtins.str = ...,
         settings: _abc.Iterable[Global___Setting] | None = ...,
+        process: Global___ProcessState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "service", b"service", "settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "process", b"process", "service", b"service", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
+
+@_typing.final
+class ProcessState(_message.Message):
+    """State of a process that every service has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    UNIX_MS_FIELD_NUMBER: _builtins.int
+    OPEN_DESCRIPTORS_FIELD_NUMBER: _builtins.int
+    DESCRIPTORS_MAX_FIELD_NUMBER: _builtins.int
+    ACCESS_ON_FIELD_NUMBER: _builtins.int
+    CERTIFICATES_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Version of the package of the services, such as `0.1.0`."""
+    unix_ms: _builtins.int
+    """Wall clock of the process when it answered."""
+    open_descriptors: _builtins.int
+    """Open file descriptors: files and connections; 0 if the system does not tell."""
+    descriptors_max: _builtins.int
+    """Limit of open file descriptors."""
+    access_on: _builtins.bool
+    """Whether the process checks permissions."""
+    @_builtins.property
+    def certificates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CertificateExpiry]:
+        """Certificates that new connections use; empty without TLS."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        unix_ms: _builtins.int = ...,
+        open_descriptors: _builtins.int = ...,
+        descriptors_max: _builtins.int = ...,
+        access_on: _builtins.bool = ...,
+        certificates: _abc.Iterable[Global___CertificateExpiry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_on", b"access_on", "certificates", b"certificates", "descriptors_max", b"descriptors_max", "open_descriptors", b"open_descriptors", "unix_ms", b"unix_ms", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessState: _TypeAlias = ProcessState  # noqa: Y015
+
+@_typing.final
+class CertificateExpiry(_message.Message):
+    """Expiry of the certificates of one file; of several the first to expire."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    EXPIRE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    certificate: _builtins.str
+    """`service`, `authority`, `etcd_client` or `etcd_authority`."""
+    expire_unix_ms: _builtins.int
+    """Expiry time; unset if it can't be read."""
+    def __init__(
+        self,
+        *,
+        certificate: _builtins.str = ...,
+        expire_unix_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expire_unix_ms", b"_expire_unix_ms", "expire_unix_ms", b"expire_unix_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expire_unix_ms", b"_expire_unix_ms", "certificate", b"certificate", "expire_unix_ms", b"expire_unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expire_unix_ms: _TypeAlias = _typing.Literal["expire_unix_ms"]  # noqa: Y015
+    _WhichOneofArgType__expire_unix_ms: _TypeAlias = _typing.Literal["_expire_unix_ms", b"_expire_unix_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expire_unix_ms) -> _WhichOneofReturnType__expire_unix_ms | None: ...
+
+Global___CertificateExpiry: _TypeAlias = CertificateExpiry  # noqa: Y015
 
 @_typing.final
 class Setting(_message.Message):

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SettingsServiceStub:
-    """Tells with which settings a process runs. Every service has it.
+    """Tells with which settings a process runs, and its state. Every service has it.
     """
 
     def __init__(self, channel):
@@ -43,12 +43,12 @@ class SettingsServiceStub:
 
 
 class SettingsServiceServicer:
-    """Tells with which settings a process runs. Every service has it.
+    """Tells with which settings a process runs, and its state. Every service has it.
     """
 
     def Describe(self, request, context):
-        """The settings that the process was started with. Needs the role admin on the cluster. Secrets
-        are masked.
+        """The settings that the process was started with, and what the process knows of itself. Needs the
+        role admin on the cluster. Secrets are masked.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,7 +71,7 @@ def add_SettingsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SettingsService:
-    """Tells with which settings a process runs. Every service has it.
+    """Tells with which settings a process runs, and its state. Every service has it.
     """
 
     @staticmethod

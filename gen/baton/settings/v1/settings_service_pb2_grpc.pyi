@@ -27,29 +27,29 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SettingsServiceStub:
-    """Tells with which settings a process runs. Every service has it."""
+    """Tells with which settings a process runs, and its state. Every service has it."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SettingsServiceAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_settings_service_pb2.DescribeRequest, _settings_service_pb2.DescribeResponse]
-    """The settings that the process was started with. Needs the role admin on the cluster. Secrets
-    are masked.
+    """The settings that the process was started with, and what the process knows of itself. Needs the
+    role admin on the cluster. Secrets are masked.
     """
 
 @_typing.type_check_only
 class SettingsServiceAsyncStub(SettingsServiceStub):
-    """Tells with which settings a process runs. Every service has it."""
+    """Tells with which settings a process runs, and its state. Every service has it."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_settings_service_pb2.DescribeRequest, _settings_service_pb2.DescribeResponse]  # type: ignore[assignment]
-    """The settings that the process was started with. Needs the role admin on the cluster. Secrets
-    are masked.
+    """The settings that the process was started with, and what the process knows of itself. Needs the
+    role admin on the cluster. Secrets are masked.
     """
 
 class SettingsServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Tells with which settings a process runs. Every service has it."""
+    """Tells with which settings a process runs, and its state. Every service has it."""
 
     @_abc_1.abstractmethod
     def Describe(
@@ -57,8 +57,8 @@ class SettingsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _settings_service_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_settings_service_pb2.DescribeResponse, _abc.Awaitable[_settings_service_pb2.DescribeResponse]]:
-        """The settings that the process was started with. Needs the role admin on the cluster. Secrets
-        are masked.
+        """The settings that the process was started with, and what the process knows of itself. Needs the
+        role admin on the cluster. Secrets are masked.
         """
 
 def add_SettingsServiceServicer_to_server(servicer: SettingsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
