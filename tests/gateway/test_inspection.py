@@ -34,9 +34,9 @@ SHOP, KIOSK = "shop-7@1@0@a", "kiosk@2@0@b"
 HOUR_MS = 3_600_000
 
 
-async def introduce(client: RemoteStub) -> grpc.aio.StreamStreamCall:
+async def introduce(client: RemoteStub) -> Any:
     """Send settings as an official client does; the stream stays open."""
-    stream = client.stub.Telemetry(metadata=client.metadata)
+    stream: Any = client.stub.Telemetry(metadata=client.metadata)
     settings = pb.Settings(
         client_type=pb.PUSH_CONSUMER,
         user_agent=pb.UA(language=pb.JAVA, version="5.2.0", hostname="shop-7"),
