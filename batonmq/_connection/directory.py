@@ -34,6 +34,7 @@ from batonmq.errors import (
 )
 
 if TYPE_CHECKING:  # for administration only: these methods import them when they are called
+    from baton.gateway.v1 import gateway_service_pb2_grpc as gateway_grpc
     from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
     from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
     from baton.storage.v1 import query_service_pb2_grpc as query_grpc
@@ -332,6 +333,28 @@ class Directory:
                 f"no storage node {node_id} is registered", facts={"service": "storage"}
             )
         return reply_grpc.ReplyServiceStub(self._channel(address))
+
+    async def gateways(self) -> list[str]:
+        """Ask a nameserver for the node ids of all gateways; ascending.
+
+        Raises:
+            Unreachable: No nameserver responds.
+        """
+        nodes = await self.refresh()
+        return sorted(node.node_id for node in nodes if node.service == pb.SERVICE_KIND_GATEWAY)
+
+    def gateway(self, node_id: str) -> gateway_grpc.GatewayServiceAsyncStub:
+        """Return a stub for a gateway that `gateways` has returned.
+
+        Raises:
+            Unreachable: The gateway is not registered any more.
+        """
+        from baton.gateway.v1 import gateway_service_pb2_grpc as gateway_grpc  # noqa: PLC0415
+
+        for node in self._nodes:
+            if node.service == pb.SERVICE_KIND_GATEWAY and node.node_id == node_id:
+                return gateway_grpc.GatewayServiceStub(self._channel(node.address))
+        raise Unreachable(f"no gateway {node_id} is registered", facts={"service": "gateway"})
 
     async def followers(self, broker: str) -> list[str]:
         """Ask a nameserver for the node ids of the followers of `broker`; ascending.

@@ -57,6 +57,13 @@ if TYPE_CHECKING:
     from batonmq.admin.placement import GroupMove, OffsetsPlacement, locate_group, move_group
     from batonmq.admin.quotas import IdentityQuota, QuotaLimits, Quotas
     from batonmq.admin.redriver import RedriveOptions, Redriver, RedriveResult
+    from batonmq.admin.remote_clients import (
+        HeldMessage,
+        HeldMessageReport,
+        RemoteClient,
+        RemoteClientReport,
+        RemoteClients,
+    )
     from batonmq.admin.replication import (
         AcceptedLoss,
         ElectionPlan,
@@ -112,6 +119,8 @@ __all__ = [
     "GroupMove",
     "GroupProgress",
     "GroupTrace",
+    "HeldMessage",
+    "HeldMessageReport",
     "IdentityGrants",
     "IdentityQuota",
     "IssuedAccessKey",
@@ -146,6 +155,9 @@ __all__ = [
     "Redriver",
     "RefusedClient",
     "ReleasedQueues",
+    "RemoteClient",
+    "RemoteClientReport",
+    "RemoteClients",
     "Replica",
     "ReplicaPosition",
     "ResetPlan",
@@ -207,6 +219,8 @@ _HOMES = {
     "GroupMove": "batonmq.admin.placement",
     "GroupProgress": "batonmq.admin.group_reports",
     "GroupTrace": "batonmq.admin.message_tracer",
+    "HeldMessage": "batonmq.admin.remote_clients",
+    "HeldMessageReport": "batonmq.admin.remote_clients",
     "IdentityGrants": "batonmq.admin.access",
     "IdentityQuota": "batonmq.admin.quotas",
     "IssuedAccessKey": "batonmq.admin.access",
@@ -241,6 +255,9 @@ _HOMES = {
     "Redriver": "batonmq.admin.redriver",
     "RefusedClient": "batonmq.admin.group_reports",
     "ReleasedQueues": "batonmq.admin.locks",
+    "RemoteClient": "batonmq.admin.remote_clients",
+    "RemoteClientReport": "batonmq.admin.remote_clients",
+    "RemoteClients": "batonmq.admin.remote_clients",
     "Replica": "batonmq.admin.replication",
     "ReplicaPosition": "batonmq.admin.replication",
     "ResetPlan": "batonmq.admin.resets",

@@ -44,6 +44,10 @@ COMMANDS = {
     "context": LazyCommand("batonmq.cli.context:commands", "Name clusters, and choose one."),
     "debug": LazyCommand("batonmq.cli.debug:commands", "Collect data for remote support."),
     "dlq": LazyCommand("batonmq.cli.dlq:commands", "Show dead letters, and send them again."),
+    "gateway": LazyCommand(
+        "batonmq.cli.gateway:commands",
+        "Show the clients of the gateways, and the messages that they hold.",
+    ),
     "group": LazyCommand(
         "batonmq.cli.group:commands", "Show and change consumer groups, and move their progress."
     ),

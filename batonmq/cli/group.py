@@ -12,9 +12,11 @@ from batonmq.admin.admin import Strategy
 from batonmq.admin.group_lag import group_lags
 from batonmq.admin.group_reports import Group, GroupProgress, RefusedClient, Subscription
 from batonmq.admin.placement import OffsetsPlacement, locate_group
+from batonmq.admin.remote_clients import RemoteClientReport, RemoteClients
 from batonmq.cli.arguments import group_argument
 from batonmq.cli.change_options import by_option, check_can_ask, confirm, yes_option
 from batonmq.cli.command_classes import LazyCommand, LazyGroup
+from batonmq.cli.gateway import CLIENT_COLUMNS, MORE_CLIENT_COLUMNS
 from batonmq.cli.output import Columns, Minor, counted, described, differences, seconds, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.errors import BatonError, GroupNotFound
@@ -53,6 +55,8 @@ commands = LazyGroup(
 )
 
 
+REMOTE_CLIENTS_SHOWN = 50
+"""Remote clients below a table of a group, at most."""
 _POLICIES = ("reject", "staged", "staged-latest", "warn")
 _STRATEGIES = ("sticky", "average", "average-by-circle", "consistent-hash", "machine-room")
 
@@ -104,6 +108,7 @@ _MEMBER_COLUMNS: Columns = {
     "HOST": Minor("host"),
     "CLIENT-ID": "client_id",
     "#PARTITIONS": lambda item: len(item["queues"]),
+    "#REMOTE": Minor(lambda item: len(item["remote_clients"]) or None),
     "JOINED": Minor(lambda item: wall_time(item["join_unix_ms"])),
     "DIFFERS": Minor(lambda item: "yes" if item["differs"] else "no"),
 }
@@ -158,7 +163,8 @@ async def _list(session: CommandSession, *, lag: bool) -> None:
 def describe(session: CommandSession, name: str) -> None:
     """Show a group: progress, owner and assigned member of each queue, settings, and placement.
 
-    The placement is the offsets set that keeps the group's progress, or to which it is moving.
+    The placement is the offsets set that keeps the group's progress, or to which it is moving. A
+    gateway is a member for its remote clients, which are listed below the queues.
     """
     session.run(_describe(session, name))
 
@@ -171,6 +177,7 @@ async def _describe(session: CommandSession, name: str) -> None:
             place = await locate_group(admin, name)
         except BatonError as error:
             problems.append(f"placement is unknown: {error.reason}: {error.message}")
+        remote = await RemoteClients(admin).clients(name)
     ids = {m.client_id: f"{m.incarnation_id:016x}" for m in progress.group.members}
     queues = [
         asdict(queue) | {"consumer_id": ids.get(queue.client_id or "")} for queue in progress.queues
@@ -180,24 +187,30 @@ async def _describe(session: CommandSession, name: str) -> None:
         "queues": queues,
         "refused": refused,
         "place": asdict(place) if place else None,
+        "remote_clients": [asdict(client) for client in remote.clients],
     }
     session.output.detail(item, queues, _QUEUE_COLUMNS, _MORE_QUEUE_COLUMNS)
+    _show_remote_clients(session, remote)
     for line in ("", *describe_settings(progress, place)):
         session.output.note(line)
-    session.output.problems(problems)
+    session.output.problems([*problems, *remote.problems])
 
 
 @commands.command()
 @group_argument("name")
 @cluster_session
 def members(session: CommandSession, name: str) -> None:
-    """List the members of a group, and how many queues are assigned to each."""
+    """List the members of a group, and how many queues are assigned to each.
+
+    A gateway is a member for its remote clients, which are listed below the members.
+    """
     session.run(_members(session, name))
 
 
 async def _members(session: CommandSession, name: str) -> None:
     async with session.admin() as admin:
         group = await admin.describe_group(name)
+        remote = await RemoteClients(admin).clients(name)
     items = [
         {"group": name}
         | asdict(member)
@@ -206,11 +219,14 @@ async def _members(session: CommandSession, name: str) -> None:
                 {"topic": queue.topic, "broker": queue.broker, "queue_id": queue.queue_id}
                 for queue in group.assignments
                 if queue.client_id == member.client_id
-            ]
+            ],
+            "remote_clients": [asdict(client) for client in remote.behind(member.client_id)],
         }
         for member in group.members
     ]
     session.output.items(items, _MEMBER_COLUMNS, _MORE_MEMBER_COLUMNS)
+    _show_remote_clients(session, remote)
+    session.output.problems(remote.problems)
 
 
 @commands.command()
@@ -359,6 +375,13 @@ def describe_settings(progress: GroupProgress, place: OffsetsPlacement | None) -
             f"{refused.error.reason}: {refused.error.message}"
         )
         yield from (f"  {line}" for line in differences(refused.error))
+
+
+def _show_remote_clients(session: CommandSession, remote: RemoteClientReport) -> None:
+    shown = [asdict(client) for client in remote.clients[:REMOTE_CLIENTS_SHOWN]]
+    session.output.further_items(shown, CLIENT_COLUMNS, MORE_CLIENT_COLUMNS)
+    if hidden := len(remote.clients) - len(shown):
+        session.output.note(f"{counted(hidden, 'more client')}: see baton gateway clients --group")
 
 
 def _show(session: CommandSession, group: Group) -> None:

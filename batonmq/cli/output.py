@@ -74,6 +74,12 @@ class Output:
         self._table(layout, _rows(items, columns))
         self._tell_cuts(layout)
 
+    def further_items(self, items: Sequence[Item], columns: Columns, more: Columns = _NONE) -> None:
+        """Print a second table below a result, unless it has no rows; JSON leaves it out."""
+        if items and self.form is not OutputFormat.JSON:
+            self.note("")
+            self.items(items, columns, more)
+
     async def item_pages(
         self, pages: AsyncIterator[Sequence[Item]], columns: Columns, more: Columns = _NONE
     ) -> None:

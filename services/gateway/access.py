@@ -13,6 +13,7 @@ from apache.rocketmq.v2 import definition_pb2 as pb
 from batonmq_server.gateway.callers import Caller
 from batonmq_server.runtime.access.permissions import (
     ANY_GRANT,
+    OPERATE,
     Permission,
     consume,
     join_group,
@@ -113,3 +114,17 @@ RULES: AccessRules = rules_by_path(
     },
 )
 METHODS = tuple(path.rpartition("/")[2] for path in RULES)
+
+OPERATORS_RULES: AccessRules = rules_by_path(
+    "baton.gateway.v1.GatewayService",
+    {
+        "ListClients": requires_by_request(
+            lambda request: [join_group(request.group) if request.group else OPERATE]
+        ),
+        "ListHeldMessages": requires_by_request(
+            lambda request: [join_group(request.group)], ["nameserver"]
+        ),
+    },
+)
+"""Of the calls of operators and nameservers: they depend on the request alone, so the edge applies
+them, unlike `RULES`."""

@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from apache.rocketmq.v2 import service_pb2_grpc
+from baton.gateway.v1 import gateway_service_pb2_grpc
 from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._process.config import ConfigError, ConfigProblem
 from batonmq._producer.producer import Producer
-from batonmq_server.gateway.access import RULES, SERVICE
+from batonmq_server.gateway.access import OPERATORS_RULES, RULES, SERVICE
 from batonmq_server.gateway.clients import RemoteClients
 from batonmq_server.gateway.config import GatewaySettings
 from batonmq_server.gateway.core.receipt_handles import KEY_BYTES_MIN, ReceiptSigner
 from batonmq_server.gateway.gateway_parts import GatewayParts
 from batonmq_server.gateway.groups import Groups
 from batonmq_server.gateway.guarded_servicer import GuardedServicer
+from batonmq_server.gateway.inspection import SERVICE as INSPECTION_SERVICE
+from batonmq_server.gateway.inspection import GatewayServicer
 from batonmq_server.gateway.metrics import GatewayMetrics
 from batonmq_server.gateway.ports import listen_further
 from batonmq_server.gateway.remote_access import RemoteAccess
@@ -94,9 +97,13 @@ async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[Ap
                 servicers={
                     SERVICE: partial(
                         service_pb2_grpc.add_MessagingServiceServicer_to_server, served
-                    )
+                    ),
+                    INSPECTION_SERVICE: partial(
+                        gateway_service_pb2_grpc.add_GatewayServiceServicer_to_server,
+                        GatewayServicer(clients, groups, runtime.clock),
+                    ),
                 },
-                rules=RULES,
+                rules={**RULES, **OPERATORS_RULES},
                 own_admission=frozenset({SERVICE}),
                 listen=partial(listen_further, settings),
                 loops=[housekeeping],

@@ -17,6 +17,7 @@ from batonmq_server.gateway.statuses import Refused
 Context = grpc.aio.ServicerContext[Any, Any]
 IDENTITY: ContextVar[str] = ContextVar("identity", default="")
 """Authenticated identity of the client of the present call; empty while access control is off."""
+VERSION_CHARACTERS_MAX = 64
 _CLIENT_ID_CHARACTERS_MAX = 255
 
 
@@ -28,12 +29,16 @@ class Caller:
         namespace: Namespace of names that have none of their own; empty for none.
         language: Language that it names; `OTHER` for an unknown one.
         identity: Its identity; empty while access control is off.
+        version: Version of its library; empty if it names none.
+        peer: Address that it calls from, as gRPC writes it.
     """
 
     client_id: str
     namespace: str
     language: str
     identity: str = ""
+    version: str = ""
+    peer: str = ""
 
     @classmethod
     def of(cls, context: Context) -> Caller:
@@ -57,6 +62,8 @@ class Caller:
             text_of(metadata.get("x-mq-namespace")),
             language if known else "OTHER",
             IDENTITY.get(),
+            text_of(metadata.get("x-mq-client-version"))[:VERSION_CHARACTERS_MAX],
+            context.peer() or "",
         )
 
     def topic(self, resource: pb.Resource) -> str:

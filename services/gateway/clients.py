@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from urllib.parse import unquote
 
+from apache.rocketmq.v2 import definition_pb2 as pb
 from batonmq._common.clock import Clock
-from batonmq_server.gateway.callers import Caller
+from batonmq_server.gateway.callers import VERSION_CHARACTERS_MAX, Caller
 
 CLIENTS_MAX = 100_000
+HOST_CHARACTERS_MAX = 255
 _FORGET_AFTER = 4
 """A client is forgotten after so many of its timeouts."""
 
@@ -21,7 +25,10 @@ class RemoteClient:
         identity: Its identity; empty while access control is off.
         open_calls: Receive calls and telemetry streams that are open.
         groups: The groups that it consumes for.
-        reads_queues: Whether it reads stored queues by itself, as its settings say.
+        kind: What it is, as its settings say.
+        version: Version of its library; empty if it has named none.
+        host: Host name that it has named, else the address that it calls from.
+        namespace: Namespace of its names; empty for none.
     """
 
     language: str
@@ -29,7 +36,21 @@ class RemoteClient:
     open_calls: int = 0
     groups: set[str] = field(default_factory=set)
     identity: str = ""
-    reads_queues: bool = False
+    kind: pb.ClientType.ValueType = pb.CLIENT_TYPE_UNSPECIFIED
+    version: str = ""
+    host: str = ""
+    namespace: str = ""
+
+    @property
+    def reads_queues(self) -> bool:
+        """Whether it reads stored queues by itself."""
+        return self.kind == pb.PULL_CONSUMER
+
+    def describe(self, sent: pb.Settings) -> None:
+        """Note what the settings of the client say about it."""
+        self.kind = sent.client_type
+        self.version = sent.user_agent.version[:VERSION_CHARACTERS_MAX] or self.version
+        self.host = sent.user_agent.hostname[:HOST_CHARACTERS_MAX] or self.host
 
 
 class RemoteClients:
@@ -46,6 +67,17 @@ class RemoteClients:
     def __len__(self) -> int:
         return len(self._clients)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._clients)
+
+    def find(self, client_id: str) -> RemoteClient | None:
+        """Return a client that called lately."""
+        return self._clients.get(client_id)
+
+    def silent_ms(self, client: RemoteClient) -> int:
+        """Return the time since the last call of a client began."""
+        return self._clock.monotonic_ms() - client.seen_ms
+
     def note(self, caller: Caller, group: str = "") -> RemoteClient:
         """Note a call."""
         now_ms = self._clock.monotonic_ms()
@@ -54,7 +86,12 @@ class RemoteClients:
             if len(self._clients) >= CLIENTS_MAX:
                 self.forget_silent()
             client = self._clients[caller.client_id] = RemoteClient(
-                caller.language, now_ms, identity=caller.identity
+                caller.language,
+                now_ms,
+                identity=caller.identity,
+                version=caller.version,
+                host=_host_of(caller.peer),
+                namespace=caller.namespace,
             )
         client.seen_ms = now_ms
         if group:
@@ -76,7 +113,7 @@ class RemoteClients:
         client = self._clients.get(client_id)
         if client is None:
             return False
-        return client.open_calls > 0 or self._silent_ms(client) < self._timeout_ms
+        return client.open_calls > 0 or self.silent_ms(client) < self._timeout_ms
 
     def remove(self, client_id: str) -> frozenset[str]:
         """Forget a client that has ended; return the groups that it consumed for."""
@@ -87,8 +124,11 @@ class RemoteClients:
         """Forget clients that were silent for long."""
         limit_ms = _FORGET_AFTER * self._timeout_ms
         for client_id, client in list(self._clients.items()):
-            if not client.open_calls and self._silent_ms(client) > limit_ms:
+            if not client.open_calls and self.silent_ms(client) > limit_ms:
                 del self._clients[client_id]
 
-    def _silent_ms(self, client: RemoteClient) -> int:
-        return self._clock.monotonic_ms() - client.seen_ms
+
+def _host_of(peer: str) -> str:
+    """Return the host of an address as gRPC writes it, such as `ipv4:10.0.0.7:4711`."""
+    kind, _, address = unquote(peer).partition(":")
+    return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else kind

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -96,7 +96,12 @@ class _Subscription:
 
 
 class GroupConsumer:
-    """One group of this gateway."""
+    """One group of this gateway.
+
+    Attributes:
+        member_id: Client id under which the gateway is a member; empty if it is none.
+        over: Set when the gateway has left the group.
+    """
 
     def __init__(self, group: str, parts: GatewayParts) -> None:
         self.group, self._parts = group, parts
@@ -110,6 +115,7 @@ class GroupConsumer:
         self._used_ms = self._clock.monotonic_ms()
         self._turn = 0
         self._stopping = False
+        self.member_id = ""
         self.over = asyncio.Event()
 
     # ---- what clients want
@@ -123,6 +129,11 @@ class GroupConsumer:
     def waiting_count(self) -> int:
         """Number of receive calls that wait."""
         return sum(map(len, self._waiters.values()))
+
+    def leases(self) -> Iterator[tuple[QueueRef, QueueLeases]]:
+        """Yield the leases of each queue; a queue of retries may have several parts, by topic."""
+        for pool in self._pools.values():
+            yield pool.ref, pool.leases
 
     def oldest_lease_ms(self) -> int | None:
         """Return when the oldest delivery that a client holds began."""
@@ -299,6 +310,7 @@ class GroupConsumer:
     async def _be_member(self, wanted: Mapping[str, str]) -> None:
         """Be a member with this subscription until another one is wanted, or the group is idle."""
         settings, environment = self._settings, self._parts.environment
+        member_id = f"{settings.node_id}-{environment.random.getrandbits(64):016x}"
         consumer = Consumer(
             self._parts.nameserver,
             self.group,
@@ -310,7 +322,7 @@ class GroupConsumer:
                 drain_timeout_ms=settings.drain_timeout_ms,
                 retries_max=settings.delivery_attempts_max - 1,
             ),
-            client_id=f"{settings.node_id}-{environment.random.getrandbits(64):016x}",
+            client_id=member_id,
             on_ownership=self._note_ownership,
             environment=environment,
         )
@@ -318,7 +330,7 @@ class GroupConsumer:
         try:
             async with consumer:
                 self._held = hold_messages(consumer, self._drop)
-                self._failure = None
+                self._failure, self.member_id = None, member_id
                 pump = self._parts.spawn(self._pump(self._held))
                 while not self._stopping and self._expressions() == wanted:
                     await wait_until(self._changed, settings.group_idle_ms // 4)
@@ -329,7 +341,7 @@ class GroupConsumer:
         except BaseExceptionGroup as group:
             raise only_error(group) from None
         finally:
-            self._held = None
+            self._held, self.member_id = None, ""
             if pump is not None:
                 pump.cancel()
 

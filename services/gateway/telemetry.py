@@ -136,7 +136,7 @@ class TelemetryStream:
     def _answer(self, sent: pb.Settings) -> service_pb2.TelemetryCommand:
         settings, fifo = self._parts.settings, False
         client = self._parts.clients.note(self._caller)
-        client.reads_queues = sent.client_type == pb.PULL_CONSUMER
+        client.describe(sent)
         try:
             if client.reads_queues:
                 pass  # it belongs to no plan of a group

@@ -36,7 +36,7 @@ from batonmq_server.nameserver.metrics import (
 from batonmq_server.nameserver.placement_calls import PlacementCalls
 from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.queue_monitor import QueueMonitor
-from batonmq_server.nameserver.queue_queries import BrokerChannels, QueueQueries
+from batonmq_server.nameserver.queue_queries import NodeChannels, QueueQueries
 from batonmq_server.nameserver.quota_server import QuotaServicer
 from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.server import NameserverServicer
@@ -124,8 +124,8 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     lockmgr = LeaderChannel(
         runtime.nodes, "lockmgr", lockmgr_grpc.LockmgrServiceStub, runtime.connect
     )
-    brokers = BrokerChannels(lambda: catalog.addresses, runtime.connect)
-    queries = QueueQueries(lockmgr.stub, offsets_of_group, brokers)
+    nodes = NodeChannels(lambda: catalog.addresses, lambda: catalog.gateways, runtime.connect)
+    queries = QueueQueries(lockmgr.stub, offsets_of_group, nodes)
     inspector = QueueInspector(catalog, refused.of_group, queries, runtime.clock)
     monitor = QueueMonitor(
         catalog,
@@ -185,4 +185,4 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     finally:
         await offsets.close()
         await lockmgr.close()
-        await brokers.close()
+        await nodes.close()

@@ -71,6 +71,8 @@ class Catalog:
         self._addresses: dict[str, str] = {}
         self.broker_leaders: dict[str, str] = {}
         """Node id of the leader, by broker."""
+        self.gateways: dict[str, str] = {}
+        """host:port of every live gateway, by node id."""
         self._rooms: dict[str, str] = {}
         self._route_generation = 0
         self._waiting: dict[str, dict[asyncio.Event, None]] = defaultdict(dict)
@@ -219,7 +221,11 @@ class Catalog:
                     del self.owned[group]
 
     def _nodes_changed(self, _: frozenset[str]) -> None:
-        brokers = _broker_nodes(self.nodes()[0])
+        nodes = self.nodes()[0]
+        brokers = _broker_nodes(nodes)
+        self.gateways = {
+            node.node_id: node.address for node in nodes if node.service == pb.SERVICE_KIND_GATEWAY
+        }
         self._rooms = {name: node.room for name, node in brokers.items()}
         self.broker_leaders = {name: node.node_id for name, node in brokers.items()}
         addresses = {name: node.address for name, node in brokers.items()}

@@ -21,7 +21,12 @@ from batonmq._core.queues import GroupQueue, QueueRef
 from batonmq.errors import DataLoss
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.assignment import AssignableQueue
-from batonmq_server.nameserver.core.diagnosis import SILENT_MS, QueueDiagnosis, diagnose
+from batonmq_server.nameserver.core.diagnosis import (
+    HOLDER_MATTERS,
+    SILENT_MS,
+    QueueDiagnosis,
+    diagnose,
+)
 from batonmq_server.nameserver.core.evidence import (
     DamagedMessage,
     ExcludedClient,
@@ -245,6 +250,8 @@ class QueueInspector:
         if filters and e.owner and e.progress and not e.progress.in_flight_count:
             scan = await self._queries.filtered(queue, e.head_offset, e.expression or "")
             e = replace(e, filtered=scan)
+        if e.owner and diagnose(e).reason in HOLDER_MATTERS:
+            e = replace(e, gateway=await self._queries.remote(e.group.name, queue, e.owner))
         return e
 
     async def _with_head(self, e: QueueEvidence, queue: QueueRef) -> QueueEvidence:

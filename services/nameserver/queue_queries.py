@@ -13,6 +13,8 @@ from typing import Generic, TypeVar
 import grpc.aio
 
 from baton.common.v1 import queue_pb2
+from baton.gateway.v1 import gateway_service_pb2 as gateway_pb
+from baton.gateway.v1 import gateway_service_pb2_grpc as gateway_grpc
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
@@ -27,10 +29,13 @@ from batonmq._core.records import read_header
 from batonmq.errors import BatonError, Unreachable
 from batonmq_server.nameserver.core.evidence import (
     FilterScan,
+    GatewayEvidence,
     HandlerEvidence,
+    HeldState,
     LockEvidence,
     LogExtent,
     ProgressEvidence,
+    RemoteMessage,
 )
 
 CALL_TIMEOUT_S = 4.0
@@ -69,20 +74,22 @@ class MessageStamp:
     store_unix_ms: int
 
 
-class BrokerChannels:
-    """Channels to the storage nodes, opened when needed.
+class NodeChannels:
+    """Channels to the storage nodes and gateways, opened when needed.
 
     Args:
-        addresses: Returns host:port by name of the live brokers.
+        brokers: Returns host:port by name of the live brokers.
+        gateways: Returns host:port by node id of the live gateways.
         connect: Opens a channel to `host:port`.
     """
 
     def __init__(
         self,
-        addresses: Callable[[], Mapping[str, str]],
+        brokers: Callable[[], Mapping[str, str]],
+        gateways: Callable[[], Mapping[str, str]],
         connect: Callable[[str], grpc.aio.Channel],
     ) -> None:
-        self._addresses, self._connect = addresses, connect
+        self._brokers, self._gateways, self._connect = brokers, gateways, connect
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def storage(self, broker: str) -> storage_grpc.StorageServiceAsyncStub:
@@ -91,11 +98,30 @@ class BrokerChannels:
         Raises:
             Unreachable: the broker is not registered.
         """
-        return storage_grpc.StorageServiceStub(self._channel(broker))
+        return storage_grpc.StorageServiceStub(self._broker(broker))
 
     def query(self, broker: str) -> query_grpc.QueryServiceAsyncStub:
         """Return a stub of QueryService; raises as `storage`."""
-        return query_grpc.QueryServiceStub(self._channel(broker))
+        return query_grpc.QueryServiceStub(self._broker(broker))
+
+    def gateway_of(self, client_id: str) -> str:
+        """Return the node id of the gateway that may be a member under this id; empty for none.
+
+        A gateway is a member of its groups as `<node id>-<number>`.
+        """
+        node_id = client_id.rpartition("-")[0]
+        return node_id if node_id in self._gateways() else ""
+
+    def gateway(self, node_id: str) -> gateway_grpc.GatewayServiceAsyncStub:
+        """Return a stub of GatewayService.
+
+        Raises:
+            Unreachable: the gateway is not registered.
+        """
+        address = self._gateways().get(node_id)
+        if address is None:
+            raise Unreachable(f"gateway {node_id} is not registered", facts={"service": "gateway"})
+        return gateway_grpc.GatewayServiceStub(self._channel(address))
 
     async def close(self) -> None:
         """Close the channels; calls in progress are cancelled."""
@@ -103,10 +129,13 @@ class BrokerChannels:
             await channel.close()
         self._channels = {}
 
-    def _channel(self, broker: str) -> grpc.aio.Channel:
-        address = self._addresses().get(broker)
+    def _broker(self, broker: str) -> grpc.aio.Channel:
+        address = self._brokers().get(broker)
         if address is None:
             raise Unreachable(f"broker {broker} is not registered", facts={"service": broker})
+        return self._channel(address)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
             self._channels[address] = self._connect(address)
         return self._channels[address]
@@ -118,7 +147,7 @@ class QueueQueries:
     Args:
         lockmgr: Returns a stub for the leading lock manager; raises `Unreachable` if there is none.
         offsets: Returns a stub for the leader of the set that keeps a group; raises likewise.
-        brokers: Channels to the storage nodes.
+        nodes: Channels to the storage nodes and gateways.
         timeout_s: Deadline of each call.
     """
 
@@ -126,11 +155,11 @@ class QueueQueries:
         self,
         lockmgr: Callable[[], lockmgr_grpc.LockmgrServiceAsyncStub],
         offsets: Callable[[str], offsets_grpc.OffsetsServiceAsyncStub],
-        brokers: BrokerChannels,
+        nodes: NodeChannels,
         *,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
-        self._lockmgr, self._offsets, self._brokers = lockmgr, offsets, brokers
+        self._lockmgr, self._offsets, self._nodes = lockmgr, offsets, nodes
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(CALLS_MAX)
 
@@ -213,12 +242,28 @@ class QueueQueries:
                 return FilterScan(at - offset)
         return None
 
+    async def remote(self, group: str, queue: QueueRef, owner: str) -> GatewayEvidence | None:
+        """Return what a gateway says about a queue; None if the owner is none, or if unknown."""
+        gateway = self._nodes.gateway_of(owner)
+        if not gateway:
+            return None
+        request = gateway_pb.ListHeldMessagesRequest(group=group, queue=_queue(queue), page_size=1)
+        answer = await self._query(
+            lambda: self._nodes.gateway(gateway).ListHeldMessages(request, timeout=self._timeout_s)
+        )
+        if answer.value is None or answer.value.member_client_id != owner:
+            return None
+        oldest = next(iter(answer.value.messages), None)
+        return GatewayEvidence(
+            gateway, answer.value.waiting_call_count, _remote(oldest) if oldest else None
+        )
+
     async def _logs(
         self, broker: str, queues: Sequence[QueueRef]
     ) -> dict[QueueRef, QueryResult[LogExtent]]:
         request = storage_pb.QueryOffsetsRequest(queues=map(_queue, queues))
         answer = await self._query(
-            lambda: self._brokers.storage(broker).QueryOffsets(request, timeout=self._timeout_s)
+            lambda: self._nodes.storage(broker).QueryOffsets(request, timeout=self._timeout_s)
         )
         if answer.value is None:
             return dict.fromkeys(queues, QueryResult(failure=answer.failure))
@@ -232,7 +277,7 @@ class QueueQueries:
             queue=_queue(queue), offset=offset, expression=expression, bytes_max=1, messages_max=1
         )
         return await self._query(
-            lambda: self._brokers.query(queue.broker).Read(request, timeout=self._timeout_s)
+            lambda: self._nodes.query(queue.broker).Read(request, timeout=self._timeout_s)
         )
 
     async def _query(self, call: Callable[[], Awaitable[Value]]) -> QueryResult[Value]:
@@ -282,6 +327,23 @@ def _handler(call: lockmgr_pb.RunningHandler) -> HandlerEvidence:
         abandoned=call.abandoned,
         ordering_key=call.ordering_key,
         failed_count=call.failed_count,
+    )
+
+
+def _remote(message: gateway_pb.HeldMessage) -> RemoteMessage:
+    client = message.client
+    where = f" on {client.host}" if client.host else ""
+    library = f"{client.language} {client.version}".strip()
+    state = gateway_pb.HeldState.Name(message.state).removeprefix("HELD_STATE_")
+    return RemoteMessage(
+        offset=message.offset,
+        state=HeldState(state),
+        attempt=message.attempt,
+        client_id=client.client_id,
+        client=f" ({library}{where})" if library else "",
+        held_ms=message.held_ms,
+        lease_left_ms=message.lease_left_ms,
+        renewed=message.renewed,
     )
 
 

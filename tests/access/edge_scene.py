@@ -20,6 +20,7 @@ from batonmq._common.clock import Clock
 from batonmq._connection.channels import OPTIONS, connector
 from batonmq._connection.security import Security
 from batonmq.errors import BatonError, Unauthenticated
+from batonmq_server.gateway.access import OPERATORS_RULES as GATEWAY
 from batonmq_server.lockmgr.access import RULES as LOCKMGR
 from batonmq_server.nameserver.access import RULES as NAMESERVER
 from batonmq_server.nameserver.access_store import AccessStore
@@ -40,7 +41,7 @@ from tests.storage.batches import batch
 from tests.support.conditions import until
 from tests.test_contracts import SERVICES
 
-ALL: AccessRules = {**STORAGE, **OFFSETS, **LOCKMGR, **NAMESERVER, **COMMON_RULES}
+ALL: AccessRules = {**STORAGE, **OFFSETS, **LOCKMGR, **NAMESERVER, **GATEWAY, **COMMON_RULES}
 TOPIC, GROUP = "orders", "readers"
 TIMEOUT_S = 30
 Call = Callable[[Any, Any], Awaitable[Any]]

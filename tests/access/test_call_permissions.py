@@ -144,6 +144,8 @@ AccessService       RevokeAccessKey
 AccessService       Block
 AccessService       Unblock
 AccessService       ListBlocks
+GatewayService      ListClients        join
+GatewayService      ListHeldMessages   join nameserver
 MetricsService      Watch              watcher
 SettingsService     Describe
 """

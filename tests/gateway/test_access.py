@@ -24,6 +24,8 @@ import pytest
 
 from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2
+from baton.gateway.v1 import gateway_service_pb2 as gateway_pb
+from baton.gateway.v1 import gateway_service_pb2_grpc as gateway_grpc
 from batonmq import Admin
 from batonmq._common.clock import Clock
 from batonmq._common.secret import Secret
@@ -32,6 +34,7 @@ from batonmq._connection.security import Security
 from batonmq.admin.access import AccessControl, Role, RoleGrant
 from batonmq.admin.access_keys import AccessKeys
 from batonmq.admin.quotas import QuotaLimits, Quotas
+from batonmq.admin.remote_clients import RemoteClients
 from batonmq_server.gateway.access import METHODS
 from batonmq_server.gateway.core.signatures import DATE_HEADER, sign
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
@@ -74,6 +77,10 @@ class Scene:
         self, headers: Headers = (), *, client_id: str = "host@1@0@a", port: str = "tls"
     ) -> RemoteStub:
         """Return a client with these headers, on a port of this kind."""
+        return RemoteStub(self.channel(port), client_id, headers)
+
+    def channel(self, port: str) -> grpc.aio.Channel:
+        """Return a channel to a port of this kind."""
         trusting = Security(ca_file=self.security.ca_file)
         channel = {
             "tls": lambda: connector(trusting)(self.tls_address),
@@ -81,7 +88,7 @@ class Scene:
             "main": lambda: connector(self.security)(self.cluster.addresses["gateway"]),
         }[port]()
         self._channels.append(channel)
-        return RemoteStub(channel, client_id, headers)
+        return channel
 
     async def grant_shop(self) -> None:
         for one in SHOP:
@@ -147,6 +154,7 @@ async def test_remote_clients_have_the_rights_of_their_own_identity(tmp_path: Pa
         assert (await shop.receive("billing", "refunds"))[0].code == pb.FORBIDDEN
         assert (await shop.send("%DLQ%auditing", b"x")).code == pb.ILLEGAL_TOPIC
 
+        await operators_see_clients_by_their_grants(at, signed(key, secret))
         await identities_do_not_share_a_client_id(at)
         await settings_are_checked_like_calls(at, signed(key, secret))
         await every_credential_names_a_client_on_its_port(at, signed(key, secret))
@@ -197,6 +205,28 @@ async def bad_credentials_are_refused(at: Scene, key: str, secret: Secret) -> No
         status = await at.client(headers).send("orders", b"x")
         assert (status.code, reason in status.message) == (pb.UNAUTHORIZED, True), status
     await no_call_is_admitted(at.client(), pb.UNAUTHORIZED)
+
+
+async def operators_see_clients_by_their_grants(at: Scene, headers: Headers) -> None:
+    """All clients need the role admin; those of a group, the right to be a member."""
+    seen = (await RemoteClients(at.admin).clients()).clients
+    assert {(one.client_id, one.identity) for one in seen} == {("host@1@0@a", "shop")}
+    token = (await at.control.create_token("shop")).token
+    as_shop = Security(ca_file=at.security.ca_file, token=token)
+    async with connector(as_shop)(at.tls_address) as channel:
+        stub = gateway_grpc.GatewayServiceStub(channel)
+        for group, allowed in (("billing", True), ("auditing", False), ("", False)):
+            request = gateway_pb.ListClientsRequest(group=group)
+            try:
+                answer = await stub.ListClients(request, timeout=5)
+                assert [one.client_id for one in answer.clients] == ["host@1@0@a"]
+                assert allowed
+            except grpc.aio.AioRpcError as error:
+                assert (error.code(), allowed) == (grpc.StatusCode.PERMISSION_DENIED, False)
+    request = gateway_pb.ListClientsRequest(group="billing")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await gateway_grpc.GatewayServiceStub(at.channel("plain")).ListClients(request, timeout=5)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def identities_do_not_share_a_client_id(at: Scene) -> None:

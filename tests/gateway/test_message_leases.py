@@ -136,6 +136,23 @@ def test_termination_of_a_client_ends_its_renewals_soon() -> None:
     assert (mine.state, other.state) == (LeaseState.READY, LeaseState.LEASED)
 
 
+def test_leases_know_what_each_client_holds_and_since_when() -> None:
+    leases = leases_of(1, 2, 3)
+    leases.lease(1, 10, TERMS)
+    leases.lease(1, 20, LeaseTerms("other", 1_000))
+    leases.lease(1, 30, TERMS)
+    assert {name: list(held) for name, held in leases.leased.items()} == {
+        "client": [1, 3],
+        "other": [2],
+    }
+    assert leases.oldest_lease_ms() == 10
+    (again,) = [one for one in leases.messages("other")]
+    leases.undo(2, again.serial)
+    assert "other" not in leases.leased
+    leases.expire(1_010, alive)
+    assert leases.oldest_lease_ms() == 30
+
+
 def test_withdrawal_leaves_only_what_clients_hold() -> None:
     leases = leases_of(1, 2, message_group="a")
     leases.lease(1, 0, TERMS)
@@ -157,6 +174,8 @@ class Modelled:
     serial: int = 0
     expires_ms: int = 0
     state: str = "ready"
+    client: str = ""
+    begin_ms: int = 0
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -189,13 +208,14 @@ class LeaseMachine(RuleBasedStateMachine):
         self.model.append(Modelled(self.next_offset, group))
         self.next_offset += 1
 
-    @rule(count_max=st.integers(1, 4), hold_ms=st.integers(0, 50))
-    def lease(self, count_max: int, hold_ms: int) -> None:
+    @rule(count_max=st.integers(1, 4), hold_ms=st.integers(0, 50), client=st.sampled_from("xy"))
+    def lease(self, count_max: int, hold_ms: int, client: str) -> None:
         wanted = [one for one in self.model if self.may_be_leased(one)][:count_max]
-        got = self.leases.lease(count_max, self.now_ms, LeaseTerms("client", hold_ms))
+        got = self.leases.lease(count_max, self.now_ms, LeaseTerms(client, hold_ms))
         assert [one.offset for one in got] == [one.offset for one in wanted]
         for one, lease in zip(wanted, got, strict=True):
             one.state, one.serial = "leased", lease.serial
+            one.client, one.begin_ms = client, self.now_ms
             one.attempt, one.expires_ms = one.attempt + 1, self.now_ms + hold_ms
             assert lease.attempt == one.attempt
             self.serials.append((one.offset, lease.serial))
@@ -260,6 +280,16 @@ class LeaseMachine(RuleBasedStateMachine):
         assert len(self.leases) == len(self.model)
         assert self.leases.leased_count == sum(one.state == "leased" for one in self.model)
         assert self.leases.ready_count == sum(self.may_be_leased(one) for one in self.model)
+
+    @invariant()
+    def holders_agree(self) -> None:
+        held: dict[str, set[int]] = {}
+        for one in self.model:
+            if one.state == "leased":
+                held.setdefault(one.client, set()).add(one.offset)
+        assert {name: set(offsets) for name, offsets in self.leases.leased.items()} == held
+        begins = [one.begin_ms for one in self.model if one.state == "leased"]
+        assert self.leases.oldest_lease_ms() == min(begins, default=None)
 
     @invariant()
     def message_group_has_one_message_in_flight(self) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import grpc.aio
 
 from baton.common.v1 import queue_pb2
+from baton.gateway.v1 import gateway_service_pb2 as gateway_pb
+from baton.gateway.v1 import gateway_service_pb2_grpc as gateway_grpc
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
@@ -44,7 +46,7 @@ from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.groups import Group, Member, Subscription, Terms, assign_topics
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 from batonmq_server.nameserver.inspector import QueueInspector
-from batonmq_server.nameserver.queue_queries import BrokerChannels, QueueQueries
+from batonmq_server.nameserver.queue_queries import NodeChannels, QueueQueries
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.support.grpc_server import serving_at
@@ -114,6 +116,24 @@ class OffsetsTwin(TwinBehavior, offsets_grpc.OffsetsServiceServicer):
         self.on_query()
         return offsets_pb.QueryGroupResponse(
             queues=[p for p in self.queues if p.queue.group == request.group]
+        )
+
+
+class GatewayTwin(TwinBehavior, gateway_grpc.GatewayServiceServicer):
+    """A member of every group as `gateway-0-1`; `held` are the messages that it has started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.member = "gateway-0-1"
+        self.held: list[gateway_pb.HeldMessage] = []
+
+    async def ListHeldMessages(
+        self, request: gateway_pb.ListHeldMessagesRequest, context: Context
+    ) -> gateway_pb.ListHeldMessagesResponse:
+        await self.called("ListHeldMessages")
+        held = [one for one in self.held if one.queue == request.queue]
+        return gateway_pb.ListHeldMessagesResponse(
+            messages=held[: request.page_size], member_client_id=self.member, waiting_call_count=2
         )
 
 
@@ -189,6 +209,7 @@ class Scene:
     lockmgr: LockmgrTwin
     offsets: OffsetsTwin
     brokers: dict[str, BrokerTwin]
+    gateway: GatewayTwin
     refused: list[pb.RefusedClient]
 
     def topic(self, name: str, queue_count: int, *, batches: int = 0, age_ms: int = 60_000) -> None:
@@ -251,7 +272,10 @@ class Scene:
 
     def calls(self) -> Counter[str]:
         """Number of calls to all services, by name."""
-        twins: Sequence[TwinBehavior] = [self.lockmgr, self.offsets, *self.brokers.values()]
+        twins: Sequence[TwinBehavior] = [
+            *(self.lockmgr, self.offsets, self.gateway),
+            *self.brokers.values(),
+        ]
         return sum((twin.calls for twin in twins), Counter[str]())
 
 
@@ -281,17 +305,23 @@ async def open_scene() -> AsyncIterator[Scene]:
             )
             for name, twin in twins.items()
         }
-        brokers = BrokerChannels(lambda: addresses, connect)
-        stack.push_async_callback(brokers.close)
+        gateway = GatewayTwin()  # type: ignore[abstract]
+        gateways = {
+            "gateway-0": await stack.enter_async_context(
+                serving_at(partial(gateway_grpc.add_GatewayServiceServicer_to_server, gateway))
+            )
+        }
+        channels = NodeChannels(lambda: addresses, lambda: gateways, connect)
+        stack.push_async_callback(channels.close)
         refused: list[pb.RefusedClient] = []
         queries = QueueQueries(
             lambda: lockmgr_grpc.LockmgrServiceStub(channel),
             lambda _: offsets_grpc.OffsetsServiceStub(channel),
-            brokers,
+            channels,
             timeout_s=TIMEOUT_S,
         )
         inspector = QueueInspector(catalog, lambda _: refused, queries, clock)
-        yield Scene(inspector, catalog, nodes, clock, lockmgr, offsets, twins, refused)
+        yield Scene(inspector, catalog, nodes, clock, lockmgr, offsets, twins, gateway, refused)
 
 
 def queue_to_pb(group: str, queue: QueueRef) -> queue_pb2.GroupQueue:

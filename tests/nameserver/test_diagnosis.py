@@ -26,14 +26,17 @@ from batonmq_server.nameserver.core.evidence import (
     DamagedMessage,
     ExcludedClient,
     FilterScan,
+    GatewayEvidence,
     GroupEvidence,
     HandlerEvidence,
+    HeldState,
     LockEvidence,
     LogExtent,
     OldestMessage,
     PauseEvidence,
     ProgressEvidence,
     QueueEvidence,
+    RemoteMessage,
     SubscriptionChangeEvidence,
     SubscriptionMismatch,
 )
@@ -277,6 +280,76 @@ def test_message_names_an_abandoned_call_that_takes_the_last_slot() -> None:
         "is discarded, but a thread can't be cancelled), and has no handler free; "
     )
     assert "Restart c1" in finding.remedy
+
+
+# ---- queues of a gateway
+
+AT_CLIENT = RemoteMessage(
+    offset=2_101,
+    state=HeldState.LEASED,
+    attempt=3,
+    client_id="shop@1",
+    client=" (JAVA 5.2.0 on shop-7)",
+    held_ms=18_000,
+    lease_left_ms=12_000,
+)
+
+
+def at_gateway(oldest: RemoteMessage | None, waiting: int = 0) -> QueueEvidence:
+    return replace(STUCK, gateway=GatewayEvidence("gateway-0", waiting, oldest))
+
+
+def test_message_names_the_remote_client_its_attempt_and_the_end_of_its_lease() -> None:
+    finding = diagnose(at_gateway(AT_CLIENT))
+    assert finding.reason is StuckReason.HEAD_OF_LINE
+    assert finding.message == (
+        "offset 2101 (message broker-a-1f40-3, 83 s old) has been at client shop@1 (JAVA 5.2.0 on "
+        "shop-7) for 18 s, attempt 3; its lease expires in 12 s; 1 message in flight at c1; 99 "
+        "after offset 2101 are acknowledged"
+    )
+    assert "client shop@1" in finding.remedy
+    assert finding.values["remote_client_id"] == "shop@1"
+    assert "running_offset" not in finding.values, "what the gateway says is newer"
+
+
+def test_message_says_that_a_lease_is_renewed() -> None:
+    finding = diagnose(at_gateway(replace(AT_CLIENT, renewed=True)))
+    assert "its lease is renewed in 12 s" in finding.message
+    assert "renewed while the client is alive" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("oldest", "waiting", "text"),
+    [
+        (None, 0, "is ready at gateway-0, and no client asks for it"),
+        (replace(AT_CLIENT, offset=2_102), 0, "is ready at gateway-0, and no client asks for it"),
+        (replace(AT_CLIENT, state=HeldState.READY), 2, "2 receive calls of the group wait"),
+        (replace(AT_CLIENT, state=HeldState.WAITING), 0, "an earlier message of its message group"),
+        (replace(AT_CLIENT, state=HeldState.ENDING), 0, "is being stored by gateway-0"),
+    ],
+)
+def test_message_says_where_the_oldest_message_is_at_the_gateway(
+    oldest: RemoteMessage | None, waiting: int, text: str
+) -> None:
+    finding = diagnose(at_gateway(oldest, waiting))
+    assert finding.reason is StuckReason.HEAD_OF_LINE
+    assert text in finding.message
+    assert finding.remedy
+    assert "remote_client_id" not in finding.values
+
+
+def test_hand_over_that_waits_for_a_remote_client_names_it() -> None:
+    finding = diagnose(replace(at_gateway(AT_CLIENT), assigned="c2"))
+    assert finding.reason is StuckReason.HELD
+    assert "has been at client shop@1" in finding.message
+
+
+def test_cap_of_ranges_names_the_remote_client() -> None:
+    capped = replace(IN_HAND, capped=True, acked_range_count=100_000)
+    finding = diagnose(replace(at_gateway(AT_CLIENT), progress=capped))
+    assert finding.reason is StuckReason.ACK_CAP
+    assert "has been at client shop@1" in finding.message
+    assert finding.values["ranges"] == 100_000
 
 
 # ---- the order of the reasons

@@ -15,6 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.common.v1 import error_pb2, queue_pb2
+from baton.gateway.v1 import gateway_service_pb2 as gateway_pb
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
@@ -22,7 +23,14 @@ from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.queues import QueueRef
 from batonmq._telemetry.event_hub import EventHub
-from batonmq.errors import DataLoss, DataLossDetail, Held, NotLeader, SubscriptionConflict
+from batonmq.errors import (
+    DataLoss,
+    DataLossDetail,
+    Held,
+    NotLeader,
+    NotServing,
+    SubscriptionConflict,
+)
 from batonmq_server.nameserver.core.diagnosis import QueueDiagnosis, StuckReason
 from batonmq_server.nameserver.core.groups import Group, Pause, StagedSubscription, Subscription
 from batonmq_server.nameserver.inspector import (
@@ -115,6 +123,56 @@ async def test_head_of_line_has_message_id_and_age(services: Scene) -> None:
     age_ms = finding.values["age_ms"]
     assert isinstance(age_ms, int)
     assert 60_000 <= age_ms < 120_000
+
+
+async def test_gateway_that_owns_a_stuck_queue_names_the_client_that_holds_its_message(
+    services: Scene,
+) -> None:
+    group = services.group("g", "gateway-0-1")
+    services.own(group, "gateway-0-1", held_ms=60_000)
+    services.progress(group, 13, unacked_count=1)
+    services.gateway.held = [
+        gateway_pb.HeldMessage(
+            queue=queue_pb2.QueueRef(topic="t", broker="b", queue_id=1),
+            offset=13,
+            state=gateway_pb.HELD_STATE_LEASED,
+            attempt=3,
+            client=gateway_pb.RemoteClient(
+                client_id="shop@1", language="JAVA", version="5.2.0", host="shop-7"
+            ),
+            held_ms=18_000,
+            lease_left_ms=12_000,
+        )
+    ]
+    *others, held = await why(services, group)
+    assert "b-100a-3" in held.finding.message
+    assert (
+        "has been at client shop@1 (JAVA 5.2.0 on shop-7) for 18 s, attempt 3; its lease expires "
+        "in 12 s"
+    ) in held.finding.message
+    assert held.finding.values["remote_lease_left_ms"] == 12_000
+    assert {one.finding.values["gateway"] for one in others} == {"gateway-0"}
+    assert services.calls()["ListHeldMessages"] == 4, "one call for each stuck queue"
+
+
+async def test_gateway_is_not_believed_about_queues_of_other_members(services: Scene) -> None:
+    group = services.group("g", "gateway-0-2", "c1")
+    services.own(group, "gateway-0-2", held_ms=60_000)
+    services.progress(group, 13, unacked_count=1)
+    found = await why(services, group)
+    assert all("gateway" not in one.finding.values for one in found)
+    services.lockmgr.entries.clear()
+    services.own(group, "c1", held_ms=60_000)
+    await why(services, group)
+    assert services.calls()["ListHeldMessages"] == 4, "c1 is no gateway"
+
+
+async def test_gateway_that_does_not_answer_hides_no_finding(services: Scene) -> None:
+    group = services.group("g", "gateway-0-1")
+    services.own(group, "gateway-0-1", held_ms=60_000)
+    services.progress(group, 13, unacked_count=1)
+    services.gateway.refusal = NotServing("it stops")
+    assert reasons(await why(services, group)) == [StuckReason.HEAD_OF_LINE] * 4
 
 
 async def test_messages_that_pass_no_filter_are_reported_as_filtered(services: Scene) -> None:

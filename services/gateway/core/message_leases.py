@@ -19,7 +19,7 @@ The module does no I/O; times are milliseconds of the monotonic clock, passed in
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
@@ -90,6 +90,8 @@ class QueueLeases:
         self._expiries: list[tuple[int, int, int]] = []
         self._waiting: dict[str, list[int]] = {}
         """Offsets behind the first message of each message group, ascending."""
+        self._leased: dict[str, dict[int, MessageLease]] = {}
+        """What each client holds, by offset, the oldest delivery first."""
         self._leased_count = 0
         self._ready_count = 0
 
@@ -134,8 +136,8 @@ class QueueLeases:
             if message is None or message.state is not LeaseState.READY:
                 continue
             self._ready_count -= 1
-            self._leased_count += 1
-            message.state, message.terms = LeaseState.LEASED, terms
+            message.terms = terms
+            self._hold(message)
             message.attempt += 1
             message.begin_ms = now_ms
             self._set_expiry(message, now_ms + terms.hold_ms)
@@ -170,7 +172,7 @@ class QueueLeases:
         message = self.find(offset, serial, now_ms)
         if message is None:
             return False
-        self._leased_count -= 1
+        self._let_go(message)
         message.state = LeaseState.ENDING
         return True
 
@@ -187,16 +189,14 @@ class QueueLeases:
         message = self._messages.get(offset)
         if message is not None and message.serial == serial and message.state is LeaseState.LEASED:
             message.attempt -= 1
-            self._leased_count -= 1
+            self._let_go(message)
             self._make_ready(message)
 
     def expire_soon(self, client_id: str, at_ms: int) -> None:
         """Renew the leases of a client that ends no more; they expire at `at_ms` at the latest."""
-        for message in self._messages.values():
+        for message in self._leased.get(client_id, {}).values():
             terms = message.terms
-            if message.state is not LeaseState.LEASED or terms is None or not terms.renewed:
-                continue
-            if terms.client_id == client_id:
+            if terms is not None and terms.renewed:
                 message.terms = LeaseTerms(client_id, terms.hold_ms)
                 self._set_expiry(message, min(at_ms, message.expires_ms), renumber=False)
 
@@ -225,7 +225,7 @@ class QueueLeases:
             if terms.renewed and not too_long and is_alive(terms.client_id):
                 self._set_expiry(message, now_ms + terms.hold_ms, renumber=False)
                 continue
-            self._leased_count -= 1
+            self._let_go(message)
             if message.attempt >= self._attempts_max:
                 message.state = LeaseState.ENDING
                 exhausted.append(message)
@@ -251,8 +251,31 @@ class QueueLeases:
 
     def oldest_lease_ms(self) -> int | None:
         """Return when the oldest delivery that a client holds began."""
-        held = (m.begin_ms for m in self._messages.values() if m.state is LeaseState.LEASED)
-        return min(held, default=None)
+        begins = (_oldest(held) for held in self._leased.values())
+        return min(begins, default=None)
+
+    @property
+    def leased(self) -> Mapping[str, Mapping[int, MessageLease]]:
+        """What each client holds, by offset, the oldest delivery first."""
+        return self._leased
+
+    def messages(self, client_id: str = "") -> Iterable[MessageLease]:
+        """Return all messages, or those that a client holds, in no order."""
+        return self._leased.get(client_id, {}).values() if client_id else self._messages.values()
+
+    def _hold(self, message: MessageLease) -> None:
+        assert message.terms is not None
+        message.state = LeaseState.LEASED
+        self._leased.setdefault(message.terms.client_id, {})[message.offset] = message
+        self._leased_count += 1
+
+    def _let_go(self, message: MessageLease) -> None:
+        assert message.terms is not None
+        held = self._leased[message.terms.client_id]
+        del held[message.offset]
+        if not held:
+            del self._leased[message.terms.client_id]
+        self._leased_count -= 1
 
     def _make_ready(self, message: MessageLease) -> None:
         message.state = LeaseState.READY
@@ -274,6 +297,11 @@ class QueueLeases:
             self._make_ready(self._messages[waiting.pop(0)])
         else:
             del self._waiting[message_group]
+
+
+def _oldest(held: dict[int, MessageLease]) -> int:
+    """Return when the oldest delivery began: a dict keeps the order of the deliveries."""
+    return next(iter(held.values())).begin_ms
 
 
 def _renews(message: MessageLease) -> bool:

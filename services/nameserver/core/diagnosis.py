@@ -12,8 +12,10 @@ from enum import StrEnum
 
 from batonmq_server.nameserver.core.evidence import (
     HandlerEvidence,
+    HeldState,
     ProgressEvidence,
     QueueEvidence,
+    RemoteMessage,
 )
 
 LATELY_MS = 5_000
@@ -79,6 +81,15 @@ class QueueDiagnosis:
 
     evidence: QueueEvidence
     finding: Finding
+
+
+HOLDER_MATTERS = (
+    StuckReason.HELD,
+    StuckReason.HEAD_OF_LINE,
+    StuckReason.ACK_CAP,
+    StuckReason.NOT_PULLING,
+)
+"""Reasons that say more if the owner is a gateway and says which client holds the message."""
 
 
 def diagnose(evidence: QueueEvidence) -> Finding:
@@ -352,7 +363,8 @@ def _held(e: QueueEvidence) -> Finding | None:
     return Finding(
         StuckReason.HELD,
         f"{e.owner} has owned {e.name} for {span(e.lock.held_ms)} and has not released it, with "
-        f"{in_flight} in flight; the queue is assigned to {e.assigned}",
+        f"{in_flight} in flight; the queue is assigned to {e.assigned}"
+        + (f"; {_remote_clause(e)}" if _remote_head(e) else ""),
         f"Wait until {e.owner} has handled its messages in flight, or stop it. `baton lock release "
         "--force` takes the queue away; messages in flight are then delivered again, flagged.",
         {
@@ -360,7 +372,8 @@ def _held(e: QueueEvidence) -> Finding | None:
             "held_ms": e.lock.held_ms,
             "token": e.lock.token,
             "waiters": waiters,
-        },
+        }
+        | _remote_values(e),
     )
 
 
@@ -373,6 +386,33 @@ def _ack_cap(e: QueueEvidence) -> Finding | None:
         f"which is not: deliveries stop until {e.owner} acknowledges {_head(e)}{_of_key(e)}",
         f"Handle or skip that message: see the log of {e.owner}.",
         _in_flight(e) | _running(e) | {"ranges": e.progress.acked_range_count},
+    )
+
+
+def _gateway_ack_cap(e: QueueEvidence) -> Finding | None:
+    if e.gateway is None or e.progress is None or not e.progress.capped:
+        return None
+    return Finding(
+        StuckReason.ACK_CAP,
+        f"{e.progress.acked_range_count} ranges are acknowledged after offset {e.head_offset}, "
+        f"which is not: deliveries stop until it is; {_remote_clause(e)}",
+        _remote_remedy(e),
+        _in_flight(e) | _remote_values(e) | {"ranges": e.progress.acked_range_count},
+    )
+
+
+def _gateway_head_of_line(e: QueueEvidence) -> Finding | None:
+    progress = e.progress
+    if e.gateway is None or progress is None:
+        return None
+    if _remote_head(e) is None and not progress.in_flight_count:
+        return None
+    return Finding(
+        StuckReason.HEAD_OF_LINE,
+        f"{_remote_clause(e)}; {_messages_in_flight(progress)} in flight at {e.owner}; "
+        f"{progress.acked_count} after offset {e.head_offset} are acknowledged",
+        _remote_remedy(e),
+        _in_flight(e) | _remote_values(e),
     )
 
 
@@ -449,7 +489,7 @@ def _not_pulling(e: QueueEvidence) -> Finding:
         f"{_messages(e.lag_count)} waiting",
         f"See the log of {e.owner}: it may be busy with other queues, stalled, or unable to reach "
         f"{e.broker}.",
-        {"owner": e.owner, "idle_ms": idle_ms},
+        {"owner": e.owner, "idle_ms": idle_ms} | _remote_values(e),
     )
 
 
@@ -482,7 +522,7 @@ def _delaying_call(e: QueueEvidence) -> HandlerEvidence | None:
 
     A call of a later message of the queue does not: the oldest one waits to be handled again.
     """
-    call = e.lock.running if e.lock else None
+    call = e.lock.running if e.lock and e.gateway is None else None
     if call is None or call.queue != e.queue or call.abandoned:
         return call
     return call if call.offset <= e.head_offset else None
@@ -520,6 +560,68 @@ def _handler_remedy(e: QueueEvidence, call: HandlerEvidence) -> str:
             f"See the log of {e.owner} for the error. To give up such messages, set `retries_max`."
         )
     return f"Find out what the handler of {e.owner} does with that message."
+
+
+def _remote_head(e: QueueEvidence) -> RemoteMessage | None:
+    """Return the oldest message that is not handled, if the gateway has started it."""
+    oldest = e.gateway.oldest if e.gateway else None
+    return oldest if oldest is not None and oldest.offset <= e.head_offset else None
+
+
+def _remote_clause(e: QueueEvidence) -> str:
+    """Return where the oldest message is at the gateway, as a clause."""
+    assert e.gateway is not None
+    gateway, remote = e.gateway.gateway, _remote_head(e)
+    if remote is not None and remote.state is HeldState.LEASED:
+        ends = "is renewed" if remote.renewed else "expires"
+        return (
+            f"{_head(e)} has been at client {remote.client_id}{remote.client} for "
+            f"{span(remote.held_ms)}, attempt {remote.attempt}; its lease {ends} in "
+            f"{span(remote.lease_left_ms)}"
+        )
+    if remote is not None and remote.state is HeldState.ENDING:
+        return f"the outcome of {_head(e)} is being stored by {gateway}"
+    if remote is not None and remote.state is HeldState.WAITING:
+        return f"{_head(e)} waits at {gateway} for an earlier message of its message group"
+    waiting = e.gateway.waiting_count
+    calls = f"{waiting} receive calls of the group wait" if waiting else "no client asks for it"
+    return f"{_head(e)} is ready at {gateway}, and {calls}"
+
+
+def _remote_remedy(e: QueueEvidence) -> str:
+    assert e.gateway is not None
+    remote = _remote_head(e)
+    if remote is not None and remote.state is HeldState.LEASED:
+        return (
+            f"Find out what client {remote.client_id} does with that message. It is delivered "
+            "again when the lease expires"
+            + (", which is renewed while the client is alive." if remote.renewed else ".")
+        )
+    if remote is not None and remote.state is HeldState.ENDING:
+        return f"Wait; if it lasts, see the log of {e.gateway.gateway}."
+    return (
+        f"Check that clients of the group receive at {e.gateway.gateway}: `baton gateway clients "
+        f"--group {e.group.name}`."
+    )
+
+
+def _remote_values(e: QueueEvidence) -> dict[str, object]:
+    if e.gateway is None:
+        return {}
+    values: dict[str, object] = {
+        "gateway": e.gateway.gateway,
+        "remote_waiting": e.gateway.waiting_count,
+    }
+    remote = _remote_head(e)
+    if remote is not None:
+        values |= {"remote_state": remote.state.value, "remote_attempt": remote.attempt}
+    if remote is not None and remote.state is HeldState.LEASED:
+        values |= {
+            "remote_client_id": remote.client_id,
+            "remote_held_ms": remote.held_ms,
+            "remote_lease_left_ms": remote.lease_left_ms,
+        }
+    return values
 
 
 def _running(e: QueueEvidence) -> dict[str, object]:
@@ -566,7 +668,9 @@ _RULES: tuple[Callable[[QueueEvidence], Finding | None], ...] = (
     _owner_silent,
     _phantom_token,
     _held,
+    _gateway_ack_cap,
     _ack_cap,
+    _gateway_head_of_line,
     _head_of_line,
     _filtered,
     _outdated_node,

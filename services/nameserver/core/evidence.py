@@ -7,6 +7,7 @@ or -1, with an error beside it that says why.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from batonmq._core.queues import GroupQueue, QueueRef
 
@@ -101,6 +102,53 @@ class HandlerEvidence:
     abandoned: bool = False
     ordering_key: str = ""
     failed_count: int = 0
+
+
+class HeldState(StrEnum):
+    """Where a message is that a gateway has started, as in its contract."""
+
+    WAITING = "WAITING"
+    READY = "READY"
+    LEASED = "LEASED"
+    ENDING = "ENDING"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteMessage:
+    """The oldest message of a queue that a gateway has started.
+
+    Attributes:
+        state: Where it is; the attributes of a client are empty unless it is LEASED.
+        client: The remote client with its language, version and host, for messages.
+        attempt: Deliveries so far.
+        held_ms: Time since it was delivered.
+        lease_left_ms: Time until its lease expires.
+        renewed: Whether the gateway renews the lease as long as the client is alive.
+    """
+
+    offset: int
+    state: HeldState
+    attempt: int = 0
+    client_id: str = ""
+    client: str = ""
+    held_ms: int = 0
+    lease_left_ms: int = 0
+    renewed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayEvidence:
+    """What the gateway that owns a queue says about it.
+
+    Attributes:
+        gateway: Node id of the gateway.
+        waiting_count: Receive calls of the group that wait for a message.
+        oldest: The oldest message that it has started; None if there is none.
+    """
+
+    gateway: str
+    waiting_count: int = 0
+    oldest: RemoteMessage | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +253,7 @@ class QueueEvidence:
         unmoved_ms: Time since the present committed offset was first seen; -1 if unknown.
         moved: Whether another committed offset was seen before.
         leader: Node id of the broker's leader; empty if unknown.
+        gateway: What the owner says, if it is a gateway; None if it is none, or if unknown.
     """
 
     group: GroupEvidence
@@ -226,6 +275,7 @@ class QueueEvidence:
     unmoved_ms: int = -1
     moved: bool = False
     leader: str = ""
+    gateway: GatewayEvidence | None = None
 
     @property
     def queue(self) -> QueueRef:

@@ -2304,7 +2304,12 @@ class Diagnosis(_message.Message):
 
     @_builtins.property
     def evidence(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Values of the reason by name, as the comment of the reason lists them."""
+        """Values of the reason by name, as the comment of the reason lists them. If a gateway owns the queue,
+        HELD, HEAD_OF_LINE, ACK_CAP and NOT_PULLING have none of a handler call, but `gateway` (its node
+        id) and `remote_waiting` (receive calls of the group that wait there); if the gateway has started
+        the oldest message, also `remote_state` (WAITING, READY, LEASED or ENDING) and `remote_attempt`;
+        and if a remote client holds it, `remote_client_id`, `remote_held_ms` and `remote_lease_left_ms`.
+        """
 
     def __init__(
         self,
