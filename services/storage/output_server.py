@@ -36,6 +36,9 @@ class OutputServicer(pb_grpc.OutputServiceServicer):
     def __init__(self, appender: Appender, require: PermissionCheck | None) -> None:
         self._appender, self._require = appender, require
         self._outputs = appender.store.outputs
+        metrics = appender.metrics
+        metrics.remembered_outputs.set_function(lambda: len(self._outputs))
+        metrics.output_sources.set_function(lambda: self._outputs.source_count)
 
     async def OpenOutputs(
         self, request: pb.OpenOutputsRequest, context: Context

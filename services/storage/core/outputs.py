@@ -90,7 +90,7 @@ class StoredOutput(NamedTuple):
     Attributes:
         offset, number, digest: As in `OutputRow`.
         position: Position of its batch.
-        index: Its index in the batch.
+        batch_index: Its index in the batch.
         stored_offset: Its offset in its queue.
     """
 
@@ -98,7 +98,7 @@ class StoredOutput(NamedTuple):
     number: int
     digest: int
     position: int
-    index: int
+    batch_index: int
     stored_offset: int
 
 
