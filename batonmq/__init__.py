@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from batonmq._consumer.message_batch import MessageBatch
     from batonmq._consumer.puller import AtTime, Puller, PullerSettings
     from batonmq._consumer.session import OwnershipEvent
+    from batonmq._core.outputs import Output
     from batonmq._core.queues import QueueRef
     from batonmq._core.records import Message
     from batonmq._core.requests import Reply
@@ -79,6 +80,7 @@ __all__ = [
     "MessageBatch",
     "MessageFailed",
     "Origin",
+    "Output",
     "OwnershipEvent",
     "PartlySent",
     "PendingReceipt",
@@ -143,6 +145,7 @@ _HOMES = {
     "PullerSettings": "batonmq._consumer.puller",
     "QueueRef": "batonmq._core.queues",
     "Receipt": "batonmq._producer.receipts",
+    "Output": "batonmq._core.outputs",
     "ReceivedMessage": "batonmq._consumer.message",
     "Retry": "batonmq.errors",
     "RetryLater": "batonmq._consumer.handler_results",

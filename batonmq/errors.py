@@ -419,6 +419,28 @@ class DuplicateSequence(BatonError):
     remedy = "Do not send the messages again: they are stored."
 
 
+class OutputMismatch(BatonError):
+    """A transformer made another output of an input than the one that is stored."""
+
+    reason = "OUTPUT_MISMATCH"
+    kind = "FAILED_PRECONDITION"
+    remedy = (
+        "Make the handler deterministic: the same input must give the same outputs, in the same "
+        "order. The stored output stays."
+    )
+
+
+class OutputsForgotten(BatonError):
+    """An input may have outputs that storage has forgotten, so they are not stored again."""
+
+    reason = "OUTPUTS_FORGOTTEN"
+    kind = "FAILED_PRECONDITION"
+    remedy = (
+        "Look whether the outputs of the input are stored. Then reset the group's offset on the "
+        "queue: behind the input to skip it, or to the input to produce its outputs again."
+    )
+
+
 class DataLoss(BatonError):
     """Stored bytes do not match their checksum."""
 

@@ -35,6 +35,7 @@ from bench import (
     streams,
     tls,
     transactions,
+    transforms,
     trickle,
     wire,
 )
@@ -61,6 +62,7 @@ BENCHES: dict[str, Callable[[Setup], Awaitable[list[Figure]]]] = {
     "replication": replication.replication,
     "requests": requests.requests,
     "transactions": transactions.transactions,
+    "transform": transforms.transforms,
     "delays": delay.delays,
     "failovers": failovers.failovers,
     "starvation": starvation.starvation,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # for administration only: these methods import them when the
     from baton.gateway.v1 import gateway_service_pb2_grpc as gateway_grpc
     from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
     from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
+    from baton.storage.v1 import output_service_pb2_grpc as output_grpc
     from baton.storage.v1 import query_service_pb2_grpc as query_grpc
     from baton.storage.v1 import replication_service_pb2_grpc as storage_replication_grpc
     from baton.storage.v1 import reply_service_pb2_grpc as reply_grpc
@@ -269,6 +270,17 @@ class Directory:
 
         address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
         return transaction_grpc.TransactionServiceStub(self._channel(address))
+
+    async def outputs(self, broker: str) -> output_grpc.OutputServiceAsyncStub:
+        """Return a stub for the memory of outputs at the storage leader of `broker`.
+
+        Raises:
+            Unreachable: The broker is not registered, or no nameserver responds.
+        """
+        from baton.storage.v1 import output_service_pb2_grpc as output_grpc  # noqa: PLC0415
+
+        address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
+        return output_grpc.OutputServiceStub(self._channel(address))
 
     async def brokers(self) -> set[str]:
         """Ask a nameserver for the names of all brokers.

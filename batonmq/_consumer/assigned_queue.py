@@ -76,6 +76,7 @@ class AssignedQueue:
         paused: Whether the application has paused the queue.
         commit_waiters: Callers that wait for their acks to be committed; the queue is not drained
             before that.
+        on_granted: Called when an ownership begins.
         on_work_dropped: Called when the results of running handlers do not count any more.
         wakeup: Notified when the state, the group's record, `paused` or room in the buffer changes.
         freed: Set when another request for the queue may succeed at once.
@@ -103,6 +104,7 @@ class AssignedQueue:
         self.paused = ref in session.paused
         self.commit_waiters = CommitWaiters()
         self.on_work_dropped: Callable[[], None] = lambda: None
+        self.on_granted: Callable[[], None] = lambda: None
         self.wakeup, self.freed = Wakeup(), asyncio.Event()
         self.revoked = Condition(self.wakeup, lambda: not self._ownership.assigned)
         self.stopped = Condition(self.wakeup, lambda: self.state is not OwnershipState.OWNED)
@@ -333,6 +335,7 @@ class AssignedQueue:
         self.useful = False
         self.position_known = ("", 0)
         self._receive(OwnershipInput.GRANTED)
+        self.on_granted()
 
     def withdraw(self) -> None:
         """End without a grant; drain first if the token from before may still be valid."""

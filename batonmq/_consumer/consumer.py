@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -21,7 +21,14 @@ from batonmq._consumer.ack_committer import AckCommitter
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.batched_calls import BatchedCalls
 from batonmq._consumer.consumer_gauges import ConsumerGauges
-from batonmq._consumer.consumer_settings import CONSUME_FROM, MODELS, ORDERS, ConsumerSettings
+from batonmq._consumer.consumer_settings import (
+    CONSUME_FROM,
+    MODELS,
+    ORDERS,
+    ConsumerSettings,
+    check_transforms,
+    retry_policy,
+)
 from batonmq._consumer.delivery_streams import DeliveryStreams
 from batonmq._consumer.handler_adapters import (
     BatchAdapter,
@@ -42,12 +49,14 @@ from batonmq._consumer.message_dispatcher import MessageDispatcher
 from batonmq._consumer.queue_rotation import QueueRotation
 from batonmq._consumer.queue_runner import QueueRunner
 from batonmq._consumer.reply_sender import ReplySender
-from batonmq._consumer.retry_sender import RetrySender, create_retry_topic
+from batonmq._consumer.retry_sender import RetrySender, create_group_topic
 from batonmq._consumer.session import OwnershipEvent, Session
+from batonmq._consumer.transform_adapter import TransformAdapter, TransformHandler
+from batonmq._consumer.transformer import Transformer
 from batonmq._core.flow_control import FlowReason
 from batonmq._core.queues import QueueRef
 from batonmq._core.requests import Reply
-from batonmq._core.retries import retry_topic
+from batonmq._core.retries import dead_letter_topic, retry_topic
 from batonmq._core.subscription import parse_filter
 from batonmq._producer.producer import stream_of
 from batonmq._telemetry.client_metrics import ClientMetrics, ConsumerMetrics
@@ -403,7 +412,37 @@ class Consumer:
             )
         await self._run(BatchAdapter(handler, messages_max))
 
-    async def _run(self, adapter: HandlerAdapter) -> None:
+    async def transform(self, handler: TransformHandler, *, to: str | Sequence[str]) -> None:
+        """Call `handler` with every message, and store what it returns, until `stop`.
+
+        Each output is stored once for its input, whatever dies, and the input is acknowledged when
+        its outputs are stored. Outputs of one queue with the same ordering key keep the order of
+        their inputs.
+
+        Args:
+            handler: As for `run`, but it returns the outputs: None, bytes, an `Output`, or several
+                of these; it may also yield them. It must be deterministic: the same message must
+                give the same outputs in the same order, also in another process.
+            to: The output topics. They must exist.
+
+        Raises:
+            InvalidArgument: The settings send failed messages back, or are those of a broadcasting
+                member: set `send_back=False`, or an `order`.
+            TopicNotFound: An output topic does not exist.
+            MessageFailed: A message failed too often, and `exhausted` is `stop`.
+        """
+        topics = (to,) if isinstance(to, str) else tuple(dict.fromkeys(to))
+        settings = self._session.settings
+        check_transforms(settings, topics)
+        policy, dead_letters = retry_policy(settings), ""
+        if policy.retries_max is not None and policy.exhausted == "dead_letter":
+            dead_letters = dead_letter_topic(self._session.group)
+            await create_group_topic(self._session, dead_letters)
+        transformer = Transformer(self._session, topics, dead_letters, self._spawn)
+        await transformer.begin()
+        await self._run(TransformAdapter(handler, topics), transformer)
+
+    async def _run(self, adapter: HandlerAdapter, transformer: Transformer | None = None) -> None:
         dispatcher = MessageDispatcher(
             self._session,
             adapter,
@@ -411,6 +450,7 @@ class Consumer:
             self._reply_sender,
             self._tasks,
             self._stop_failed,
+            transformer,
         )
         self._deadlines = dispatcher.deadlines
         self._deadlines.set(self._handle_timeout_ms)
@@ -467,7 +507,7 @@ class Consumer:
         except TopicNotFound as error:
             if not session.settings.sends_back or error.detail.topic != retries:
                 raise
-            await create_retry_topic(session)
+            await create_group_topic(session, retries)
             await self._membership.join(session.settings.start_timeout_ms)
 
     async def _follow(self, topic: str) -> None:

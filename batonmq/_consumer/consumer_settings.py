@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Literal
@@ -171,6 +171,29 @@ class ConsumerSettings:
         if self.send_back is None:
             return self.model == "clustering" and self.order == "none"
         return self.send_back
+
+
+def check_transforms(settings: ConsumerSettings, topics: Sequence[str]) -> None:
+    """Check that a consumer with these settings can transform messages.
+
+    Raises:
+        InvalidArgument: It can't, or there is no output topic.
+    """
+    if not topics:
+        raise InvalidArgument("transform needs an output topic", facts={"field": "to"})
+    if settings.model == "broadcasting":
+        raise InvalidArgument(
+            "a broadcasting member can't transform messages: every member would store the outputs",
+            remedy="Use a clustering group.",
+            facts={"field": "model"},
+        )
+    if settings.sends_back:
+        raise InvalidArgument(
+            "transform is not possible with send_back: the copy in the retry topic would be "
+            "another input, with outputs of its own",
+            remedy="Set send_back=False, or an order: failed messages are handled again in place.",
+            facts={"field": "send_back"},
+        )
 
 
 def retry_policy(settings: ConsumerSettings) -> RetryPolicy:

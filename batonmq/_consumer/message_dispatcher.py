@@ -30,6 +30,8 @@ from batonmq._consumer.reply_sender import ReplySender
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
 from batonmq._consumer.running_calls import RunningCall
 from batonmq._consumer.session import Session
+from batonmq._consumer.transform_adapter import TransformAdapter, dead_letter_of
+from batonmq._consumer.transformer import PendingInput, Transformer
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import HandlingFailure, RetryInPlace, SendBack, SkipMessage, StopConsumer
 
@@ -44,13 +46,14 @@ class MessageDispatcher:
         retry_sender: Sends failed messages to the retry topic.
         reply_sender: Sends the replies that handlers return.
         tasks: Runs the tasks of the queues.
+        transformer: Stores the outputs of inputs; None if the handler makes none.
         on_stop: Called when a message has failed too often and the settings say to stop then.
 
     Attributes:
         deadlines: Ends handler calls that take too long.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  the parts of a consumer
         self,
         session: Session,
         adapter: HandlerAdapter,
@@ -58,10 +61,11 @@ class MessageDispatcher:
         reply_sender: ReplySender,
         tasks: asyncio.TaskGroup,
         on_stop: Callable[[MessageFailed], None],
+        transformer: Transformer | None = None,
     ) -> None:
         settings = session.settings
         self._session, self._adapter, self._retry_sender = session, adapter, retry_sender
-        self._reply_sender = reply_sender
+        self._reply_sender, self._transformer = reply_sender, transformer
         self._tasks, self._on_stop = tasks, on_stop
         self._policy, self._metrics = retry_policy(settings), session.metrics
         self._event_counter, self._by_key = session.event_counter, settings.order == "key"
@@ -81,6 +85,8 @@ class MessageDispatcher:
 
     def cancel(self, ref: QueueRef) -> None:
         """Cancel the handlers of a queue that is released; their results do not count any more."""
+        if self._transformer is not None:
+            self._transformer.drop(ref)
         for task in self._by_queue.pop(ref, ()):
             task.cancel()
 
@@ -121,14 +127,43 @@ class MessageDispatcher:
             messages = None if ended else self._adapter.take(queue)
             if messages:
                 failures = await self._attempt(messages)
-                if failures is None:
+                if failures is None and self._transformer is not None:
+                    failures = await self._send_outputs(queue, messages)
+                elif failures is None:
                     queue.finish(messages)
-                else:
+                if failures is not None:
                     await self._resolve(queue, messages, failures)
             else:
                 self._slots.release()
                 if ended:
                     return
+
+    async def _send_outputs(
+        self, queue: AssignedQueue, messages: Sequence[ReceivedMessage]
+    ) -> Sequence[HandlingFailure] | None:
+        """Send the outputs of a handled message, which is finished when they are stored."""
+        assert self._transformer is not None and isinstance(self._adapter, TransformAdapter)
+        (message,) = messages
+        outputs = self._adapter.take_outputs(message)
+        result = await self._transformer.accept(queue, message, outputs)
+        if isinstance(result, HandlingFailure):
+            return [result]
+        if result is None:
+            queue.finish(messages)
+        return None
+
+    async def _store_outputs(
+        self, queue: AssignedQueue, message: ReceivedMessage
+    ) -> HandlingFailure | bool:
+        """Store the outputs of a message that was handled again; True if that succeeded."""
+        assert self._transformer is not None and isinstance(self._adapter, TransformAdapter)
+        outputs = self._adapter.take_outputs(message)
+        result = await self._transformer.accept(queue, message, outputs)
+        if isinstance(result, HandlingFailure):
+            return result
+        if result is not None:
+            await result.stored()
+        return True
 
     async def _resolve(
         self,
@@ -208,6 +243,8 @@ class MessageDispatcher:
         message.attempts += 1
         message.token = queue.token  # it may be from an earlier grant
         failures = await self._attempt([message])
+        if failures is None and self._transformer is not None:
+            return await self._store_outputs(queue, message)
         return (failures and failures[0]) or True
 
     async def _decide(
@@ -253,6 +290,14 @@ class MessageDispatcher:
         def still_owned() -> bool:  # otherwise the next owner handles the message
             return queue.counts(message) and queue.held
 
+        if self._transformer is not None:
+            # As an output, so the message has either outputs or one dead letter.
+            client_id = self._session.incarnation.client_id
+            letter = dead_letter_of(message, failure, self._transformer.dead_letters, client_id)
+            result = await self._transformer.accept(queue, message, [letter])
+            if isinstance(result, PendingInput):
+                await result.stored()
+            return not isinstance(result, HandlingFailure)
         progress = queue.progress
         reset_epoch = progress.reset_epoch if progress is not None else 0
         return await self._retry_sender.send(

@@ -86,8 +86,8 @@ async def create_topic(session: Session, topic: str) -> None:
             raise error from failure
 
 
-async def create_retry_topic(session: Session) -> None:
-    """Create the group's retry topic, unless it exists; within the start timeout.
+async def create_group_topic(session: Session, topic: str) -> None:
+    """Create a topic of the group, unless it exists; within the start timeout.
 
     Raises:
         InvalidName: the group's name is too long for the topic's name.
@@ -97,7 +97,7 @@ async def create_retry_topic(session: Session) -> None:
     deadline_ms = clock.monotonic_ms() + session.settings.start_timeout_ms
     while True:
         try:
-            return await create_topic(session, retry_topic(session.group))
+            return await create_topic(session, topic)
         except BatonError as error:
             if error.retry is Retry.NEVER or clock.monotonic_ms() > deadline_ms:
                 raise

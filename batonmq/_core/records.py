@@ -27,12 +27,14 @@ All numbers are big-endian.
     84     4  record count n, at least 1
     88     4  extra key count k
     92     2  topic length t, bytes
-    94     2  flags; bits 0-3 compression of the records (0 none, 1 LZ4, 2 Zstandard), others 0
+    94     2  flags; bits 0-3 compression of the records (0 none, 1 LZ4, 2 Zstandard); bits 4-15
+              length of the output head h, bytes; 0 if the messages are not outputs
     96     t  topic, ASCII
            4n lengths of the records, bytes
            4n tag hashes: Java String.hashCode of the tag, 0 without tag
            4n key hashes: CRC-32 of the first key, 0 without key
            8k extra keys: record index, CRC-32 of the key
+            h output head, and then for each record 16 bytes: see `batonmq._core.outputs`
               records, compressed together as one LZ4 block or one Zstandard frame, or plain
 
 Lengths are those of the records before compression, and so are all limits. A Zstandard frame
@@ -87,6 +89,10 @@ _PART_LIMITS = {
 }
 """Limits of the parts of a record, in bytes."""
 _COMPRESSIONS = {int(one): one for one in Compression}
+_COMPRESSION_MASK, _OUTPUT_HEAD_SHIFT = 0xF, 4
+OUTPUT_HEAD_BYTES = range(40, 229)
+"""Possible lengths of an output head: the names of group and broker have 2 to 190 characters."""
+OUTPUT_ROW_BYTES = 16
 _NO_COMPRESSION = RecordCompressor()
 
 Raw = TypeVar("Raw", bytes, memoryview, bytes | memoryview)
@@ -130,6 +136,13 @@ class Header:
     compression: Compression = Compression.NONE
     owner: int = 0
     checksum: int = 0
+    output_head_bytes: int = 0
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the output head and the output rows; 0 if the messages are not outputs."""
+        head_bytes = self.output_head_bytes
+        return head_bytes + OUTPUT_ROW_BYTES * self.count if head_bytes else 0
 
     @property
     def next_offset(self) -> int:
@@ -330,18 +343,21 @@ class BatchBuilder:
         producer: tuple[int, int] = (0, 0),
         sequence: int = 0,
         born_unix_ms: int = 0,
+        outputs: tuple[bytes, bytes] = (b"", b""),
     ) -> bytes:
         """Return the batch without a stamp: the fields that storage writes are zero.
 
         Args:
             producer: Producer id and epoch.
             sequence: Sequence of the first message, per producer and queue.
+            outputs: Output head and output rows, if the messages are outputs.
         """
         if not self.count:
             raise BadBatch("the batch has no record", facts={"field": "count"})
         name = topic.encode("ascii")
         count = self.count
         columns_bytes = 12 * count + 8 * len(self._extra_keys)
+        columns_bytes += sum(map(len, outputs))
         records_bytes = self.bytes_count - 12 * count
         check_limit(
             "batch", HEADER_BYTES + len(name) + columns_bytes + records_bytes, BATCH_BYTES_MAX
@@ -359,14 +375,16 @@ class BatchBuilder:
                 struct.pack(
                     f">{2 * len(self._extra_keys)}I", *chain.from_iterable(self._extra_keys)
                 ),
+                *outputs,
                 *records,
             )
         )
         length = HEADER_BYTES + len(body)
+        flags = int(compression) | len(outputs[0]) << _OUTPUT_HEAD_SHIFT
         head = bytearray(
             HEADER.pack(
                 MAGIC, VERSION, 0, length, 0, 0, 0, 0, 0, 0, 0, 0, *producer, sequence,
-                born_unix_ms, queue_id, count, len(self._extra_keys), len(name), compression,
+                born_unix_ms, queue_id, count, len(self._extra_keys), len(name), flags,
             )
         )  # fmt: skip
         crc32c = _crc32c()
@@ -397,10 +415,15 @@ def read_header(batch: bytes | memoryview) -> Header:
             f"reserved {reserved}",
             facts={"field": "magic"},
         )
-    if flags not in _COMPRESSIONS:
+    compression = _COMPRESSIONS.get(flags & _COMPRESSION_MASK)
+    output_head_bytes = flags >> _OUTPUT_HEAD_SHIFT
+    known = not output_head_bytes or output_head_bytes in OUTPUT_HEAD_BYTES
+    if compression is None or not known:
         raise BadBatch(f"unknown flags {flags:#x}", facts={"field": "flags"})
     columns = HEADER_BYTES + topic_bytes + 12 * count + 8 * extra_key_count
-    records_min = 1 if flags else RECORD.size * count
+    if output_head_bytes:
+        columns += output_head_bytes + OUTPUT_ROW_BYTES * count
+    records_min = 1 if compression else RECORD.size * count
     if not 1 <= count <= RECORDS_MAX or columns + records_min > length:
         raise BadBatch(
             f"a batch of {length} bytes can't have {count} records", facts={"field": "count"}
@@ -409,7 +432,7 @@ def read_header(batch: bytes | memoryview) -> Header:
     return Header(
         length, position, first_offset, store_unix_ms, topic_id, epoch, producer_id,
         producer_epoch, sequence, born_unix_ms, queue_id, count, extra_key_count, topic,
-        _COMPRESSIONS[flags], owner, checksum,
+        compression, owner, checksum, output_head_bytes,
     )  # fmt: skip
 
 
@@ -568,12 +591,15 @@ class ColumnStarts(NamedTuple):
     tags: int
     keys: int
     extra_keys: int
+    outputs: int
 
 
 def column_starts(header: Header) -> ColumnStarts:
     """Return where the columns of a batch begin."""
     lengths, size = HEADER_BYTES + len(header.topic), 4 * header.count
-    return ColumnStarts(lengths, lengths + size, lengths + 2 * size, lengths + 3 * size)
+    extra_keys = lengths + 3 * size
+    outputs = extra_keys + 8 * header.extra_key_count
+    return ColumnStarts(lengths, lengths + size, lengths + 2 * size, extra_keys, outputs)
 
 
 def locate_records(batch: Raw, header: Header, size: int) -> tuple[Raw | bytes, int]:
@@ -585,6 +611,8 @@ def locate_records(batch: Raw, header: Header, size: int) -> tuple[Raw | bytes, 
         size: Sum of the lengths of the records.
     """
     records_at = HEADER_BYTES + len(header.topic) + 12 * header.count + 8 * header.extra_key_count
+    if header.output_head_bytes:
+        records_at += header.output_bytes
     if not header.compression:
         return batch, records_at
     check_limit("batch", records_at + size, BATCH_BYTES_MAX)

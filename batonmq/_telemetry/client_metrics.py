@@ -138,6 +138,19 @@ class ClientMetrics:
             (*by_client, "state"),
             registry=registry,
         )
+        self.outputs = Counter(
+            "baton_consumer_stored_outputs",
+            "Outputs of transformers that were stored, by output topic.",
+            by_topic,
+            registry=registry,
+        )
+        self.refused_outputs = Counter(
+            "baton_consumer_refused_outputs",
+            "Inputs whose outputs are refused, by reason: OUTPUT_MISMATCH (other outputs are "
+            "stored) or OUTPUTS_FORGOTTEN (it is not known whether they are stored).",
+            (*by_topic, "reason"),
+            registry=registry,
+        )
         self.replies = Counter(
             "baton_consumer_replies",
             "Replies to requests, by outcome: delivered, late (the requester is gone), inbox_full "
@@ -266,6 +279,14 @@ class ConsumerMetrics:
     def replied(self, topic: str, outcome: str, count: int) -> None:
         """Count replies with a known outcome."""
         self._metrics.replies.labels(self._group, topic, outcome).inc(count)
+
+    def outputs_stored(self, topic: str, count: int) -> None:
+        """Count outputs that were stored in a topic."""
+        self._metrics.outputs.labels(self._group, topic).inc(count)
+
+    def output_refused(self, topic: str, reason: str) -> None:
+        """Count an input of a topic whose outputs are refused."""
+        self._metrics.refused_outputs.labels(self._group, topic, reason).inc()
 
     def queue_changed(self, kind: str) -> None:
         """Count a change of a queue's ownership."""

@@ -1,7 +1,8 @@
 """The permission that each call of storage needs.
 
 GetMessage, CancelScheduled and the calls about transactions name a message or a group, not a topic.
-Their servicers check the permission themselves once they know the topic. The servicer of Deliver
+Their servicers check the permission themselves once they know the topic. So do the servicers of
+Append and OutputService with the group of outputs. The servicer of Deliver
 checks those of each delivery.
 """
 
@@ -118,6 +119,10 @@ RULES: AccessRules = {
             "WatchChecks": requires(ANY_GRANT),
             "ListTransactions": requires(ANY_GRANT),
         },
+    ),
+    **rules_by_path(
+        "baton.storage.v1.OutputService",
+        {"OpenOutputs": requires(ANY_GRANT), "ListOutputSources": requires(ANY_GRANT)},
     ),
     **rules_by_path(
         "baton.storage.v1.ReplyService",

@@ -14,6 +14,7 @@ import grpc.aio
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from baton.storage.v1 import output_service_pb2_grpc as output_grpc
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import replication_service_pb2_grpc as replication_grpc
 from baton.storage.v1 import reply_service_pb2_grpc as reply_grpc
@@ -62,6 +63,7 @@ SERVICE = "baton.storage.v1.StorageService"
 QUERY_SERVICE = "baton.storage.v1.QueryService"
 SCHEDULE_SERVICE = "baton.storage.v1.ScheduleService"
 _QUERIES = frozenset({"SearchOffset", "Read", "FindByKey", "GetMessage"})
+OUTPUT_SERVICE = "baton.storage.v1.OutputService"
 TRANSACTION_SERVICE = "baton.storage.v1.TransactionService"
 REPLY_SERVICE = "baton.storage.v1.ReplyService"
 REPLICATION_SERVICE = "baton.storage.v1.ReplicationService"
@@ -120,6 +122,9 @@ async def served(
                 TRANSACTION_SERVICE: partial(
                     transaction_grpc.add_TransactionServiceServicer_to_server,
                     components.transactions,
+                ),
+                OUTPUT_SERVICE: partial(
+                    output_grpc.add_OutputServiceServicer_to_server, components.outputs
                 ),
                 REPLY_SERVICE: _replies(environment),
             },
@@ -224,6 +229,13 @@ async def replicated(
                         cast(
                             transaction_grpc.TransactionServiceServicer,
                             CurrentServicer(role, lambda components: components.transactions),
+                        ),
+                    ),
+                    OUTPUT_SERVICE: partial(
+                        output_grpc.add_OutputServiceServicer_to_server,
+                        cast(
+                            output_grpc.OutputServiceServicer,
+                            CurrentServicer(role, lambda components: components.outputs),
                         ),
                     ),
                     REPLY_SERVICE: _replies(environment),

@@ -31,6 +31,7 @@ from batonmq_server.storage.metric_stream import FSYNC, StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import StorageNode
 from batonmq_server.storage.node_role import NodeRole
+from batonmq_server.storage.output_server import OutputServicer
 from batonmq_server.storage.query_server import QueryServicer
 from batonmq_server.storage.queue_repairer import QueueRepairer
 from batonmq_server.storage.retention_losses import RetentionLosses
@@ -96,6 +97,7 @@ class StorageComponents:
     queries: QueryServicer
     scheduling: ScheduleServicer
     transactions: TransactionServicer
+    outputs: OutputServicer
     loops: Sequence[Loop]
 
     async def drain(self) -> None:
@@ -243,6 +245,7 @@ def build_components(
             clock=runtime.clock,
             random=runtime.random,
             identity_of=runtime.guard.caller_identity,
+            require=require,
             access_of=partial(StreamAccess, runtime.guard, DELIVER),
         )
     )
@@ -289,6 +292,7 @@ def build_components(
             require=require,
             identity_of=runtime.guard.caller_identity,
         ),
+        outputs=OutputServicer(appender, require),
         loops=(
             flusher.run,
             pulls.run,

@@ -134,6 +134,16 @@ class StorageMetrics:
             ("reason",),
             registry=registry,
         )
+        self.remembered_outputs = Gauge(
+            "baton_storage_remembered_outputs",
+            "Outputs of transformers that are remembered, because their inputs may be handled again.",
+            registry=registry,
+        )
+        self.output_sources = Gauge(
+            "baton_storage_output_sources",
+            "Sources of outputs: input queues of groups that transform messages.",
+            registry=registry,
+        )
         self.open_transactions = Gauge(
             "baton_storage_open_transactions",
             "Half messages whose transaction has not ended.",

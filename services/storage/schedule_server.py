@@ -20,7 +20,7 @@ from batonmq_server.runtime.access.owner import owner_of
 from batonmq_server.runtime.access.permissions import produce
 from batonmq_server.storage import validation
 from batonmq_server.storage.appender import Appender
-from batonmq_server.storage.core import schedule, transactions
+from batonmq_server.storage.core import outputs, schedule, transactions
 from batonmq_server.storage.core.delay_queue import DelayKey
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.schedule import (
@@ -33,6 +33,7 @@ from batonmq_server.storage.core.store import (
     CheckedBatch,
     LocalTopic,
     check,
+    check_no_outputs,
     check_queue,
     check_takes,
 )
@@ -41,6 +42,7 @@ from batonmq_server.storage.topic_cache import TopicCache
 SYSTEM_TOPICS: Mapping[str, LocalTopic | BatonError] = {
     schedule.TOPIC: LocalTopic(schedule.TOPIC_ID, schedule.QUEUE_COUNT),
     transactions.TOPIC: LocalTopic(schedule.TOPIC_ID, transactions.QUEUE_COUNT),
+    outputs.TOPIC: LocalTopic(schedule.TOPIC_ID, outputs.QUEUE_COUNT),
 }
 _POSITION_BITS = 64
 _ID = re.compile(r"([a-z0-9-]{1,63})-([0-9a-f]{1,32})")
@@ -249,6 +251,6 @@ class _ScheduleRun:
 def _checked(item: pb.ScheduleItem, owner: int, now_unix_ms: int) -> _Item | BatonError:
     try:
         deliver_unix_ms = check_deliver_time(item.deliver_unix_ms, now_unix_ms)
-        return _Item(deliver_unix_ms, check(item.batch, owner))
+        return _Item(deliver_unix_ms, check_no_outputs(check(item.batch, owner)))
     except BatonError as error:
         return error

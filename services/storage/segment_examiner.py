@@ -13,6 +13,7 @@ from batonmq.errors import DataLoss
 from batonmq_server.storage.core.commitlog import PositionRange, segment_path
 from batonmq_server.storage.core.consumequeue import topic_of
 from batonmq_server.storage.core.files import Disk
+from batonmq_server.storage.core.outputs import OPENED
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.purge import TRIMMED, contains_only, decode_order
 from batonmq_server.storage.core.schedule import TOPIC_ID
@@ -125,6 +126,8 @@ class SegmentExaminer:
                 order = decode_order(header, bytes(batch), header.position + header.length)
                 keys.update(one[:2] for one in order.trims if one[:2] in first_offsets)
                 return order.next_position <= position
+            if key == (TOPIC_ID, OPENED):
+                return header.position + header.length <= position
             if key[0] == TOPIC_ID:
                 return False
             if self._topics.is_gone(header.topic, header.topic_id):

@@ -29,6 +29,7 @@ from batonmq_server.storage.core.store import (
 from batonmq_server.storage.deliverer import Deliverer
 from batonmq_server.storage.delivery_streams import DeliveryStreams
 from batonmq_server.storage.metric_stream import APPEND
+from batonmq_server.storage.output_server import refusal
 from batonmq_server.storage.servicer_parts import StorageServicerParts
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         self._parts.flusher.check()
         owner = owner_of(self._parts.identity_of(context))
         checked = [_checked(batch, owner) for batch in batches]
+        if any(isinstance(one, CheckedBatch) and one.outputs is not None for one in checked):
+            checked = self._permitted_outputs(checked, context)
         good = [one for one in checked if isinstance(one, CheckedBatch)]
         topics = await self._parts.topics.find_all({one.header.topic for one in good})
         members_min = 2 if request.durability == pb.DURABILITY_REPLICATED else 1
@@ -127,6 +130,25 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
 
     async def _find(self, topic: str, queue_id: int) -> QueueKey:
         return check_queue(topic, await self._parts.topics.find(topic), queue_id)
+
+    def _permitted_outputs(
+        self, checked: Sequence[CheckedBatch | BatonError], context: Context
+    ) -> list[CheckedBatch | BatonError]:
+        """Return `checked`; outputs of groups as which the caller may not read are refused."""
+        require = self._parts.require
+        if require is None:
+            return list(checked)
+        permitted: dict[str, BatonError | None] = {}
+        results: list[CheckedBatch | BatonError] = []
+        for one in checked:
+            if isinstance(one, CheckedBatch) and one.outputs is not None:
+                group = one.outputs.head.source.group
+                if group not in permitted:
+                    permitted[group] = refusal(require, context, group)
+                results.append(permitted[group] or one)
+            else:
+                results.append(one)
+        return results
 
     def _append(
         self,

@@ -11,6 +11,7 @@ import grpc.aio
 
 from batonmq._common.clock import Clock
 from batonmq.errors import DataLoss
+from batonmq_server.runtime.access.guard import PermissionCheck
 from batonmq_server.runtime.access.stream_access import StreamAccess
 from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.storage.appender import Appender
@@ -46,6 +47,7 @@ class StorageServicerParts:
         purge: Removes what deleted topics of a name have left in the log.
         scrubbed: Returns the position that the current round of the scrub has reached.
         identity_of: Returns the identity of a caller; empty without access control.
+        require: Raises unless a caller has a permission; None if authorization is off.
         access_of: Returns what the caller of a stream of deliveries may read.
     """
 
@@ -71,4 +73,5 @@ class StorageServicerParts:
     clock: Clock
     random: Random
     identity_of: Callable[[Context], str]
+    require: PermissionCheck | None
     access_of: Callable[[Context], StreamAccess]

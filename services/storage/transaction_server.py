@@ -38,6 +38,7 @@ from batonmq_server.storage.core.store import (
     CheckedBatch,
     LocalTopic,
     check,
+    check_no_outputs,
     check_queue,
     check_takes,
 )
@@ -518,7 +519,8 @@ class _EndRun:
 
 def _begin_item(item: pb.BeginItem, owner: int) -> _BeginItem | BatonError:
     try:
-        group, checked_batch = check_group(item.group), check(item.batch, owner)
+        group = check_group(item.group)
+        checked_batch = check_no_outputs(check(item.batch, owner))
         if not 0 <= item.check_after_ms <= CHECK_AFTER_MS_MAX:
             raise InvalidArgument(
                 f"check_after_ms must be 0 to {CHECK_AFTER_MS_MAX}, got {item.check_after_ms}",

@@ -77,6 +77,8 @@ TransactionService  Begin              write
 TransactionService  End                granted
 TransactionService  WatchChecks        granted
 TransactionService  ListTransactions   granted
+OutputService       OpenOutputs        granted
+OutputService       ListOutputSources  granted
 ReplyService        WatchReplies       granted
 ReplyService        Reply              read
 storage.Replication Fetch              only storage
@@ -186,6 +188,8 @@ CHECKED_INSIDE = {
     "TransactionService/End": "the half message, which names the topic",
     "TransactionService/WatchChecks": "nothing: each check needs the permission of Begin",
     "TransactionService/ListTransactions": "half messages, of which the answer has those allowed",
+    "OutputService/OpenOutputs": "the group of each source, as a member of which the caller reads",
+    "OutputService/ListOutputSources": "sources, of which the answer has those of allowed groups",
     "LockmgrService/Watch": "nothing: it shows the changes of the caller's own incarnation",
     "NameserverService/ListTopics": "names, of which the answer has those that are allowed",
     "NameserverService/ListGroups": "names, of which the answer has those that are allowed",

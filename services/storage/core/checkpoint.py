@@ -7,7 +7,7 @@ it. The file is replaced as a whole. A damaged file counts as missing: the index
     checkpoint, big-endian:
     at  size  field
      0     4  magic "BTNC"
-     4     2  version: 3, or 2 if there is no transaction
+     4     2  version: 4; 3 if there are no outputs; 2 if there is no transaction either
      6     2  reserved, 0
      8     8  position
     16     8  store time of the last batch, Unix milliseconds
@@ -31,13 +31,20 @@ it. The file is replaced as a whole. A damaged file counts as missing: the index
               b batches, oldest first: 4 sequence, 4 count, 8 first offset, 8 position,
                 8 next position, 8 store time, 4 checksum of the producer
               w scheduled batches: 8 delivery time, 8 schedule id, 8 position
-              in version 3 the transactions:
+              in version 4: 4 length of the transactions, which follow; then the outputs, see below
+              in version 3 and 4 the transactions, which may be empty in version 4:
                 4 group count, then each group: 2 number, 1 length, then ASCII
                 4 count of open ones, then each, little-endian: 8 id, 8 position, 4 time of the next
                   check in Unix seconds, 2 number of its group, 1 number of checks
                 4 count of ended ones, then each, oldest end first: 8 id, 8 position of the end,
                   1 outcome (1 committed, 2 rolled back, 3 discarded)
      end   4  CRC-32C of everything before
+
+The outputs are 8 forgotten-until time of unknown sources, 8 reserved, 4 count of sources, and then
+each source, the one that is silent for longest first: 2 length of its output head, 8 time of its
+last batch, 8 forgotten-until time, 4 count of outputs, the output head, and little-endian for each
+output 8 offset of the input times 65,536 plus number, 8 digest, 8 position, 8 offset in its queue,
+2 index in its batch.
 
 Version 1 has neither owners nor checksums of the producer, and one row for all topics of a
 producer. It is read, not written.
@@ -59,9 +66,10 @@ from batonmq_server.storage.core.keyindex import OpenRun, RunExtent
 from batonmq_server.storage.core.producers import ProducerState, StoredBatch, StoreReceipt
 
 PATH = "checkpoint"
-MAGIC, VERSION, PLAIN_VERSION, OLD_VERSION = 0x42544E43, 3, 2, 1
+MAGIC, OUTPUT_VERSION, VERSION, PLAIN_VERSION, OLD_VERSION = 0x42544E43, 4, 3, 2, 1
 HEAD = struct.Struct(">IHHqqqqqIIIIIIII")
 CRC = struct.Struct(">I")
+_LENGTH = struct.Struct(">I")
 QUEUE_ROW = np.dtype(
     [
         ("topic", ">u4"),
@@ -90,6 +98,7 @@ OLD_BATCH_ROW = np.dtype(
 BATCH_ROW = np.dtype([*OLD_BATCH_ROW.descr, ("checksum", ">u4")])
 _ROWS = (QUEUE_ROW, PRODUCER_ROW, PAIR_ROW, BATCH_ROW)
 _ROWS_BY_VERSION = {
+    OUTPUT_VERSION: _ROWS,
     VERSION: _ROWS,
     PLAIN_VERSION: _ROWS,
     OLD_VERSION: (QUEUE_ROW, OLD_PRODUCER_ROW, PAIR_ROW, OLD_BATCH_ROW),
@@ -115,6 +124,8 @@ class Checkpoint:
         waiting: The scheduled batches, as `DelaySnapshot.encode` returns them.
         transactions: The transactions, as `Transactions.restore` reads them; empty if there were
             none.
+        outputs: The remembered outputs, as `OutputTable.restore` reads them; empty if there are
+            none.
     """
 
     position: int
@@ -124,6 +135,7 @@ class Checkpoint:
     producers: Sequence[ProducerState]
     waiting: bytes = b""
     transactions: bytes = b""
+    outputs: bytes = b""
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
@@ -148,7 +160,12 @@ def encode(checkpoint: Checkpoint) -> bytes:
         ],
     )  # fmt: skip
     run, at = checkpoint.open_run, checkpoint.open_run.extent
-    version = VERSION if checkpoint.transactions else PLAIN_VERSION
+    version, behind = PLAIN_VERSION, checkpoint.transactions
+    if checkpoint.outputs:
+        version = OUTPUT_VERSION
+        behind = _LENGTH.pack(len(behind)) + behind + checkpoint.outputs
+    elif behind:
+        version = VERSION
     head = HEAD.pack(
         MAGIC, version, 0, checkpoint.position, checkpoint.store_unix_ms, at.first_position,
         at.first_unix_ms, at.last_unix_ms, run.count, run.crc, len(names), *map(len, columns),
@@ -160,7 +177,7 @@ def encode(checkpoint: Checkpoint) -> bytes:
             *(bytes((len(name),)) + name.encode("ascii") for name in names),
             *(np.array(rows, dtype).tobytes() for rows, dtype in zip(columns, _ROWS, strict=True)),
             checkpoint.waiting,
-            checkpoint.transactions,
+            behind,
         )
     )
     return content + CRC.pack(crc32c(content))
@@ -193,8 +210,17 @@ def decode(raw: bytes) -> Checkpoint | None:
         [QueueState(names[row[0]], *row[1:]) for row in columns[0]],
         _producers(*columns[1:]),
         content[at:waiting_to],
-        content[waiting_to:] if version == VERSION else b"",
+        *_behind(version, content[waiting_to:]),
     )
+
+
+def _behind(version: int, raw: bytes) -> tuple[bytes, bytes]:
+    """Return transactions and outputs, which are behind the scheduled batches."""
+    if version != OUTPUT_VERSION:
+        return (raw if version == VERSION else b""), b""
+    (length,) = _LENGTH.unpack_from(raw)
+    at = _LENGTH.size + length
+    return raw[_LENGTH.size : at], raw[at:]
 
 
 def of_producers(position: int, producers: Sequence[ProducerState]) -> bytes:

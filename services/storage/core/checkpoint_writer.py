@@ -24,6 +24,7 @@ from batonmq_server.storage.core.delay_queue import DelaySnapshot
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.keyindex import UnsavedRuns, encode_run, open_path
 from batonmq_server.storage.core.open_transactions import TransactionSnapshot
+from batonmq_server.storage.core.outputs import OutputSnapshot
 from batonmq_server.storage.core.producers import ProducerColumns, QueueKey
 from batonmq_server.storage.core.purge import due_segments
 from batonmq_server.storage.core.store import MessageStore
@@ -52,6 +53,7 @@ class CheckpointCapture:
     waiting: DelaySnapshot
     open_transactions: TransactionSnapshot
     ended_transactions: list[tuple[int, EndedTransaction]]
+    outputs: OutputSnapshot
     obsolete_paths: tuple[str, ...]
     purged: list[PositionRange]
     entries: list[tuple[ConsumeQueue, UnsavedEntries]] = field(default_factory=list)
@@ -110,6 +112,7 @@ class CheckpointWriter:
             store.schedule.waiting.snapshot(),
             store.transactions.open.snapshot(),
             store.transactions.snapshot_ended(),
+            store.outputs.snapshot(),
             tuple(self._obsolete_paths),
             due_segments(store.log, orders),
         )
@@ -199,6 +202,7 @@ def _checkpoint(capture: CheckpointCapture) -> Checkpoint:
         capture.producers.states(),
         capture.waiting.encode(),
         _transactions(capture),
+        capture.outputs.encode(),
     )
 
 

@@ -105,7 +105,7 @@ class Recovery:
         self._floors: dict[QueueKey, QueueFloor] = {}
         self._dropped: dict[QueueKey, int] = {}
         self._indexes_reset = False
-        self._batches = self._messages = 0
+        self._batches = self._messages = self._indexed_to = 0
         self.obsolete_paths: list[str] = []
 
     def run(self) -> RecoveryReport:
@@ -210,6 +210,9 @@ class Recovery:
             DataLoss: it does not follow the last batch of its queue.
         """
         key = header.topic_id, header.queue_id
+        if header.position > self._indexed_to and self._lacks_before(header.position):
+            self.store.outputs.forget_before(header.store_unix_ms)
+        self._indexed_to = header.position + header.length
         if self._is_dropped(header):
             self.store.restore_dropped(header, batch)
         else:
@@ -221,6 +224,11 @@ class Recovery:
             self.store.restore(header, batch)
         self._batches += 1
         self._messages += header.count
+
+    def _lacks_before(self, position: int) -> bool:
+        """Return whether batches before `position` that are not indexed are removed."""
+        log, begin = self.store.log, self._indexed_to
+        return begin < log.first_position or log.purged_between(begin, position)
 
     def expected_offset(self, header: Header) -> int:
         """Return the offset that `take` expects as the first one of a batch."""
@@ -268,6 +276,8 @@ class Recovery:
         store.producers.load(saved.producers)
         store.schedule.waiting.restore(saved.waiting)
         store.transactions.restore(saved.transactions)
+        store.outputs.restore(saved.outputs)
+        self._indexed_to = saved.position
 
     def _queue(self, state: QueueState, position: int) -> tuple[QueueKey, ConsumeQueue]:
         """Return a queue of a checkpoint at `position`, after a check of its files."""

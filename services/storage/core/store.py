@@ -15,6 +15,7 @@ import numpy as np
 
 from batonmq._columns.batch_columns import check_batch, key_hashes, tag_hashes
 from batonmq._core.names import check_topic
+from batonmq._core.outputs import OutputHead, OutputSource
 from batonmq._core.records import (
     BODY_FROM,
     Header,
@@ -49,6 +50,7 @@ from batonmq_server.storage.core.consumequeue import (
 from batonmq_server.storage.core.files import FileCache
 from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.keyindex import KeyIndex
+from batonmq_server.storage.core.outputs import OutputBatch, OutputTable, parse_outputs
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
 from batonmq_server.storage.core.property_filter import find_passing
 from batonmq_server.storage.core.purge import ORDER_QUEUES, PurgeOrder, QueueTrim, decode_order
@@ -92,10 +94,15 @@ class LocalTopic:
 
 @dataclass(frozen=True, slots=True)
 class CheckedBatch:
-    """A batch that has passed all checks that need no state of the store."""
+    """A batch that has passed all checks that need no state of the store.
+
+    Attributes:
+        outputs: Its output columns; None if its messages are not outputs.
+    """
 
     header: Header
     batch: bytes
+    outputs: OutputBatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +163,26 @@ def check(batch: bytes, owner: int = 0) -> CheckedBatch:
     if header.owner != owner:
         header = replace(header, owner=owner)
     check_topic(header.topic)
-    if header.producer_id < 0:
+    outputs = parse_outputs(batch, header) if header.output_head_bytes else None
+    if header.producer_id < 0 or (outputs is not None and header.producer_id):
+        least = "be 0 in a batch of outputs" if outputs is not None else "not be negative"
         raise BadBatch(
-            f"producer_id must not be negative, got {header.producer_id}",
-            facts={"field": "producer_id"},
+            f"producer_id must {least}, got {header.producer_id}", facts={"field": "producer_id"}
         )
-    return CheckedBatch(header, batch)
+    return CheckedBatch(header, batch, outputs)
+
+
+def check_no_outputs(checked: CheckedBatch) -> CheckedBatch:
+    """Return the batch if its messages are not outputs.
+
+    Raises:
+        BadBatch: They are, and only `append` stores these.
+    """
+    if checked.outputs is not None:
+        raise BadBatch(
+            "outputs can't be scheduled, nor be part of a transaction", facts={"field": "outputs"}
+        )
+    return checked
 
 
 def check_queue(topic: str, queues: LocalTopic, queue_id: int) -> QueueKey:
@@ -229,6 +250,7 @@ class MessageStore:
         self.log, self.producers, self.epoch, self.keys = log, producers, epoch, keys
         self.schedule = Schedule(producers)
         self.transactions = Transactions(producers)
+        self.outputs = OutputTable()
         self.purge_orders: list[PurgeOrder] = []
         self.dropped: Mapping[QueueKey, int] = {}
         self.cache = cache
@@ -278,10 +300,13 @@ class MessageStore:
                 if isinstance(topic, BatonError):
                     raise topic
                 key = check_queue(header.topic, topic, header.queue_id)
-                if run.affects(header, key):
+                if run.affects(checked, key):
                     outcomes |= self._write(run)
                     run = _WriteRun()
-                receipt = self.producers.check(header, key)
+                if checked.outputs is None:
+                    receipt = self.producers.check(header, key)
+                else:
+                    receipt = self.outputs.check(checked.outputs, self.store_unix_ms)
                 if receipt is None:
                     check_takes(header, topic)
                     if rejection is not None:
@@ -527,6 +552,10 @@ class MessageStore:
             self._skip_purged(order)
         elif self.transactions.concerns(header, key):
             self.transactions.take(header, receipt, batch)
+        elif header.output_head_bytes:
+            self.outputs.take(header, receipt, batch)
+        elif self.outputs.concerns(key):
+            self.outputs.open(header, receipt, batch)
         elif self.schedule.concerns(header, key):
             self.schedule.take(header, receipt, batch)
 
@@ -651,9 +680,14 @@ class _WriteRun:
         self._next_offsets: dict[QueueKey, int] = {}
         self._writers: set[tuple[int, QueueKey]] = set()
         self._epochs: dict[int, int] = {}
+        self._sources: dict[OutputSource, tuple[OutputHead, set[int]]] = {}
 
-    def affects(self, header: Header, key: QueueKey) -> bool:
-        """Return whether the producer check of this batch depends on a batch of the run."""
+    def affects(self, checked: CheckedBatch, key: QueueKey) -> bool:
+        """Return whether the check of this batch depends on a batch of the run."""
+        header, outputs = checked.header, checked.outputs
+        if outputs is not None:
+            head, keys = self._sources.get(outputs.head.source, (outputs.head, frozenset()))
+            return head != outputs.head or not keys.isdisjoint(outputs.keys.tolist())
         return (header.producer_id, key) in self._writers or (
             self._epochs.get(header.producer_id, header.producer_epoch) != header.producer_epoch
         )
@@ -663,6 +697,9 @@ class _WriteRun:
         header = checked.header
         first_offset = self._next_offsets.get(key, next_offset)
         self._next_offsets[key] = first_offset + header.count
+        if (outputs := checked.outputs) is not None:
+            _, keys = self._sources.setdefault(outputs.head.source, (outputs.head, set()))
+            keys.update(outputs.keys.tolist())
         if header.producer_id > 0:
             self._writers.add((header.producer_id, key))
             self._epochs[header.producer_id] = header.producer_epoch

@@ -154,10 +154,13 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_SEQUENCE_GAP: _Reason.ValueType  # 42
     """A sequence number of the producer is missing. Facts: `expected`, `actual`."""
     REASON_PRODUCER_FENCED: _Reason.ValueType  # 43
-    """A newer producer with this id has written. Facts: `epoch`, `current`."""
+    """A newer producer with this id has written; or, for outputs, a newer owner of the input queue.
+    Facts: `epoch`, `current`; for outputs `token`, `current`, `reset_epoch`.
+    """
     REASON_DUPLICATE_SEQUENCE: _Reason.ValueType  # 44
     """The sequence was stored so long ago that its receipt is no longer known; or with other content:
-    then this batch is not stored. Facts: `sequence`; `content` is `other` in the second case.
+    then this batch is not stored. Facts: `sequence`; `content` is `other` in the second case. Of outputs: some
+    of the batch are stored, and others are not; `content` is `some`.
     """
     REASON_DATA_LOSS: _Reason.ValueType  # 45
     """Stored bytes do not match their checksum. Facts: `position`."""
@@ -178,6 +181,14 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_TRANSACTION_ENDED: _Reason.ValueType  # 51
     """The transaction has ended with the other outcome. Facts: `transaction_id`, `outcome` (committed,
     rolled_back or discarded).
+    """
+    REASON_OUTPUT_MISMATCH: _Reason.ValueType  # 52
+    """Another output of the same input and number is stored. Nothing of the batch is stored. Facts:
+    `source`, `offset`, `number`.
+    """
+    REASON_OUTPUTS_FORGOTTEN: _Reason.ValueType  # 53
+    """Outputs of the input may have been stored and forgotten. Facts: `source`, `offset`,
+    `forgotten_unix_ms`.
     """
     REASON_FENCED: _Reason.ValueType  # 60
     """The fencing token of the call is not the queue's current one. Facts: `token`, `current`,
@@ -334,10 +345,13 @@ REASON_OFFSET_AHEAD_OF_LOG: Reason.ValueType  # 41
 REASON_SEQUENCE_GAP: Reason.ValueType  # 42
 """A sequence number of the producer is missing. Facts: `expected`, `actual`."""
 REASON_PRODUCER_FENCED: Reason.ValueType  # 43
-"""A newer producer with this id has written. Facts: `epoch`, `current`."""
+"""A newer producer with this id has written; or, for outputs, a newer owner of the input queue.
+Facts: `epoch`, `current`; for outputs `token`, `current`, `reset_epoch`.
+"""
 REASON_DUPLICATE_SEQUENCE: Reason.ValueType  # 44
 """The sequence was stored so long ago that its receipt is no longer known; or with other content:
-then this batch is not stored. Facts: `sequence`; `content` is `other` in the second case.
+then this batch is not stored. Facts: `sequence`; `content` is `other` in the second case. Of outputs: some
+of the batch are stored, and others are not; `content` is `some`.
 """
 REASON_DATA_LOSS: Reason.ValueType  # 45
 """Stored bytes do not match their checksum. Facts: `position`."""
@@ -358,6 +372,14 @@ REASON_TRANSACTION_NOT_FOUND: Reason.ValueType  # 50
 REASON_TRANSACTION_ENDED: Reason.ValueType  # 51
 """The transaction has ended with the other outcome. Facts: `transaction_id`, `outcome` (committed,
 rolled_back or discarded).
+"""
+REASON_OUTPUT_MISMATCH: Reason.ValueType  # 52
+"""Another output of the same input and number is stored. Nothing of the batch is stored. Facts:
+`source`, `offset`, `number`.
+"""
+REASON_OUTPUTS_FORGOTTEN: Reason.ValueType  # 53
+"""Outputs of the input may have been stored and forgotten. Facts: `source`, `offset`,
+`forgotten_unix_ms`.
 """
 REASON_FENCED: Reason.ValueType  # 60
 """The fencing token of the call is not the queue's current one. Facts: `token`, `current`,

@@ -76,10 +76,14 @@ class StorageServiceServicer:
         batch has reached the requested durability. Every batch has its own outcome, in request order; the
         outcome of one batch says nothing about the others.
 
+        A batch of outputs names its inputs. Its caller needs the permission to read as their group. It is a
+        duplicate if all its outputs are stored; then `position` is that of the first output, and
+        `store_unix_ms` is 0.
+
         Item errors: INVALID_ARGUMENT (BAD_BATCH, BAD_CHECKSUM, LIMIT_EXCEEDED, INVALID_NAME), NOT_FOUND
         (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (SEQUENCE_GAP, PRODUCER_FENCED,
-        DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL; OVERLOADED: no free file
-        descriptor, nothing was stored), UNAVAILABLE (NO_QUORUM: it is unknown whether the topic
+        DUPLICATE_SEQUENCE, OUTPUT_MISMATCH, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL; OVERLOADED: no
+        free file descriptor, or too many outputs to remember; nothing was stored), UNAVAILABLE (NO_QUORUM: it is unknown whether the topic
         exists; NOT_ENOUGH_REPLICAS: fewer replicas are in sync than `min_in_sync`, or than two for
         DURABILITY_REPLICATED).
 

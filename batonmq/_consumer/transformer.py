@@ -1,0 +1,426 @@
+"""Stores the outputs of inputs, each once, and acknowledges an input when its outputs are stored.
+
+Outputs are sent in batches, across inputs. An input that an earlier owner may have started is
+compared with what storage has first: see `OutputOpener`. If the queue is acquired anew, so are the
+outputs that are still on their way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from batonmq._connection.routes import follow_route, wait_for_route, writable_queues_of
+from batonmq._consumer.assigned_queue import AssignedQueue
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.output_opener import KnownOutputs, OutputOpener
+from batonmq._consumer.output_sender import BrokerOutputs
+from batonmq._consumer.session import Session
+from batonmq._core.compression import RecordCompressor
+from batonmq._core.output_lanes import OutputLane, OutputQueue, PendingOutput, TopicQueues
+from batonmq._core.outputs import DEAD_LETTER_NUMBER, OutputHead, OutputSource
+from batonmq._core.queues import QueueRef
+from batonmq._core.retries import HandlingFailure
+from batonmq.errors import (
+    BatonError,
+    DuplicateSequence,
+    InvalidArgument,
+    NotWritable,
+    OutputMismatch,
+    OutputsForgotten,
+    ProducerFenced,
+    QueueNotFound,
+)
+
+log = logging.getLogger(__name__)
+
+CLOCK_SKEW_MS = 60_000
+"""An input counts as older than forgotten outputs if it was stored at most so long after them: the
+clocks of brokers differ."""
+PENDING_BYTES_MAX = 64 * 1024 * 1024
+"""Bytes of outputs that wait; then no further input is accepted."""
+
+
+class PendingInput:
+    """An input whose outputs are not all stored."""
+
+    __slots__ = ("_stored", "bytes_count", "left", "message", "outputs")
+
+    def __init__(
+        self, message: ReceivedMessage, outputs: Sequence[PendingOutput[Any]], left: int
+    ) -> None:
+        self.message, self.outputs, self.left = message, outputs, left
+        self.bytes_count = sum(len(one.record) for one in outputs)
+        self._stored: asyncio.Event | None = None
+
+    async def stored(self) -> None:
+        """Wait until all outputs are stored."""
+        if self.left:
+            self._stored = self._stored or asyncio.Event()
+            await self._stored.wait()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a caller of `stored` waits, which then finishes the input."""
+        return self._stored is not None
+
+    def note_stored(self, count: int = 1) -> bool:
+        """Note that outputs are stored; return whether they were the last ones."""
+        self.left -= count
+        if not self.left and self._stored is not None:
+            self._stored.set()
+        return not self.left
+
+
+class _QueueOutputs:
+    """The outputs of one assigned queue.
+
+    Attributes:
+        pending: Inputs with outputs that are not stored, by offset, in the order of handling.
+        token: Token under which the lane sends; another one than that of the queue means that the
+            queue was acquired anew.
+        known: What storage has, and the token under which it was opened.
+        topic_id: Id of the topic of the inputs.
+        answered: Set when a call with outputs of the lane has ended.
+        settled: Not set while the outputs on their way are compared with storage anew.
+    """
+
+    def __init__(self, queue: AssignedQueue, topics: dict[str, TopicQueues]) -> None:
+        self.queue = queue
+        self.lane: OutputLane[PendingInput] = OutputLane(topics)
+        self.pending: dict[int, PendingInput] = {}
+        self.token = queue.token
+        self.known: tuple[int, KnownOutputs] = (0, KnownOutputs())
+        self.topic_id = 0
+        self.opening = asyncio.Lock()
+        self.answered, self.settled = asyncio.Event(), asyncio.Event()
+        self.settled.set()
+
+
+class Transformer:
+    """Stores the outputs of a consumer's inputs.
+
+    Args:
+        topics: The output topics.
+        dead_letters: Topic of the dead letters; empty if there are none.
+        spawn: Runs a coroutine until the consumer ends.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        topics: Sequence[str],
+        dead_letters: str,
+        spawn: Callable[[Coroutine[object, object, None]], object],
+    ) -> None:
+        self._session, self._spawn = session, spawn
+        self.dead_letters = dead_letters
+        names = [*topics, dead_letters] if dead_letters else list(topics)
+        self._topics = {name: TopicQueues() for name in names}
+        self._opener = OutputOpener(session, names, spawn)
+        self._senders: dict[str, BrokerOutputs] = {}
+        self._queues: dict[QueueRef, _QueueOutputs] = {}
+        self._by_lane: dict[OutputLane[Any], _QueueOutputs] = {}
+        self._compressor = RecordCompressor()
+        self._bytes, self._room = 0, asyncio.Event()
+        self._room.set()
+
+    async def begin(self) -> None:
+        """Learn the queues of the output topics, and follow them from then on.
+
+        Raises:
+            TopicNotFound: An output topic does not exist.
+            Unreachable: No nameserver answered in time.
+        """
+        for name in self._topics:
+            timeout_ms = self._session.settings.start_timeout_ms
+            self._apply(await wait_for_route(self._session.directory, name, timeout_ms))
+            self._spawn(follow_route(self._session.directory, name, self._apply))
+
+    @property
+    def pending_count(self) -> int:
+        """Number of inputs whose outputs are not all stored."""
+        return sum(len(state.pending) for state in list(self._queues.values()))
+
+    async def accept(
+        self,
+        queue: AssignedQueue,
+        message: ReceivedMessage,
+        outputs: Sequence[PendingOutput[ReceivedMessage]],
+    ) -> PendingInput | HandlingFailure | None:
+        """Send the outputs of an input that is handled; the input is finished when they are stored.
+
+        Returns:
+            The input, or None if nothing of it is to be stored any more: it is finished now. A
+            failure if the outputs differ from those that are stored.
+        """
+        state = self._state(queue)
+        state.topic_id = message.topic_id
+        await self._room.wait()
+        missing: Sequence[PendingOutput[Any]] | None = None
+        try:
+            while missing is None or not state.settled.is_set():
+                await state.settled.wait()
+                missing = await self._missing(state, message, outputs)
+        except (OutputMismatch, OutputsForgotten) as error:
+            self._report(message, error)
+            return HandlingFailure("failed", f"{type(error).__name__}: {error}")
+        if not missing or not queue.counts(message):
+            return None
+        pending = PendingInput(message, outputs, len(missing))
+        state.pending[message.offset] = pending
+        self._bytes += pending.bytes_count
+        if self._bytes >= PENDING_BYTES_MAX:
+            self._room.clear()
+        self._send(state, [one._replace(input=pending) for one in missing])
+        return pending
+
+    def drop(self, ref: QueueRef) -> None:
+        """Forget the outputs of a queue that is gone, or whose work does not count any more.
+
+        A call with some of them may still be under way.
+        """
+        state = self._queues.pop(ref, None)
+        if state is not None:
+            state.lane.closed = True
+            state.answered.set()
+            del self._by_lane[state.lane]
+            for pending in state.pending.values():
+                self._free(pending)
+            state.pending.clear()
+
+    # ---- for the senders of the brokers: see `OutputResults`
+
+    def encode(self, queue: OutputQueue[Any]) -> bytes | None:
+        """See `OutputResults`."""
+        state = self._by_lane.get(queue.lane)
+        if state is None or not state.queue.held:
+            return None
+        if state.token != state.queue.token:
+            self._renew(state)
+            return None
+        unix_ms = self._session.clock.unix_ms()
+        return queue.take(self._head(state), unix_ms, self._compressor)
+
+    def stored(self, queue: OutputQueue[Any]) -> None:
+        """See `OutputResults`."""
+        outputs = queue.stored()
+        if self._session.metrics is not None:
+            self._session.metrics.outputs_stored(queue.queue.topic, len(outputs))
+        state = self._by_lane.get(queue.lane)
+        if state is not None:
+            state.answered.set()
+            self._finish(state, outputs)
+            self._wake_all(state.lane.release_held(queue.queue.topic))
+
+    def refused(self, queue: OutputQueue[Any], error: BatonError) -> bool:
+        """See `OutputResults`."""
+        state = self._by_lane.get(queue.lane)
+        if state is None:
+            return True
+        state.answered.set()
+        if isinstance(error, ProducerFenced | DuplicateSequence | OutputMismatch):
+            # Another owner has stored outputs, or the queue was acquired anew meanwhile.
+            log.info("outputs refused queue=%s: %s", state.queue.ref, error)
+            state.known = (0, KnownOutputs())
+            if isinstance(error, ProducerFenced) and state.token == state.queue.token:
+                return False
+            self._renew(state)
+            return True
+        gone = queue.queue not in self._topics[queue.queue.topic].queues
+        if isinstance(error, NotWritable | QueueNotFound) and gone and not queue.unsure:
+            self._wake_all(state.lane.move(queue))
+            return True
+        return False
+
+    def wake(self, queue: OutputQueue[Any]) -> None:
+        """See `OutputResults`."""
+        broker = queue.queue.broker
+        sender = self._senders.get(broker)
+        if sender is None:
+            sender = self._senders[broker] = BrokerOutputs(broker, self._session, self)
+            self._spawn(sender.run())
+        sender.wake(queue)
+
+    # ---- inputs
+
+    def _state(self, queue: AssignedQueue) -> _QueueOutputs:
+        state = self._queues.get(queue.ref)
+        if state is None:
+            if not queue.with_ownership:
+                raise InvalidArgument(
+                    f"group {self._session.group} has no owners of queues, so outputs can't be "
+                    "stored once",
+                    remedy="Switch the ownership of the group on, or use run and a producer.",
+                )
+            state = self._queues[queue.ref] = _QueueOutputs(queue, self._topics)
+            self._by_lane[state.lane] = state
+            queue.on_granted = lambda: self._renew(state)
+        return state
+
+    async def _missing(
+        self,
+        state: _QueueOutputs,
+        message: ReceivedMessage,
+        outputs: Sequence[PendingOutput[Any]],
+    ) -> Sequence[PendingOutput[Any]]:
+        """Return the outputs of an input that are not stored.
+
+        Raises:
+            OutputMismatch: Other outputs of it are stored.
+            OutputsForgotten: It is not known whether outputs of it are stored.
+        """
+        queue = state.queue
+        while queue.counts(message) and queue.progress is not None:
+            if not queue.progress.is_redelivered(message.offset) and not message.redelivered:
+                return outputs
+            token = queue.token
+            known = await self._opened(state)
+            if known is not None and token == queue.token:
+                return _compare(message, outputs, known)
+            if not queue.held:  # another owner handles it
+                await asyncio.sleep(0.05)
+        return ()
+
+    async def _opened(self, state: _QueueOutputs) -> KnownOutputs | None:
+        """Return what storage has under the present token; None if that ends meanwhile."""
+        queue = state.queue
+        async with state.opening:
+            token, progress = queue.token, queue.progress
+            if state.known[0] == token:
+                return state.known[1]
+            if progress is None or not token:
+                return None
+            head = self._head(state)
+            known = await self._opener.open(head, lambda: queue.token == token and queue.held)
+            if known is not None:
+                state.known = token, known
+            return known
+
+    def _head(self, state: _QueueOutputs) -> OutputHead:
+        """Return the head of a batch that is sent now."""
+        queue, progress = state.queue, state.queue.progress
+        assert progress is not None
+        ref = queue.ref
+        source = OutputSource(self._session.group, state.topic_id, ref.broker, ref.queue_id)
+        return OutputHead(source, progress.reset_epoch, queue.token, progress.committed)
+
+    def _send(self, state: _QueueOutputs, outputs: Iterable[PendingOutput[PendingInput]]) -> None:
+        for output in outputs:
+            queue = state.lane.add(output)
+            if queue is not None:
+                self.wake(queue)
+
+    def _finish(self, state: _QueueOutputs, outputs: Iterable[PendingOutput[PendingInput]]) -> None:
+        """Finish the inputs whose last outputs these are."""
+        finished: list[ReceivedMessage] = []
+        for one in outputs:
+            pending = one.input
+            if pending.note_stored() and state.pending.pop(pending.message.offset, None):
+                self._free(pending)
+                if not pending.awaited and state.queue.counts(pending.message):
+                    finished.append(pending.message)
+        finished.sort(key=lambda message: message.offset)
+        state.queue.finish(finished)
+
+    def _free(self, pending: PendingInput) -> None:
+        self._bytes -= pending.bytes_count
+        if self._bytes < PENDING_BYTES_MAX:
+            self._room.set()
+
+    # ---- a queue that is acquired anew
+
+    def _renew(self, state: _QueueOutputs) -> None:
+        """Compare the outputs on their way with storage, under the present token."""
+        if state.settled.is_set() and state.lane in self._by_lane:
+            state.settled.clear()
+            state.lane.closed = True
+            self._spawn(self._renew_all(state))
+
+    async def _renew_all(self, state: _QueueOutputs) -> None:
+        queue = state.queue
+        try:
+            while state.lane.sending and state.lane in self._by_lane:
+                state.answered.clear()
+                await state.answered.wait()
+            state.lane.clear()
+            for pending in list(state.pending.values()):
+                await self._renew_one(state, pending)
+        finally:
+            state.settled.set()
+        if state.lane in self._by_lane:
+            state.token, state.lane.closed = queue.token, False
+            self._wake_all(state.lane.queues)
+
+    async def _renew_one(self, state: _QueueOutputs, pending: PendingInput) -> None:
+        queue, message = state.queue, pending.message
+        try:
+            missing = await self._missing(state, message, pending.outputs)
+        except (OutputMismatch, OutputsForgotten) as error:
+            self._report(message, error)
+            if state.pending.pop(message.offset, None):
+                self._free(pending)
+                queue.give_up(message)
+            return
+        if state.pending.get(message.offset) is not pending:
+            return
+        if not missing or not queue.counts(message):
+            del state.pending[message.offset]
+            self._free(pending)
+            pending.note_stored(pending.left)
+            if queue.counts(message) and not pending.awaited:
+                queue.finish([message])
+            return
+        pending.left = len(missing)
+        for one in missing:
+            state.lane.add(one._replace(input=pending))
+
+    # ---- routes and reports
+
+    def _apply(self, route: nameserver_pb.Route) -> None:
+        name = route.topic.name
+        self._topics[name].change(writable_queues_of(route))
+        for state in self._queues.values():
+            self._wake_all(state.lane.release_held(name))
+
+    def _wake_all(self, queues: Iterable[OutputQueue[Any]]) -> None:
+        for queue in queues:
+            self.wake(queue)
+
+    def _report(self, message: ReceivedMessage, error: BatonError) -> None:
+        log.error("outputs of %r refused: %s", message, error)
+        if self._session.metrics is not None:
+            self._session.metrics.output_refused(message.topic, error.reason)
+
+
+def _compare(
+    message: ReceivedMessage, outputs: Sequence[PendingOutput[Any]], known: KnownOutputs
+) -> Sequence[PendingOutput[Any]]:
+    """Return the outputs of an input that storage does not have.
+
+    Raises:
+        OutputMismatch: Storage has other outputs of the input.
+        OutputsForgotten: It is not known whether storage has outputs of the input.
+    """
+    stored = known.of(message.offset)
+    if DEAD_LETTER_NUMBER in stored:
+        return ()
+    if message.store_unix_ms <= known.forgotten_unix_ms + CLOCK_SKEW_MS and known.forgotten_unix_ms:
+        raise OutputsForgotten(
+            f"outputs of {message!r} may have been stored and forgotten",
+            facts={"offset": message.offset, "forgotten_unix_ms": known.forgotten_unix_ms},
+        )
+    rows = {one.row.number: one.row.digest for one in outputs}
+    if DEAD_LETTER_NUMBER in rows:
+        return outputs
+    for number, digest in sorted(stored.items()):
+        if rows.get(number) != digest:
+            made = "made no such output" if number not in rows else "made another output"
+            raise OutputMismatch(
+                f"output {number} of {message!r} is stored, and the handler {made}",
+                facts={"offset": message.offset, "number": number},
+            )
+    return [one for one in outputs if one.row.number not in stored]

@@ -1,0 +1,94 @@
+"""The rate of a transformer against consuming and producing apart, by turns in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from itertools import count
+from time import perf_counter
+
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._core.outputs import Output
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq_server.local.child_process import start_program
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
+from bench.consumers import handle_one_by_one
+from bench.figures import Figure, Goal, figure, interleaved
+from bench.setup import TOPIC, Setup
+
+QUEUES = 8
+BODY = b"x" * 100
+OUTPUTS = "bench-outputs"
+SETTINGS = ConsumerSettings(consume_from="first", send_back=False)
+_groups = count()
+
+
+async def transforms(setup: Setup) -> list[Figure]:
+    """Measure one output of 100 B for each message of a backlog.
+
+    The reference is the rate of a program that first consumes the messages, and then sends as many:
+    the time of both together. Sends are the fastest form, without a task for each message.
+    """
+    total = setup.sized(40_000, 4_000)
+    options = ClusterOptions(auto_restart=False, log_level="WARNING")
+    async with LocalCluster(setup.folder / "cluster", options, start=start_program) as cluster:
+        async with Admin(cluster.nameserver) as admin:
+            await admin.create_topic(TOPIC, QUEUES)
+            await admin.create_topic(OUTPUTS, QUEUES)
+        setup.say("filling")
+        await _send(cluster.nameserver, TOPIC, total)
+
+        async def consume(use: Callable[[Consumer], Awaitable[object]]) -> float:
+            group = f"bench-{next(_groups)}"
+            async with Consumer(cluster.nameserver, group, {TOPIC: "*"}, SETTINGS) as consumer:
+                begin_s = perf_counter()
+                await use(consumer)
+                return perf_counter() - begin_s
+
+        setup.say("transforming, consuming and sending, by turns")
+        seconds = await interleaved(
+            {
+                "transform": lambda: consume(lambda consumer: _transform(consumer, total)),
+                "consume": lambda: consume(lambda consumer: handle_one_by_one(consumer, total)),
+                "send": lambda: _send(cluster.nameserver, OUTPUTS, total),
+            },
+            rounds=setup.sized(5, 1),
+        )
+    apart = seconds["consume"] + seconds["send"]
+    return [
+        figure(
+            "transformer, one output of 100 B, against consuming and producing apart",
+            total / seconds["transform"],
+            "msg/s",
+            Goal(ratio_min=0.6),
+            reference=total / apart,
+        )
+    ]
+
+
+async def _transform(consumer: Consumer, total: int) -> None:
+    """Transform all messages; return when their outputs are stored."""
+    handled = 0
+
+    async def handle(message: ReceivedMessage) -> Output:
+        nonlocal handled
+        handled += 1
+        if handled == total:
+            consumer.stop()
+        return Output(message.body)
+
+    await consumer.transform(handle, to=OUTPUTS)
+    await consumer.close(drain_ms=None)  # until the last outputs are stored
+
+
+async def _send(nameserver: str, topic: str, total: int) -> float:
+    """Send messages; return the seconds until all are stored."""
+    async with Producer(nameserver) as producer:
+        begin_s = perf_counter()
+        for _ in range(total):
+            await producer.submit(topic, BODY)
+        await producer.flush()
+        return perf_counter() - begin_s

@@ -1,0 +1,129 @@
+"""Goal: outputs are stored once for their inputs under every schedule; the runs find a broken rule.
+
+Method: `transforms` plays transformers that die, freeze and leave, and services that are killed,
+with faults drawn from a seed; in some runs the broker is a replica set, whose leader fails. Each
+mutant leaves one rule of client or storage out; one of its runs must break a promise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from batonmq._consumer import transformer
+from batonmq._consumer.message_dispatcher import MessageDispatcher
+from batonmq._core.output_lanes import OutputQueue
+from batonmq_server.storage.core.outputs import OutputTable
+from tests.simulation.seeds import SEEDS, each_bunch
+from tests.simulation.transforms import play_transforms
+from tests.support.run_counts import note_runs
+
+pytestmark = [pytest.mark.sim, pytest.mark.timeout(900)]
+
+BUNCH = 5
+TRANSFORM_SEEDS = SEEDS[: max(1, len(SEEDS) // 40)]
+REPLICATED_SEEDS = SEEDS[: max(1, len(SEEDS) // 40)]
+LEAST = {"kills": 150, "freezes": 80, "broker kills": 200, "offsets kills": 80, "outputs": 20_000}
+"""Minimum number of events of each kind in 100 runs, judged over a whole session."""
+LEAST_REPLICATED = {"kills": 150, "freezes": 80, "takeovers": 40, "outputs": 15_000}
+MUTANT_SEEDS = 12
+
+
+@each_bunch(TRANSFORM_SEEDS, BUNCH)
+def test_each_output_is_stored_once(request: pytest.FixtureRequest, seeds: range) -> None:
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        run = play_transforms(f"transforms/{seed}")
+        assert not run.violations, f"seed {run.seed}: {run.violations[:5]}"
+        counts += run.counts
+    note_runs(request, "transforms", len(seeds), counts, LEAST, BUNCH)
+
+
+@each_bunch(REPLICATED_SEEDS, BUNCH)
+def test_each_output_is_stored_once_while_followers_take_over(
+    request: pytest.FixtureRequest, seeds: range
+) -> None:
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        run = play_transforms(f"transforms/{seed}", replicated=True)
+        assert not run.violations, f"seed {run.seed}: {run.violations[:5]}"
+        counts += run.counts
+    note_runs(request, "transforms with takeovers", len(seeds), counts, LEAST_REPLICATED, BUNCH)
+
+
+def stored_outputs_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """Storage does not look whether an output is stored."""
+    patch.setattr(OutputTable, "check", lambda *_: None)
+
+
+def redelivered_inputs_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """The owner does not ask what is stored of inputs that come again."""
+
+    async def broken(self: Any, state: Any, message: Any, outputs: Any) -> Any:
+        return outputs
+
+    patch.setattr(transformer.Transformer, "_missing", broken)
+
+
+def inputs_are_finished_too_early(patch: pytest.MonkeyPatch) -> None:
+    """An input is acknowledged before its outputs are stored."""
+    real = MessageDispatcher._send_outputs
+
+    async def broken(self: Any, queue: Any, messages: Any) -> Any:
+        failures = await real(self, queue, messages)
+        if failures is None:
+            queue.finish(messages)
+        return failures
+
+    patch.setattr(MessageDispatcher, "_send_outputs", broken)
+
+
+def restart_forgets_the_outputs(patch: pytest.MonkeyPatch) -> None:
+    """Recovery does not rebuild the memory from the log."""
+    take = OutputTable.take
+
+    def broken(self: Any, header: Any, receipt: Any, batch: Any) -> None:
+        if isinstance(batch, bytes):  # from a producer; recovery passes views of the log
+            take(self, header, receipt, batch)
+
+    patch.setattr(OutputTable, "take", broken)
+
+
+def later_outputs_overtake_a_failed_batch(patch: pytest.MonkeyPatch) -> None:
+    """A batch that failed goes behind the outputs that wait."""
+    failed = OutputQueue.failed
+
+    def broken(self: Any, *, unsure: bool) -> None:
+        failed(self, unsure=unsure)
+        for one in self.in_flight:
+            self.add(one)
+        self.in_flight = []
+
+    patch.setattr(OutputQueue, "failed", broken)
+
+
+MUTANTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], set[str]], ...] = (
+    (stored_outputs_are_not_compared, {"once"}),
+    (redelivered_inputs_are_not_compared, {"once", "settled"}),
+    (inputs_are_finished_too_early, {"stored"}),
+    (restart_forgets_the_outputs, {"once", "settled"}),
+    (later_outputs_overtake_a_failed_batch, {"order", "once", "settled"}),
+)
+
+
+@pytest.mark.parametrize(("break_it", "rules"), MUTANTS, ids=[one.__name__ for one, _ in MUTANTS])
+def test_mutant_of_transforms_is_found(
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    rules: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    break_it(monkeypatch)
+    for number in range(MUTANT_SEEDS):
+        run = play_transforms(f"{break_it.__name__}/{number}")
+        if run.violations:
+            break
+    broken = {violation.partition(":")[0] for violation in run.violations}
+    assert broken & rules, f"{break_it.__name__}: {run.violations[:5]}"

@@ -1,0 +1,225 @@
+"""Goal: each output of a transformer is stored once for its input, whatever happens in between.
+
+Method: transformers on `MemoryBroker` in virtual time; members are cut off, killed and fenced, the
+group is reset, handlers fail and change their minds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.handler_results import MessageFailed
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.transform_adapter import TransformHandler
+from batonmq._core.outputs import Output
+from batonmq._core.reset_targets import ToEarliest
+from batonmq._core.retries import dead_letter_topic
+from batonmq._telemetry.client_metrics import ClientMetrics
+from batonmq.admin.operation import Operation
+from batonmq.admin.resets import Resets, ResetScope
+from batonmq.errors import InvalidArgument, TopicNotFound
+from batonmq_server.testing import MemoryBroker, run_virtual
+from tests.support.conditions import until
+
+IN, OUT, GROUP = "orders", "items", "doubler"
+IN_PLACE = ConsumerSettings(consume_from="first", send_back=False)
+
+
+async def double(message: ReceivedMessage) -> list[Output]:
+    """Return two outputs."""
+    return [Output(message.body + part, ordering_key="k") for part in (b"/0", b"/1")]
+
+
+@asynccontextmanager
+async def orders(count: int) -> AsyncIterator[MemoryBroker]:
+    """Yield a broker with `count` orders."""
+    async with MemoryBroker(broker_count=2) as broker:
+        await broker.create_topic(IN, 4)
+        await broker.create_topic(OUT, 4)
+        async with broker.producer() as producer:
+            for number in range(count):
+                await producer.send(IN, b"%d" % number)
+        yield broker
+
+
+@asynccontextmanager
+async def transforming(
+    broker: MemoryBroker, handler: TransformHandler, settings: ConsumerSettings = IN_PLACE
+) -> AsyncIterator[Consumer]:
+    """Run a transformer until the end of the block."""
+    async with (
+        broker.consumer(GROUP, {IN: "*"}, settings) as consumer,
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(consumer.transform(handler, to=OUT))
+        try:
+            yield consumer
+        finally:
+            consumer.stop()
+
+
+async def found(broker: MemoryBroker, topic: str = OUT) -> Counter[bytes]:
+    """Return how often each output is stored."""
+    return Counter(one.body for one in await broker.messages(topic))
+
+
+def once(count: int) -> Counter[bytes]:
+    """Return the outputs of `double`, once each."""
+    return Counter(b"%d/%d" % (number, part) for number in range(count) for part in range(2))
+
+
+@pytest.mark.parametrize("form", ["list", "generator", "async generator", "bytes"])
+def test_every_form_of_outputs_is_stored(form: str) -> None:
+    def generate(message: ReceivedMessage) -> Iterator[bytes]:
+        yield message.body
+
+    async def generate_async(message: ReceivedMessage) -> AsyncIterator[Output]:
+        yield Output(message.body)
+
+    async def return_bytes(message: ReceivedMessage) -> bytes:
+        return message.body
+
+    async def return_list(message: ReceivedMessage) -> list[bytes]:
+        return list(generate(message))
+
+    forms: dict[str, TransformHandler] = {
+        "list": return_list,
+        "async generator": generate_async,
+        "bytes": return_bytes,
+    }
+
+    async def main() -> None:
+        async with orders(3) as broker, transforming(broker, forms.get(form, return_list)):
+            await broker.settled(GROUP)
+            assert await found(broker) == Counter([b"0", b"1", b"2"])
+
+    run_virtual(main())
+
+
+def test_member_that_is_cut_off_after_its_outputs_were_stored_leaves_no_duplicate() -> None:
+    async def main() -> None:
+        async with orders(40) as broker:
+            settings = ConsumerSettings(
+                consume_from="first", send_back=False, commit_interval_ms=60_000,
+                commit_on_pull=False,
+            )  # fmt: skip
+            async with transforming(broker, double, settings) as first:
+                await until(lambda: _stored(broker, 80))
+                with broker.cut_off(first):
+                    async with transforming(broker, double):
+                        await broker.settled(GROUP)
+            assert await found(broker) == once(40)
+
+    run_virtual(main())
+
+
+async def _stored(broker: MemoryBroker, count: int) -> bool:
+    return (await found(broker)).total() >= count
+
+
+def test_reset_produces_the_outputs_again() -> None:
+    async def main() -> None:
+        async with orders(5) as broker, transforming(broker, double):
+            await broker.settled(GROUP)
+            async with broker.admin() as admin:
+                resets = Resets(admin)
+                plan = await resets.plan(GROUP, ToEarliest(), ResetScope())
+                await resets.reset(plan, Operation("operator", "again"))
+            await until(lambda: _stored(broker, 20))
+            await broker.settled(GROUP)
+            assert await found(broker) == Counter(dict.fromkeys(once(5), 2))
+
+    run_virtual(main())
+
+
+def test_different_output_of_a_repeated_input_is_reported_and_not_stored() -> None:
+    registry = CollectorRegistry()
+
+    async def main() -> None:
+        async with orders(6) as broker:
+            slow_commits = ConsumerSettings(
+                consume_from="first", send_back=False, commit_interval_ms=60_000,
+                commit_on_pull=False,
+            )  # fmt: skip
+            async with transforming(broker, double, slow_commits) as first:
+                await until(lambda: _stored(broker, 12))
+                with broker.cut_off(first):
+                    await run_other(broker)
+            assert await found(broker) == once(6)
+
+    async def run_other(broker: MemoryBroker) -> None:
+        async def other(message: ReceivedMessage) -> Output:
+            return Output(message.body + b"/other")
+
+        stops = ConsumerSettings(
+            consume_from="first", send_back=False, retries_max=1, exhausted="stop"
+        )
+        consumer = Consumer(
+            broker.nameserver, GROUP, {IN: "*"}, stops, metrics=ClientMetrics(registry),
+            environment=broker.environment,
+        )  # fmt: skip
+        with pytest.raises(MessageFailed, match="OutputMismatch"):
+            async with consumer:
+                await consumer.transform(other, to=OUT)
+
+    run_virtual(main())
+    labels = {"group": GROUP, "topic": IN, "reason": "OUTPUT_MISMATCH"}
+    assert registry.get_sample_value("baton_consumer_refused_outputs_total", labels)
+
+
+def test_input_that_fails_too_often_has_one_dead_letter_and_no_output() -> None:
+    async def fail(message: ReceivedMessage) -> bytes:
+        if message.body == b"1":
+            raise ValueError("no")
+        return message.body
+
+    async def main() -> None:
+        settings = ConsumerSettings(
+            consume_from="first", send_back=False, retries_max=2, retry_first_ms=10
+        )
+        async with orders(3) as broker, transforming(broker, fail, settings):
+            await broker.settled(GROUP)
+            assert await found(broker) == Counter([b"0", b"2"])
+            (letter,) = await broker.messages(dead_letter_topic(GROUP))
+            assert letter.body == b"1"
+            assert letter.properties["baton.attempts"] == "3"
+
+    run_virtual(main())
+
+
+def test_handler_that_names_another_topic_fails() -> None:
+    async def elsewhere(message: ReceivedMessage) -> Output:
+        return Output(message.body, topic="elsewhere")
+
+    async def main() -> None:
+        settings = ConsumerSettings(
+            consume_from="first", send_back=False, retries_max=0, exhausted="stop"
+        )
+        async with orders(1) as broker, broker.consumer(GROUP, {IN: "*"}, settings) as consumer:
+            with pytest.raises(MessageFailed, match="names items"):
+                await consumer.transform(elsewhere, to=OUT)
+
+    run_virtual(main())
+
+
+def test_transform_is_refused_where_it_can_not_be_exact() -> None:
+    async def main() -> None:
+        async with orders(0) as broker:
+            async with broker.consumer(GROUP, {IN: "*"}) as consumer:
+                with pytest.raises(InvalidArgument, match="send_back"):
+                    await consumer.transform(double, to=OUT)
+            async with broker.consumer(GROUP + "-2", {IN: "*"}, IN_PLACE) as consumer:
+                with pytest.raises(TopicNotFound):
+                    await consumer.transform(double, to="missing")
+                with pytest.raises(InvalidArgument, match="output topic"):
+                    await consumer.transform(double, to=())
+
+    run_virtual(main())
