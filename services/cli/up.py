@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +20,8 @@ from batonmq.cli.output import Columns, Minor, Output, OutputFormat
 from batonmq.cli.session import CommandSession, global_options, local_session
 from batonmq_server.local.child_process import NotReady
 from batonmq_server.local.cluster import ClusterFailed, LocalCluster, to_stderr
+from batonmq_server.local.console import PORT as CONSOLE_PORT
+from batonmq_server.local.console import LocalConsole
 from batonmq_server.local.etcd import EtcdNotFound, find_etcd, version_problem
 from batonmq_server.local.layout import (
     PORTS_FILE,
@@ -104,6 +106,19 @@ _COLUMNS: Columns = {
     help="Also start the Prometheus installed on this machine, with rules and alerts.",
 )
 @click.option(
+    "--console/--no-console",
+    default=True,
+    show_default=True,
+    help="Start the console, web pages of the cluster.",
+)
+@click.option(
+    "--console-port",
+    type=click.IntRange(0, 65_535),
+    metavar="PORT",
+    help="Port of the console; 0 takes a free one. By default that of the last start on the data "
+    f"directory, or {CONSOLE_PORT} if it is free; any free one with --nameserver-port 0.",
+)
+@click.option(
     "--log-level", default="INFO", show_default=True, help="Lowest level that services log."
 )
 @local_session
@@ -119,6 +134,8 @@ def up(
     profile: str,
     secure: bool,
     observe: bool,
+    console: bool,
+    console_port: int | None,
     log_level: str,
 ) -> None:
     """Start etcd and the services on loopback ports, and keep them running until Ctrl-C.
@@ -147,9 +164,11 @@ def up(
     if profile == "ha":
         options = highly_available(options)
     defaults = global_options(click.get_current_context())
+    wanted_port = _first_given(console_port, 0 if nameserver_port == 0 else CONSOLE_PORT)
+    extras = _Extras(observe, wanted_port if console else None)
     try:
         session.run(
-            _up(session.output, LocalCluster(data_dir, options), defaults, observe=observe),
+            _up(session.output, LocalCluster(data_dir, options), defaults, extras),
             endless=True,
         )
     except ClusterDirInUse as error:
@@ -176,29 +195,40 @@ def up(
         _fail(session, "NOT_STARTED", error, "")
 
 
+@dataclass(frozen=True, slots=True)
+class _Extras:
+    """What is started beside the cluster; `console_port` is None without a console."""
+
+    observe: bool
+    console_port: int | None
+
+
 def _first_given(chosen: int | None, otherwise: int) -> int:
     return otherwise if chosen is None else chosen
 
 
 async def _up(
-    output: Output, cluster: LocalCluster, defaults: GlobalOptions, *, observe: bool
+    output: Output, cluster: LocalCluster, defaults: GlobalOptions, extras: _Extras
 ) -> None:
-    if observe:
+    if extras.observe:
         find_prometheus()  # fails before anything is started
     to_stderr(f"starting a cluster on {cluster.data_dir}")
     if not cluster.options.etcd and (problem := version_problem(find_etcd())):
         to_stderr(f"warning: {problem} (docs/reference/operations.md, etcd)")
     async with cluster, AsyncExitStack() as exits:
         name = _write_context(cluster, defaults.config)
-        if observe:
+        prometheus_url = ""
+        if extras.observe:
             prometheus = Prometheus(cluster.data_dir / "prometheus", scrape_targets(cluster))
             await exits.enter_async_context(prometheus)
+            prometheus_url = f"http://{prometheus.address}"
             page = await prometheus.alerts_page()
             to_stderr(f"Prometheus is at http://{prometheus.address}, with alerts at {page}")
         variables = cluster_variables(
             cluster.nameserver, name, uses_tls=defaults.security is not None
         )
-        _announce(output, cluster, name, variables)
+        console_url = await _start_console(exits, cluster, extras.console_port, prometheus_url)
+        _announce(output, cluster, name, variables, console_url)
         for address in cluster.remote_addresses:
             tls = f", with TLS; trust {cluster.security.ca_file}" if cluster.security else ""
             to_stderr(f"clients of RocketMQ 5 call {address}{tls}")
@@ -210,6 +240,21 @@ async def _up(
             await asyncio.Event().wait()
         finally:
             to_stderr("stopping")
+
+
+async def _start_console(
+    exits: AsyncExitStack, cluster: LocalCluster, port: int | None, prometheus: str
+) -> str:
+    """Start the console, and return its URL; empty if it is not wanted or does not start."""
+    if port is None:
+        return ""
+    console = LocalConsole(cluster, to_stderr, port=port, prometheus=prometheus)
+    try:
+        await exits.enter_async_context(console)
+    except NotReady as error:
+        to_stderr(f"warning: the cluster runs without a console: {error}")
+        return ""
+    return console.url
 
 
 def _write_context(cluster: LocalCluster, path: Path) -> str:
@@ -246,20 +291,26 @@ def cluster_variables(nameserver: str, context: str, *, uses_tls: bool) -> str:
     return f"BATON_NAMESERVER={nameserver}{' BATON_TLS=false' if uses_tls else ''}"
 
 
-def _announce(output: Output, cluster: LocalCluster, name: str, variables: str) -> None:
+def _announce(
+    output: Output, cluster: LocalCluster, name: str, variables: str, console_url: str
+) -> None:
     """Print the addresses of the cluster.
 
     Args:
         name: Name of the cluster's context; empty for none.
         variables: Variables with which other commands find the cluster.
+        console_url: URL of the console; empty for none.
     """
     endpoints = [asdict(endpoint) for endpoint in cluster.endpoints()]
     if output.form is OutputFormat.JSON:
         item = {"nameserver": cluster.nameserver, "context": name or None, "endpoints": endpoints}
+        item["console"] = console_url or None
         output.line(item, "")
         return
     output.items(endpoints, _COLUMNS)
     output.note(f"\nexport {variables}\n")
+    if console_url:
+        output.note(f"console: {console_url}\n")
     to_stderr(f"logs are in {cluster.data_dir / 'logs'}; Ctrl-C stops everything")
 
 

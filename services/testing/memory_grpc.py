@@ -20,6 +20,7 @@ from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.testing.memory_network import (
     END,
     UNAVAILABLE,
+    UNIMPLEMENTED,
     CallResponse,
     CallStatus,
     MemoryCall,
@@ -325,6 +326,9 @@ class MemoryServer:
         way = _ResponsePath(self._network, call, copy)
         requests: _Requests | None = None
         request: Any = None
+        if call.path not in self._handlers:
+            way.send(UNIMPLEMENTED)
+            return
         try:
             handler = await self._handler(call.path)
             context = _Context(self._network.loop, call.timeout_s, call.source)

@@ -284,6 +284,7 @@ class CallStatus:
 
 
 UNAVAILABLE = CallStatus(grpc.StatusCode.UNAVAILABLE, "connection refused or reset")
+UNIMPLEMENTED = CallStatus(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 END = CallStatus(grpc.StatusCode.OK)
 """Follows the last response of a stream."""
 

@@ -112,12 +112,14 @@ def up(data_dir: Path, *options: str, command: Sequence[str] = BATON) -> Iterato
     """Run `baton up` on `data_dir`; it is killed at the end if it is still running.
 
     The port of its nameserver is chosen in advance, because the preferred port may be used by
-    another cluster when this one is started again.
+    another cluster when this one is started again. Without `--console` there is no console.
     """
     ports = data_dir / "ports.json"
     if not ports.exists():
         keep_ports(ports, ["nameserver"])
     arguments = [*command, "--format", "json", "up", "--data-dir", str(data_dir), *options]
+    if "--console" not in options:
+        arguments.append("--no-console")
     stderr = data_dir.with_name(f"{data_dir.name}.stderr")
     with (
         stderr.open("wb") as file,

@@ -18,6 +18,8 @@ from pydantic.fields import FieldInfo
 
 from batonmq._process.config import Settings
 from batonmq._process.settings_help import allowed_of, default_of, meanings, unit_of
+from batonmq_server.console.config import PREFIX as CONSOLE_PREFIX
+from batonmq_server.console.config import ConsoleSettings
 from batonmq_server.gateway.config import GatewaySettings
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.nameserver.config import NameserverSettings
@@ -44,6 +46,8 @@ def settings() -> dict[str, str]:
     for service, kind in SETTINGS.items():
         own = [name for name in kind.model_fields if name in kind.__annotations__]
         found[f"settings {service}"] = _settings(kind, service.upper(), own)
+    console = CONSOLE_PREFIX.removeprefix("BATON_")
+    found["settings console"] = _settings(ConsoleSettings, console, ConsoleSettings.model_fields)
     found["settings spark"] = _settings(JobSettings, "SPARK", JobSettings.model_fields)
     return found
 
