@@ -438,10 +438,13 @@ class BlockingConsumer:
                 return
             yield message
 
-    def run(self, handler: Handler) -> None:
-        """See `Consumer.run`; a plain function runs in threads, several at once."""
+    def run(self, handler: Handler, *, inline: bool = False) -> None:
+        """See `Consumer.run`; a plain function runs in threads, several at once.
+
+        With `inline` it runs in the library's own thread, one call at a time.
+        """
         self._handle_signals()
-        self._thread.call(self._consumer.run(handler))
+        self._thread.call(self._consumer.run(handler, inline=inline))
 
     def run_batches(self, handler: BatchHandler, *, messages_max: int = 1_000) -> None:
         """See `Consumer.run_batches`; a plain function runs in threads, several at once."""

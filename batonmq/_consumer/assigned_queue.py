@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from baton.common.v1 import queue_pb2
@@ -221,6 +221,36 @@ class AssignedQueue:
         if message is not None and self.keyed is not None:
             message.token = self.token  # a message that failed may be from an earlier grant
         return message
+
+    def peek(self, count_max: int) -> Iterator[ReceivedMessage] | None:
+        """Return messages that may be started now, in order; None if there is none.
+
+        They count as waiting until `note_run`, which must follow before any other task runs.
+        """
+        progress = self._startable()
+        if progress is None or not isinstance(self.buffer, MessageBuffer):
+            return None
+        return self.buffer.peek(count_max, progress.waits)
+
+    def note_run(self, handled_count: int, *, started: bool) -> None:
+        """Note that of the messages that `peek` has returned, the first ones were handled.
+
+        Args:
+            started: Whether the message behind these was started, and is not handled yet.
+        """
+        progress, buffer = self.progress, self.buffer
+        assert progress is not None and isinstance(buffer, MessageBuffer)
+        if handled_count:
+            ranges, room_freed = buffer.remove(handled_count)
+            for first, end in ranges:
+                progress.start(first, end)
+                progress.finish(first, end)
+            self._session.note_unconfirmed(progress.unconfirmed_count)
+            self._taken(room_freed=room_freed)
+        if started:
+            ((first, end),), room_freed = buffer.remove(1)
+            progress.start(first, end)
+            self._taken(room_freed=room_freed)
 
     def _startable(self) -> QueueProgress | None:
         if not self.buffer.ready or self.paused or not self.may_start():

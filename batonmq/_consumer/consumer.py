@@ -371,7 +371,7 @@ class Consumer:
                 facts={"field": "message"},
             )
 
-    async def run(self, handler: Handler) -> None:
+    async def run(self, handler: Handler, *, inline: bool = False) -> None:
         """Call `handler` with every message until `stop`.
 
         Args:
@@ -380,11 +380,14 @@ class Consumer:
                 reply if the message is a request. If it raises, or takes longer than
                 `handle_timeout_ms`, the message is handled again later as the settings say; other
                 queues go on meanwhile.
+            inline: Call a plain function in the event loop and not in a thread. This is the fastest
+                form, for functions that take microseconds: nothing else runs meanwhile, not even
+                the keep-alives of this consumer, and `handle_timeout_ms` does not end the call.
 
         Raises:
             MessageFailed: a message failed too often, and `exhausted` is `stop`.
         """
-        await self._run(SingleMessageAdapter(handler))
+        await self._run(SingleMessageAdapter(handler, inline=inline))
 
     async def run_batches(self, handler: BatchHandler, *, messages_max: int = 1_000) -> None:
         """Call `handler` with batches of messages until `stop`; each is of one queue, in order.

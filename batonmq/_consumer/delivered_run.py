@@ -48,7 +48,11 @@ class DeliveredRun:
     @property
     def ranges(self) -> Sequence[Range]:
         """The offsets of the messages."""
-        first_offset, indexes = self.columns.header.first_offset, self.indexes
+        return self.ranges_of(0, len(self.indexes))
+
+    def ranges_of(self, begin: int, end: int) -> Sequence[Range]:
+        """Return the offsets of the messages at the places [begin, end), at least one."""
+        first_offset, indexes = self.columns.header.first_offset, self.indexes[begin:end]
         if isinstance(indexes, range):
             return ((first_offset + indexes.start, first_offset + indexes.stop),)
         return of_sorted(first_offset + index for index in indexes)
@@ -56,7 +60,11 @@ class DeliveredRun:
     @property
     def bytes_count(self) -> int:
         """Size of the messages (body, keys, tag, properties), in bytes."""
-        begins, indexes = self.columns.begins, self.indexes
+        return self.bytes_of(0, len(self.indexes))
+
+    def bytes_of(self, begin: int, end: int) -> int:
+        """Return the size of the messages at the places [begin, end), at least one, in bytes."""
+        begins, indexes = self.columns.begins, self.indexes[begin:end]
         heads_bytes = RECORD.size * len(indexes)
         if isinstance(indexes, range):
             return begins[indexes.stop] - begins[indexes.start] - heads_bytes
@@ -96,6 +104,12 @@ class DeliveredRun:
         if self._messages:
             return self._messages[number]
         return ReceivedMessage._of_columns(self.columns, self.indexes[number])
+
+    def messages(self, begin: int, end: int) -> Iterator[ReceivedMessage]:
+        """Return the objects of the messages at the places [begin, end) in the run, one by one."""
+        if self._messages:
+            return iter(self._messages[begin:end])
+        return ReceivedMessage._all_of_columns(self.columns, self.indexes[begin:end])
 
     def ordering_keys(self) -> Iterator[str | None]:
         """Return the ordering keys without creating the other parts of the messages."""

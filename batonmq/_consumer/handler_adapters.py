@@ -24,9 +24,11 @@ class HandlerAdapter(Protocol):
 
     Attributes:
         handler: The application's function.
+        inline: Whether a plain function is called in the event loop, and not in a thread.
     """
 
     handler: Any
+    inline: bool
 
     def take(self, queue: AssignedQueue) -> Sequence[ReceivedMessage] | None:
         """Start the messages of the next call; None if none may be started."""
@@ -48,8 +50,9 @@ class HandlerAdapter(Protocol):
 class SingleMessageAdapter:
     """Adapter for a handler of one message."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, *, inline: bool = False) -> None:
         self.handler: Any = handler
+        self.inline = inline
 
     def take(self, queue: AssignedQueue) -> Sequence[ReceivedMessage] | None:
         """See `HandlerAdapter`."""
@@ -90,6 +93,7 @@ class BatchAdapter:
                 facts={"field": "messages_max"},
             )
         self.handler: Any = handler
+        self.inline = False
         self._messages_max = messages_max
 
     def take(self, queue: AssignedQueue) -> MessageBatch | None:

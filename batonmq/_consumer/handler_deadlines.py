@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
+from batonmq._consumer.message import ReceivedMessage
+
 
 class HandlerDeadlines:
     """The time limit of handler calls, each of which runs in a task of its own.
@@ -73,11 +75,16 @@ class HandlerCall:
     """One handler call: the block of a `with` statement, in the current task.
 
     Attributes:
+        begin_s: When it began, by the clock of the event loop.
+        message: The message that is handled, if the object serves one call after the other;
+            extensions by other messages have no effect then. None: all messages extend the call.
         expired: Whether the limit was reached and the block cancelled. If the block ends by this
             cancellation, the `with` statement raises TimeoutError, as `asyncio.timeout` does.
     """
 
-    __slots__ = ("_cancelling", "_deadlines", "_task", "begin_s", "expired", "extended_ms")
+    __slots__ = (
+        "_cancelling", "_deadlines", "_task", "begin_s", "expired", "extended_ms", "message",
+    )  # fmt: skip
 
     def __init__(self, deadlines: HandlerDeadlines) -> None:
         task = asyncio.current_task(deadlines.loop)
@@ -85,6 +92,7 @@ class HandlerCall:
         self._deadlines, self._task = deadlines, task
         self._cancelling = task.cancelling()
         self.begin_s = deadlines.loop.time()
+        self.message: ReceivedMessage | None = None
         self.extended_ms = 0
         self.expired = False
 
@@ -117,9 +125,9 @@ class HandlerCall:
         """
         return self._task.cancelling() > self._cancelling
 
-    def extend(self, ms: int) -> None:
-        """Give the call more time; may be called in any thread."""
-        self._deadlines.loop.call_soon_threadsafe(self._extend, ms)
+    def extend(self, message: ReceivedMessage, ms: int) -> None:
+        """Give the call of a message more time; may be called in any thread."""
+        self._deadlines.loop.call_soon_threadsafe(self._extend, message, ms)
 
     def expire(self) -> None:
         """Cancel the block, once."""
@@ -127,7 +135,9 @@ class HandlerCall:
             self.expired = True
             self._task.cancel()
 
-    def _extend(self, ms: int) -> None:
+    def _extend(self, message: ReceivedMessage, ms: int) -> None:
+        if self.message is not None and self.message is not message:
+            return  # its call has ended
         self.extended_ms += ms
         if ms < 0:  # the timer may be too late
             self._deadlines.set(self._deadlines.timeout_ms)

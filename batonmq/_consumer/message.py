@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from batonmq._core.ordering_key import ORDERING_KEY
 from batonmq._core.queues import QueueRef
-from batonmq._core.records import Header, Record, decode_record
+from batonmq._core.records import BARE, Header, Record, decode_record
 from batonmq._core.requests import request_header
 from batonmq._core.retries import Origin
 
@@ -48,10 +48,11 @@ class BatchColumns:
         )
 
 
-_DECODED = frozenset(
-    ("_position", "body", "born_unix_ms", "keys", "properties", "store_unix_ms", "tag", "topic_id")
-)
-"""Attributes that have no value before the record is decoded."""
+Extender = Callable[["ReceivedMessage", int], None]
+"""Extends the time of the handler that runs with a message, in ms."""
+
+_DECODED = frozenset(("body", "keys", "properties", "tag"))
+"""Attributes that may have no value before the record is decoded."""
 
 
 class ReceivedMessage:
@@ -64,32 +65,24 @@ class ReceivedMessage:
         tag: The tag; empty without one.
         keys: The index keys.
         properties: The properties that the producer set, and those that it added.
-        born_unix_ms: When its batch was built, by the producer's wall clock.
-        store_unix_ms: When its batch was stored, by storage's wall clock.
         token: Fencing token under which it was delivered; 0 without ownership.
         redelivered: Whether an earlier owner, or this consumer before, may have started it.
         attempts: Number of handler calls with it, including those before it was sent back.
-        topic_id: Id of the queue's topic; a later topic of the same name has a greater one.
         lineage: The ownership that it belongs to; used by the library.
         extender: Extends the time of the handler that runs with it; used by the library.
     """
 
     __slots__ = (
-        "_columns", "_index", "_origin", "_position", "attempts", "body", "born_unix_ms",
-        "extender", "keys", "lineage", "offset", "properties", "queue", "redelivered",
-        "store_unix_ms", "tag", "token", "topic_id",
+        "_columns", "_header", "_index", "_origin", "attempts", "body", "extender", "keys",
+        "lineage", "offset", "properties", "queue", "redelivered", "tag", "token",
     )  # fmt: skip
 
     body: bytes
     tag: str
     keys: tuple[str, ...]
     properties: Mapping[str, str]
-    born_unix_ms: int
-    store_unix_ms: int
-    topic_id: int
-    _columns: BatchColumns
+    _columns: BatchColumns | None
     _index: int
-    _position: tuple[int, int]
 
     def __init__(
         self, queue: QueueRef, token: int, header: Header, record: Record, *, redelivered: bool
@@ -97,27 +90,42 @@ class ReceivedMessage:
         self.queue, self.token, self.redelivered = queue, token, redelivered
         self.offset, self.body, self.tag = record.offset, record.body, record.tag
         self.keys, self.properties = record.keys, record.properties
-        self._use_header(header)
+        self._header = header
         self.attempts = self.lineage = 0
-        self.extender: Callable[[int], None] | None = None
+        self.extender: Extender | None = None
         self._origin: Origin | None = None
 
     @classmethod
     def _of_columns(cls, columns: BatchColumns, index: int) -> ReceivedMessage:
         """Return the message at `index` of a batch; its parts are decoded when they are read."""
-        message = cls.__new__(cls)
-        message._columns, message._index = columns, index
-        message.queue, message.token, message.lineage = (
-            columns.queue,
-            columns.token,
-            columns.lineage,
-        )
-        message.offset = offset = columns.header.first_offset + index
-        flagged = columns.is_redelivered
-        message.redelivered = flagged is not None and flagged(offset)
-        message.attempts = 0
-        message.extender = message._origin = None
-        return message
+        return next(cls._all_of_columns(columns, (index,)))
+
+    @classmethod
+    def _all_of_columns(
+        cls, columns: BatchColumns, indexes: Iterable[int]
+    ) -> Iterator[ReceivedMessage]:
+        """Create the messages at `indexes` of a batch, one by one, at the cost of a small object.
+
+        A record that has only a body is decoded here: that costs less than to do it later.
+        """
+        queue, token, lineage = columns.queue, columns.token, columns.lineage
+        header, records, begins = columns.header, columns.records, columns.begins
+        first_offset, flagged = header.first_offset, columns.is_redelivered
+        new, bare_bytes = cls.__new__, len(BARE)
+        for index in indexes:
+            message = new(cls)
+            message.queue, message.token, message.lineage = queue, token, lineage
+            message.offset = offset = first_offset + index
+            message.redelivered = flagged is not None and flagged(offset)
+            message.attempts = 0
+            message.extender = message._origin = None
+            message._header, begin = header, begins[index]
+            body_at = begin + bare_bytes
+            if records[begin:body_at] == BARE:
+                message.body, message._columns = records[body_at : begins[index + 1]], None
+            else:
+                message._columns, message._index = columns, index
+            yield message
 
     def __getattr__(self, name: str) -> object:
         """Decode the record; Python calls this when an attribute has no value yet.
@@ -128,17 +136,29 @@ class ReceivedMessage:
         """
         if name not in _DECODED:
             raise AttributeError(f"a message has no attribute {name!r}", name=name, obj=self)
-        record = self._columns.record(self._index)
-        _, self.tag, self.keys, self.properties, self.body = record
-        self._use_header(self._columns.header)
-        del self._columns  # a message that is kept must not keep its batch
+        if self._columns is None:
+            self.tag, self.keys, self.properties = "", (), {}
+        else:
+            record = self._columns.record(self._index)
+            _, self.tag, self.keys, self.properties, self.body = record
+            self._columns = None  # a message that is kept must not keep its batch
         value: object = object.__getattribute__(self, name)
         return value
 
-    def _use_header(self, header: Header) -> None:
-        self.born_unix_ms, self.store_unix_ms = header.born_unix_ms, header.store_unix_ms
-        self.topic_id = header.topic_id
-        self._position = header.position, self.offset - header.first_offset
+    @property
+    def born_unix_ms(self) -> int:
+        """When its batch was built, by the producer's wall clock."""
+        return self._header.born_unix_ms
+
+    @property
+    def store_unix_ms(self) -> int:
+        """When its batch was stored, by storage's wall clock."""
+        return self._header.store_unix_ms
+
+    @property
+    def topic_id(self) -> int:
+        """Id of the queue's topic; a later topic of the same name has a greater one."""
+        return self._header.topic_id
 
     @property
     def topic(self) -> str:
@@ -148,7 +168,8 @@ class ReceivedMessage:
     @property
     def message_id(self) -> str:
         """Id of the message in the cluster; a copy in the retry topic has an id of its own."""
-        return f"{self.queue.broker}-{self._position[0]:x}-{self._position[1]:x}"
+        header = self._header
+        return f"{self.queue.broker}-{header.position:x}-{self.offset - header.first_offset:x}"
 
     @property
     def origin(self) -> Origin:
@@ -184,8 +205,9 @@ class ReceivedMessage:
 
         Does nothing if the handler has ended or its time is over.
         """
-        if self.extender is not None:
-            self.extender(ms)
+        extender = self.extender
+        if extender is not None:
+            extender(self, ms)
 
     def __repr__(self) -> str:
         return f"<message {self.queue}@{self.offset} tag={self.tag!r} {len(self.body)} bytes>"

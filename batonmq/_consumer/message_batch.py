@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, overload
 
 from batonmq._consumer.delivered_run import DeliveredRun
-from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.message import Extender, ReceivedMessage
 from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import Range
 
@@ -31,7 +31,7 @@ class MessageBatch(Sequence[ReceivedMessage]):
         self._runs = runs
         self._begins = tuple(accumulate(map(len, runs), initial=0))
         self._messages: dict[int, ReceivedMessage] = {}
-        self._extender: Callable[[int], None] | None = None
+        self._extender: Extender | None = None
         self.lineage = runs[0].columns.lineage
 
     def __len__(self) -> int:
@@ -113,12 +113,12 @@ class MessageBatch(Sequence[ReceivedMessage]):
         return list(chain.from_iterable(run.ranges for run in self._runs))
 
     @property
-    def extender(self) -> Callable[[int], None] | None:
+    def extender(self) -> Extender | None:
         """Extends the time of the handler that runs with the messages; used by the library."""
         return self._extender
 
     @extender.setter
-    def extender(self, extender: Callable[[int], None] | None) -> None:
+    def extender(self, extender: Extender | None) -> None:
         self._extender = extender
         for message in self._messages.values():
             message.extender = extender

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from batonmq._consumer.delivered_run import DeliveredRun
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_batch import MessageBatch
 from batonmq._core.flow_control import ByteBudget, QueueBytes
+from batonmq._core.ranges import Range
 
 Start = Callable[[int, int], bool]
 """Starts the messages of [first, end); False, without effect, if one of them does not wait."""
@@ -59,6 +60,37 @@ class MessageBuffer:
                 self._runs.popleft()
                 self._taken = 0
         return message, self.waiting_bytes.remove(bytes_count)
+
+    def peek(self, count_max: int, waits: Start) -> Iterator[ReceivedMessage] | None:
+        """Return the next messages, at least one, and leave them in the buffer; see `remove`.
+
+        Args:
+            waits: Whether the messages of a range may be started.
+
+        Returns:
+            None if one of the messages must not be started, or if there is none.
+        """
+        if not self._runs:
+            return None
+        run, begin = self._runs[0], self._taken
+        end = min(begin + count_max, len(run))
+        if not all(waits(*offsets) for offsets in run.ranges_of(begin, end)):
+            return None
+        return run.messages(begin, end)
+
+    def remove(self, count: int) -> tuple[Sequence[Range], bool]:
+        """Remove the next `count` messages, at least one, of those that `peek` has returned.
+
+        Returns:
+            Their offsets, and whether queues that wait for room in the budget may go on.
+        """
+        run, begin = self._runs[0], self._taken
+        self._taken = end = begin + count
+        self._count -= count
+        if end == len(run):
+            self._runs.popleft()
+            self._taken = 0
+        return run.ranges_of(begin, end), self.waiting_bytes.remove(run.bytes_of(begin, end))
 
     def take(self, count_max: int, start: Start) -> tuple[MessageBatch | None, bool]:
         """Remove the next messages, in order, and start them.

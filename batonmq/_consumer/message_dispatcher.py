@@ -1,7 +1,8 @@
 """Hands messages to the application's handler, and retries, sends back or skips those that fail.
 
 Each queue has one task for each handler call that may run at once. A slot, of which the consumer
-has `concurrency`, is held only while a handler runs.
+has `concurrency`, is held only while a handler runs. Calls of one message each that do not wait
+for anything are made in runs (`handler_runs`).
 
 When results of running handlers do not count any more, as after a reset, the queue's tasks are
 cancelled and new ones begin: a handler that hangs delays no message behind the reset. A plain
@@ -21,9 +22,10 @@ from batonmq._common.aio import unless
 from batonmq._common.threads import DaemonThreads
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.consumer_settings import retry_policy
-from batonmq._consumer.handler_adapters import HandlerAdapter
+from batonmq._consumer.handler_adapters import HandlerAdapter, SingleMessageAdapter
 from batonmq._consumer.handler_deadlines import HandlerCall, HandlerDeadlines
 from batonmq._consumer.handler_results import MessageFailed
+from batonmq._consumer.handler_runs import HandlerRuns, RunPace, StartedCall
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_batch import MessageBatch
 from batonmq._consumer.reply_sender import ReplySender
@@ -70,13 +72,18 @@ class MessageDispatcher:
         self._policy, self._metrics = retry_policy(settings), session.metrics
         self._event_counter, self._by_key = session.event_counter, settings.order == "key"
         self._threads: DaemonThreads | None = None
-        if not inspect.iscoroutinefunction(adapter.handler):
+        plain = not inspect.iscoroutinefunction(adapter.handler)
+        if plain and not adapter.inline:
             self._threads = DaemonThreads("handler")
         self._slots = asyncio.Semaphore(settings.concurrency)
         session.running.slots = settings.concurrency
         self._by_queue: dict[QueueRef, list[asyncio.Task[None]]] = {}
         self._ended = False
         self.deadlines = HandlerDeadlines(settings.handle_timeout_ms)
+        self._runs: HandlerRuns | None = None
+        runs = transformer is None and self._threads is None
+        if runs and isinstance(adapter, SingleMessageAdapter):
+            self._runs = HandlerRuns(session, adapter.handler, self.deadlines, inline=plain)
 
     def begin(self, queue: AssignedQueue) -> None:
         """Handle the messages of a queue until `cancel`."""
@@ -93,6 +100,8 @@ class MessageDispatcher:
     def end(self) -> None:
         """Start no more messages."""
         self._ended = True
+        if self._runs is not None:
+            self._runs.ended = True
 
     def close(self) -> None:
         """Stop the timer and the threads, without waiting for a thread with a hanging handler."""
@@ -120,13 +129,27 @@ class MessageDispatcher:
 
     async def _run_queue(self, queue: AssignedQueue, lineage: int) -> None:
         """Handle one queue's messages of one lineage, call by call, until cancelled or ended."""
+        pace = RunPace()
         while queue.lineage == lineage:
             await queue.buffer.arrived.wait()
             await self._slots.acquire()
             ended = self._ended or queue.lineage != lineage
-            messages = None if ended else self._adapter.take(queue)
+            started: StartedCall | bool = False
+            if self._runs is not None and not ended and pace.is_run_due():
+                started = self._runs.run(queue)
+                pace.note(started)
+            if started is True:
+                self._slots.release()
+                if queue.buffer.ready:
+                    await asyncio.sleep(0)
+                continue
+            messages: Sequence[ReceivedMessage] | None = None
+            if isinstance(started, StartedCall):
+                messages = (started.message,)
+            elif not ended:
+                messages = self._adapter.take(queue)
             if messages:
-                failures = await self._attempt(messages)
+                failures = await self._attempt(messages, started or None)
                 if failures is None and self._transformer is not None:
                     failures = await self._send_outputs(queue, messages)
                 elif failures is None:
@@ -305,17 +328,21 @@ class MessageDispatcher:
         )
 
     async def _attempt(
-        self, messages: Sequence[ReceivedMessage]
+        self, messages: Sequence[ReceivedMessage], started: StartedCall | None = None
     ) -> Sequence[HandlingFailure | None] | None:
         """Call the handler; return the failure of each message, or None if all are handled.
 
         The caller has acquired a slot, which is released here.
+
+        Args:
+            started: The call, if it was started already.
         """
-        call = HandlerCall(self.deadlines)
+        call = HandlerCall(self.deadlines) if started is None else started.call
         if self._event_counter is not None:
             stored = [message.store_unix_ms for message in messages]
-            self._event_counter.begun(messages[0].topic, stored)
-        failures = await self._call_within(call, messages)
+            ago_s = [] if started is None else [self.deadlines.loop.time() - call.begin_s]
+            self._event_counter.begun(messages[0].topic, stored, ago_s)
+        failures = await self._call_within(call, messages, started)
         seconds = self.deadlines.loop.time() - call.begin_s
         if self._metrics is not None:
             self._metrics.handled(messages[0].topic, len(messages), failures or (), seconds)
@@ -324,7 +351,10 @@ class MessageDispatcher:
         return failures
 
     async def _call_within(
-        self, call: HandlerCall, messages: Sequence[ReceivedMessage]
+        self,
+        call: HandlerCall,
+        messages: Sequence[ReceivedMessage],
+        started: StartedCall | None,
     ) -> Sequence[HandlingFailure | None] | None:
         first, extend = messages[0], call.extend
         now_ms = self._session.clock.monotonic_ms()
@@ -336,7 +366,7 @@ class MessageDispatcher:
             one.extender = extend
         try:
             with call:
-                result = await self._call_handler(messages, running)
+                result = await self._call_handler(messages, running, started)
             if not call.expired:
                 failures = self._adapter.failures(result, messages)
                 if result is not None:
@@ -368,7 +398,10 @@ class MessageDispatcher:
         )
 
     async def _call_handler(
-        self, messages: Sequence[ReceivedMessage], running: RunningCall
+        self,
+        messages: Sequence[ReceivedMessage],
+        running: RunningCall,
+        started: StartedCall | None,
     ) -> object:
         if self._threads is not None:
             future = self._threads.submit(partial(self._adapter.call, messages))
@@ -378,7 +411,8 @@ class MessageDispatcher:
             # A plain function, such as a lambda, may return a coroutine that is still to be run.
             return await result if inspect.isawaitable(result) else result
         try:
-            return await self._adapter.call(messages)
+            result = self._adapter.call(messages) if started is None else started
+            return await result if inspect.isawaitable(result) else result
         finally:
             self._call_ended(running)
 

@@ -164,6 +164,11 @@ class QueueProgress:
         self._ahead = [run for run in self._ahead if run[1] > next_offset]
         self._version += 1
 
+    def waits(self, first: int, end: int) -> bool:
+        """Whether all offsets of [first, end) were received and not started."""
+        index = bisect_right(self._waiting, first, key=lambda run: run[0]) - 1
+        return index >= 0 and end <= self._waiting[index][1]
+
     def start(self, first: int, end: int) -> bool:
         """Note that a handler begins with [first, end).
 

@@ -68,7 +68,8 @@ _TOPIC_BYTES, _TOPIC_BYTES_AT = struct.Struct(">H"), HEADER_BYTES - 4
 STAMP = struct.Struct(">qqqIII")
 STAMP_FROM, STAMP_TO, BODY_FROM = 16, 52, 56
 RECORD = struct.Struct(">HHI")
-_BARE = RECORD.pack(0, 0, 0)
+BARE = RECORD.pack(0, 0, 0)
+"""The head of a record that has only a body."""
 
 BATCH_BYTES_MAX = 8 * 1024 * 1024
 BODY_BYTES_MAX = 4 * 1024 * 1024
@@ -230,7 +231,7 @@ def encode_record(message: Message, *, properties_bytes_max: int = PROPERTIES_BY
     """
     check_limit("body", len(message.body), BODY_BYTES_MAX)
     if not (message.keys or message.tag or message.properties):
-        return _BARE + message.body
+        return BARE + message.body
     try:
         keys = " ".join(message.keys).encode()
         tag = message.tag.encode()

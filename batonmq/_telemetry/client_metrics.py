@@ -7,7 +7,7 @@ consumer = Consumer("127.0.0.1:9876", "billing", {"orders": "*"}, metrics=metric
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from batonmq._core.flow_control import FlowReason
@@ -267,6 +267,13 @@ class ConsumerMetrics:
         taken.inc(count - reasons.total())
         for reason, failed in reasons.items():
             self._metrics.failed.labels(self._group, topic, reason).inc(failed)
+
+    def handled_each(self, topic: str, seconds: Sequence[float]) -> None:
+        """Count calls for one message each that have succeeded."""
+        taken, time = self._of_topic(topic)
+        taken.inc(len(seconds))
+        for one in seconds:
+            time.observe(one)
 
     def retried(self, topic: str) -> None:
         """Count a message that is handled again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
@@ -26,11 +26,18 @@ class ConsumerEventCounter:
         self._dead: Counter[str] = Counter()
         hub.gatherers.append(self._events)
 
-    def begun(self, topic: str, store_unix_ms: Iterable[int]) -> None:
-        """Add the end-to-end latencies of messages, from storing to the start of a handler."""
+    def begun(self, topic: str, store_unix_ms: Sequence[int], ago_s: Sequence[float] = ()) -> None:
+        """Add the end-to-end latencies of messages, from storing to the start of a handler.
+
+        Args:
+            ago_s: How long ago the handler of each message was started; empty for now.
+        """
         now_ms = self._clock.unix_ms()
         what = LatencyKey(pb.Latency.OPERATION_END_TO_END, self._group, topic)
-        self._latencies.add_all(what, [max(0, now_ms - ms) * 1_000 for ms in store_unix_ms])
+        latencies_us = [(now_ms - ms) * 1_000 for ms in store_unix_ms]
+        if ago_s:
+            latencies_us = [us - int(1e6 * s) for us, s in zip(latencies_us, ago_s, strict=True)]
+        self._latencies.add_all(what, [max(0, us) for us in latencies_us])
 
     def handled(
         self, topic: str, count: int, failures: Iterable[HandlingFailure | None], seconds: float
@@ -41,6 +48,12 @@ class ConsumerEventCounter:
         self._latencies.add(what, int(seconds * 1e6))
         self._handled[topic] += count - failed
         self._failed[topic] += failed
+
+    def handled_each(self, topic: str, seconds: Sequence[float]) -> None:
+        """Count calls for one message each that have succeeded."""
+        what = LatencyKey(pb.Latency.OPERATION_HANDLE, self._group, topic)
+        self._latencies.add_all(what, [int(one * 1e6) for one in seconds])
+        self._handled[topic] += len(seconds)
 
     def retried(self, topic: str) -> None:
         """Count a message that is handled again."""

@@ -110,11 +110,20 @@ def test_damaged_batch_is_refused_before_any_message_is_created() -> None:
 
 
 def test_message_that_was_read_does_not_keep_its_batch_in_memory() -> None:
-    (run,) = runs_of([stored(bodies_of(1_000))], [(100, 1_100)])
+    tagged = [Message(str(number).encode(), "paid") for number in range(1_000)]
+    (run,) = runs_of([stored(tagged)], [(100, 1_100)])
     message = run.message(0)
     assert run.columns in gc.get_referents(message)
     assert message.body == b"0"
     assert run.columns not in gc.get_referents(message)
+
+
+def test_message_that_has_only_a_body_never_keeps_its_batch() -> None:
+    (run,) = runs_of([stored(bodies_of(1_000))], [(100, 1_100)])
+    message = run.message(7)
+    assert run.columns not in gc.get_referents(message)
+    assert (message.body, message.tag, message.keys, message.properties) == (b"7", "", (), {})
+    assert (message.born_unix_ms, message.store_unix_ms) == (11, 12)
 
 
 def test_message_has_no_further_attributes() -> None:
@@ -206,7 +215,7 @@ def test_batch_is_a_sequence_of_messages() -> None:
 def test_time_is_extended_by_messages_created_before_and_after_the_call_began() -> None:
     batch, extended = batch_of(), list[int]()
     early = batch[0]
-    batch.extender = extended.append
+    batch.extender = lambda _, ms: extended.append(ms)
     early.extend(1)
     batch[1].extend(2)
     batch.extender = None
