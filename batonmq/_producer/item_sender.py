@@ -1,7 +1,8 @@
 """Stores messages that are each a batch of their own: scheduled messages and half messages.
 
 One request has many batches. A batch that is retried keeps its bytes, and so its producer id and
-sequence. Each producer id has at most one batch in flight, so one producer uses many ids.
+sequence. Each producer id has at most one batch in flight, so one producer uses many ids. A message
+with an id of its own is stored under that one, and never under another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from batonmq._common.batcher import Batcher
 from batonmq._common.clock import Clock
 from batonmq._connection.directory import Directory
-from batonmq._core.queue_sender import SEQUENCE_LIMIT, maybe_stored
+from batonmq._core.queue_sender import ONE_BATCH_EPOCH, SEQUENCE_LIMIT, maybe_stored
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder
 from batonmq.errors import BatonError, DuplicateSequence, NotWritable, QueueNotFound, Retry
@@ -43,15 +44,17 @@ class OutgoingMessage(Generic[Item]):
     Attributes:
         bytes_count: Size of its record.
         choose: Returns the queue; called again if that queue is no longer writable.
-        begin_ms: Time at which the delivery timeout began.
+        late_ms: Monotonic time from which on no attempt is repeated.
         item: Makes the item of the request from the batch.
+        once: Producer id of this message alone, 63 bits; 0 for one of the sender.
     """
 
     builder: BatchBuilder
     bytes_count: int
     choose: Callable[[], QueueRef]
-    begin_ms: int
+    late_ms: int
     item: Callable[[bytes], Item]
+    once: int = 0
 
 
 class ItemSender(Generic[Item, Stored]):
@@ -69,12 +72,9 @@ class ItemSender(Generic[Item, Stored]):
         random: Random,
         run: Callable[[Coroutine[Any, Any, None]], object],
         request: Callable[[str, Sequence[Item]], Awaitable[Sequence[Stored | BatonError]]],
-        *,
-        delivery_timeout_ms: int,
     ) -> None:
         self._directory, self._clock, self._random = directory, clock, random
         self._run, self._send_items = run, request
-        self._delivery_timeout_ms = delivery_timeout_ms
         self._batchers: dict[str, Batcher[Item, Stored | BatonError]] = {}
         self._lanes: dict[QueueRef, list[_Lane]] = {}
 
@@ -90,8 +90,7 @@ class ItemSender(Generic[Item, Stored]):
             BatonError: The message is not stored, or it is unknown whether it is.
         """
         while True:
-            lanes = self._lanes.setdefault(queue, [])
-            lane = lanes.pop() if lanes else _Lane(self._random.getrandbits(63) or 1)
+            lane = self._take_lane(queue, sending.once)
             item = sending.item(self._encode(sending.builder, queue, lane))
             unsure = True  # if this is cancelled while it waits, the batch may be stored
             try:
@@ -110,7 +109,14 @@ class ItemSender(Generic[Item, Stored]):
             finally:
                 if unsure:
                     lane.skip_sequence()
-                lanes.append(lane)
+                if not sending.once:
+                    self._lanes[queue].append(lane)
+
+    def _take_lane(self, queue: QueueRef, once: int) -> _Lane:
+        if once:
+            return _Lane(once, ONE_BATCH_EPOCH)
+        lanes = self._lanes.setdefault(queue, [])
+        return lanes.pop() if lanes else _Lane(self._random.getrandbits(63) or 1)
 
     def _encode(self, builder: BatchBuilder, queue: QueueRef, lane: _Lane) -> bytes:
         return builder.encode(
@@ -127,7 +133,6 @@ class ItemSender(Generic[Item, Stored]):
         Raises:
             _Rejected: The batch is not stored, or it is unknown whether it is.
         """
-        late_ms = sending.begin_ms + self._delivery_timeout_ms
         unsure, failures = False, 0
         while True:
             outcome = await self._batcher(queue.broker).call(item)
@@ -136,7 +141,7 @@ class ItemSender(Generic[Item, Stored]):
             doubt = unsure and not isinstance(outcome, DuplicateSequence)
             unsure = unsure or outcome.kind in ("UNAVAILABLE", "INTERNAL")
             moved = isinstance(outcome, NotWritable) and not unsure
-            over = self._clock.monotonic_ms() >= late_ms
+            over = self._clock.monotonic_ms() >= sending.late_ms
             if over or moved or outcome.retry is Retry.NEVER:
                 raise _Rejected(maybe_stored(outcome) if doubt else outcome, unsure)
             await self._directory.pause(outcome, failures)

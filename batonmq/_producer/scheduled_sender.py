@@ -96,7 +96,6 @@ class ScheduledSender:
             random,
             self._run,
             self._request,
-            delivery_timeout_ms=settings.delivery_timeout_ms,
         )
         self._running: set[asyncio.Task[None]] = set()
         self._pending: set[asyncio.Future[ScheduleReceipt]] = set()
@@ -134,7 +133,7 @@ class ScheduledSender:
             builder,
             len(record),
             choose,
-            self._clock.monotonic_ms(),
+            self._clock.monotonic_ms() + self._settings.delivery_timeout_ms,
             lambda batch: pb.ScheduleItem(batch=batch, deliver_unix_ms=deliver_unix_ms),
         )
         queue = choose()
@@ -218,18 +217,24 @@ class ScheduledSender:
             self._settled.set()
 
     async def _request(self, broker: str, items: Sequence[pb.ScheduleItem]) -> list[_Outcome]:
-        """Return one outcome per item; if the call failed, its error for each item."""
-        try:
-            stub = await self._directory.schedule(broker)
-            answer = await stub.Schedule(pb.ScheduleRequest(items=items), timeout=self._timeout_s)
-        except grpc.aio.AioRpcError as error:
-            return [from_rpc_error(error)] * len(items)
-        except BatonError as error:
-            return [error] * len(items)
-        return [
-            error_from_pb(one.error) if one.HasField("error") else one.receipt
-            for one in answer.outcomes
-        ]
+        return await schedule_items(self._directory, broker, items, self._timeout_s)
+
+
+async def schedule_items(
+    directory: Directory, broker: str, items: Sequence[pb.ScheduleItem], timeout_s: float
+) -> list[_Outcome]:
+    """Return one outcome per item; if the call failed, its error for each item."""
+    try:
+        stub = await directory.schedule(broker)
+        answer = await stub.Schedule(pb.ScheduleRequest(items=items), timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        return [from_rpc_error(error)] * len(items)
+    except BatonError as error:
+        return [error] * len(items)
+    return [
+        error_from_pb(one.error) if one.HasField("error") else one.receipt
+        for one in answer.outcomes
+    ]
 
 
 _Outcome = pb.ScheduleReceipt | BatonError

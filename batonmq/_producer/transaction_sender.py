@@ -53,7 +53,6 @@ class TransactionSender:
             random,
             run,
             self._begin,
-            delivery_timeout_ms=settings.delivery_timeout_ms,
         )
         self._enders: dict[str, Batcher[pb.EndItem, pb.EndReceipt | BatonError]] = {}
         self._closed: BatonError | None = None
@@ -82,7 +81,7 @@ class TransactionSender:
             builder,
             len(record),
             choose,
-            self._clock.monotonic_ms(),
+            self._clock.monotonic_ms() + self._settings.delivery_timeout_ms,
             lambda batch: pb.BeginItem(batch=batch, group=group, check_after_ms=check_after_ms),
         )
         queue, receipt = await self._items.send(sending, choose())
@@ -159,23 +158,12 @@ class TransactionSender:
     async def _begin(
         self, broker: str, items: Sequence[pb.BeginItem]
     ) -> Sequence[pb.BeginReceipt | BatonError]:
-        """Return one outcome per item; if the call failed, its error for each item."""
-        try:
-            stub = await self._directory.transactions(broker)
-            answer = await stub.Begin(pb.BeginRequest(items=items), timeout=self._timeout_s)
-        except grpc.aio.AioRpcError as error:
-            return [from_rpc_error(error)] * len(items)
-        except BatonError as error:
-            return [error] * len(items)
-        return [
-            error_from_pb(one.error) if one.HasField("error") else one.receipt
-            for one in answer.outcomes
-        ]
+        return await begin_items(self._directory, broker, items, self._timeout_s)
 
     async def _end(
         self, broker: str, items: Sequence[pb.EndItem]
     ) -> Sequence[pb.EndReceipt | BatonError]:
-        """As `_begin`, for ends."""
+        """Return one outcome per item; if the call failed, its error for each item."""
         try:
             stub = await self._directory.transactions(broker)
             answer = await stub.End(pb.EndRequest(items=items), timeout=self._timeout_s)
@@ -187,6 +175,23 @@ class TransactionSender:
             error_from_pb(one.error) if one.HasField("error") else one.receipt
             for one in answer.outcomes
         ]
+
+
+async def begin_items(
+    directory: Directory, broker: str, items: Sequence[pb.BeginItem], timeout_s: float
+) -> list[pb.BeginReceipt | BatonError]:
+    """Return one outcome per item; if the call failed, its error for each item."""
+    try:
+        stub = await directory.transactions(broker)
+        answer = await stub.Begin(pb.BeginRequest(items=items), timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        return [from_rpc_error(error)] * len(items)
+    except BatonError as error:
+        return [error] * len(items)
+    return [
+        error_from_pb(one.error) if one.HasField("error") else one.receipt
+        for one in answer.outcomes
+    ]
 
 
 def checked_after_ms(check_after_ms: int | None) -> int:

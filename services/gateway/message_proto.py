@@ -7,6 +7,7 @@ properties `rocketmq.*` of the message.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import md5, sha1
 
@@ -256,14 +257,19 @@ def received(message: ReceivedMessage, topic: pb.Resource, delivery: DeliveryFie
         system.delivery_timestamp.CopyFrom(timestamp(_number(deliver_at)))
     if trace := own.get(_TRACE):
         system.trace_context = trace
-    users = {
-        name: value
-        for name, value in message.properties.items()
-        if not name.startswith((PREFIX, OWN_PREFIX))
-    }
+    users = user_properties(message.properties)
     return pb.Message(
         topic=topic, user_properties=users, system_properties=system, body=message.body
     )
+
+
+def user_properties(properties: Mapping[str, str]) -> dict[str, str]:
+    """Return the properties that a client set, or gets."""
+    return {
+        name: value
+        for name, value in properties.items()
+        if not name.startswith((PREFIX, OWN_PREFIX))
+    }
 
 
 def echoed(topic: pb.Resource, caller: Caller) -> pb.Resource:

@@ -11,8 +11,8 @@ from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2, service_pb2_grpc
 from batonmq._connection.directory import Directory
 from batonmq._connection.routes import query_route, queues_of
+from batonmq._producer.once_sender import OnceSender
 from batonmq._producer.producer import Producer
-from batonmq._producer.scheduled_sender import ScheduleReceipt
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled
 from batonmq_server.gateway.callers import Caller, Context
 from batonmq_server.gateway.core.message_leases import LeaseTerms
@@ -29,6 +29,7 @@ from batonmq_server.gateway.message_proto import (
     received,
     timestamp,
 )
+from batonmq_server.gateway.message_sender import RECALL, MessageSender
 from batonmq_server.gateway.metrics import GatewayMetrics
 from batonmq_server.gateway.ports import port_kind
 from batonmq_server.gateway.queue_reader import PulledMessages, QueueReader
@@ -45,7 +46,6 @@ MESSAGES_MAX = 1_024
 """Messages of one send or receive call, and entries of one acknowledgement, at most."""
 DEADLINE_MARGIN_S = 0.3
 """How long before the deadline of its client a call is answered."""
-_RECALL = "recall"
 Answer = TypeVar("Answer", bound=Any)
 
 
@@ -63,6 +63,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
     ) -> None:
         self._parts, self._groups, self._routes = parts, groups, routes
         self._producer, self._directory, self._metrics = producer, directory, metrics
+        self._sender = MessageSender(OnceSender(directory, parts.environment, parts.spawn), parts)
         self._clock = parts.environment.clock
         self._checks = TransactionChecks(directory, parts.spawn, metrics)
         self._transactions = Transactions(producer, directory, self._clock)
@@ -179,9 +180,10 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
             await self._types.check(topic, messages)
             if any(one.transactional for one in messages):
                 self._checks.publish(caller.client_id, [topic])
+            left_s = max(0.0, _left_s(context) - DEADLINE_MARGIN_S)
             try:
-                async with asyncio.timeout(max(0.0, _left_s(context) - DEADLINE_MARGIN_S)):
-                    entries = await self._send(topic, messages)
+                async with asyncio.timeout(left_s):
+                    entries = await self._sender.send(caller, topic, messages, int(1_000 * left_s))
             except TimeoutError:
                 return service_pb2.SendMessageResponse(status=_SEND_TIMED_OUT)
             self._metrics.sent.inc(sum(entry.status.code == pb.OK for entry in entries))
@@ -207,64 +209,6 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         now_unix_ms = self._clock.unix_ms()
         return topics.pop(), [outgoing(message, now_unix_ms) for message in sent]
 
-    async def _send(
-        self, topic: str, messages: Sequence[OutgoingMessage]
-    ) -> list[service_pb2.SendResultEntry]:
-        pending: list[Any] = []
-        for one in messages:
-            try:
-                if one.transactional:
-                    pending.append(await self._transactions.begin(topic, one))
-                    continue
-                pending.append(
-                    await self._producer.submit(
-                        topic,
-                        one.message,
-                        ordering_key=one.message_group or None,
-                        deliver_at_unix_ms=one.deliver_at_unix_ms,
-                    )
-                )
-            except BatonError as error:
-                pending.append(error)
-        return [
-            await self._outcome(one, receipt)
-            for one, receipt in zip(messages, pending, strict=True)
-        ]
-
-    async def _outcome(self, sent: OutgoingMessage, pending: Any) -> service_pb2.SendResultEntry:
-        try:
-            if isinstance(pending, BatonError):
-                raise pending
-            if isinstance(pending, str):
-                return service_pb2.SendResultEntry(
-                    status=OK, message_id=sent.message_id, transaction_id=pending
-                )
-            receipt = await pending
-        except BatonError as error:
-            return service_pb2.SendResultEntry(status=status_of(error), message_id=sent.message_id)
-        if isinstance(receipt, ScheduleReceipt):
-            handle = self._recall_handle(receipt, sent.message_id)
-            return service_pb2.SendResultEntry(
-                status=OK, message_id=sent.message_id, recall_handle=handle
-            )
-        return service_pb2.SendResultEntry(
-            status=OK, message_id=sent.message_id, offset=receipt.offset
-        )
-
-    def _recall_handle(self, receipt: ScheduleReceipt, message_id: str) -> str:
-        """Return a signed handle of a scheduled message; its group part names the message."""
-        queue = receipt.queue
-        return self._parts.signer.write(
-            ReceiptHandle(
-                _RECALL,
-                f"{receipt.schedule_id}/{message_id}",
-                queue.topic,
-                queue.broker,
-                queue.queue_id,
-                *(0, 0, 0, 0, receipt.deliver_unix_ms),
-            )
-        )
-
     async def RecallMessage(
         self, request: service_pb2.RecallMessageRequest, context: Context
     ) -> service_pb2.RecallMessageResponse:
@@ -272,7 +216,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
 
         async def recall(caller: Caller) -> service_pb2.RecallMessageResponse:
             topic, handle = caller.topic(request.topic), self._handle(request.recall_handle)
-            if handle.gateway != _RECALL or handle.topic != topic:
+            if handle.gateway != RECALL or handle.topic != topic:
                 raise Refused(
                     pb.INVALID_RECEIPT_HANDLE, f"the handle is not of a message of topic {topic}"
                 )
@@ -659,7 +603,8 @@ _TIMED_OUT = pb.Status(
 
 _SEND_TIMED_OUT = pb.Status(
     code=pb.PROXY_TIMEOUT,
-    message="no outcome before the deadline of the call; the messages may be stored or not",
+    message="no outcome before the deadline of the call; the messages may be stored or not. Send "
+    "them again with the same message ids: what is stored is not stored twice",
 )
 
 

@@ -1,4 +1,4 @@
-"""Transactions of remote clients: begun by SendMessage, ended by EndTransaction."""
+"""Ends transactions of remote clients; SendMessage begins them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from batonmq._connection.directory import Directory
 from batonmq._core.transactions import TransactionState, broker_of
 from batonmq._producer.producer import Producer
 from batonmq.errors import InvalidArgument, TransactionEnded, TransactionNotFound
-from batonmq_server.gateway.message_proto import OutgoingMessage
 from batonmq_server.gateway.statuses import Refused
-from batonmq_server.gateway.transaction_checks import producer_group
 
 BROKERS_INTERVAL_MS = 1_000
 """The brokers are looked up again for an unknown one, at most so often."""
@@ -22,23 +20,12 @@ _STATES = {
 
 
 class Transactions:
-    """Begins and ends transactions. An id is that of storage: any gateway can end any of them."""
+    """Ends transactions. An id is that of storage: any gateway can end any of them."""
 
     def __init__(self, producer: Producer, directory: Directory, clock: Clock) -> None:
         self._producer, self._directory, self._clock = producer, directory, clock
         self._brokers: set[str] = set()
         self._refresh_ms = 0
-
-    async def begin(self, topic: str, sent: OutgoingMessage) -> str:
-        """Store a half message; return the id of its transaction.
-
-        Raises:
-            BatonError: It is not stored, or it is unknown whether it is.
-        """
-        begun = await self._producer.begin_transaction(
-            topic, sent.message, group=producer_group(topic)
-        )
-        return begun.transaction_id
 
     async def end(
         self, topic: str, transaction_id: str, resolution: pb.TransactionResolution.ValueType

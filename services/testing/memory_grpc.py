@@ -7,7 +7,15 @@ with their details.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -60,8 +68,10 @@ class MemoryChannel:
     ) -> Callable[..., UnaryCall]:
         """Return a function that starts calls of a method with one response."""
 
-        def call(request: Any, *, timeout: float | None = None) -> UnaryCall:
-            begun = self._call(path, timeout)
+        def call(
+            request: Any, *, timeout: float | None = None, metadata: Metadata = ()
+        ) -> UnaryCall:
+            begun = self._call(path, timeout, metadata)
             self._begin_with(begun, request, request_serializer(request))
             return UnaryCall(begun, response_deserializer)
 
@@ -72,8 +82,10 @@ class MemoryChannel:
     ) -> Callable[..., StreamCall]:
         """Return a function that starts calls of a method with a stream of responses."""
 
-        def call(request: Any, *, timeout: float | None = None) -> StreamCall:
-            begun = self._call(path, timeout)
+        def call(
+            request: Any, *, timeout: float | None = None, metadata: Metadata = ()
+        ) -> StreamCall:
+            begun = self._call(path, timeout, metadata)
             begun.streams = True
             self._begin_with(begun, request, request_serializer(request))
             return StreamCall(begun, response_deserializer)
@@ -85,8 +97,8 @@ class MemoryChannel:
     ) -> Callable[..., DuplexCall]:
         """Return a function that starts calls of a method with streams in both directions."""
 
-        def call(*, timeout: float | None = None) -> DuplexCall:
-            begun = self._call(path, timeout)
+        def call(*, timeout: float | None = None, metadata: Metadata = ()) -> DuplexCall:
+            begun = self._call(path, timeout, metadata)
             begun.streams = True
             begun.requests = RequestStream(OrderedPath(self._network, begun.source, begun.target))
             self._network.begin(begun)
@@ -110,8 +122,9 @@ class MemoryChannel:
             if not call.over:
                 call.settle(0, CallStatus(grpc.StatusCode.CANCELLED, "channel closed"))
 
-    def _call(self, path: str, timeout_s: float | None) -> MemoryCall:
+    def _call(self, path: str, timeout_s: float | None, metadata: Metadata) -> MemoryCall:
         call = MemoryCall(self._network, self._host, self._address, path, timeout_s)
+        call.metadata = tuple(metadata)
         self._open = {one: None for one in self._open if not one.over} | {call: None}
         return call
 
@@ -226,10 +239,9 @@ class _Aborted(grpc.aio.AbortError):
 class _Context:
     """The part of `grpc.aio.ServicerContext` that servicers use."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, timeout_s: float | None, source: str
-    ) -> None:
-        self._loop, self._source = loop, source
+    def __init__(self, loop: asyncio.AbstractEventLoop, call: MemoryCall) -> None:
+        self._loop, self._source, self._metadata = loop, call.source, call.metadata
+        timeout_s = call.timeout_s
         self.trailing: Metadata = ()
         self.end_s = None if timeout_s is None else loop.time() + timeout_s
         self.send: Callable[[Any], None] | None = None
@@ -247,6 +259,13 @@ class _Context:
 
     def peer(self) -> str:
         return self._source
+
+    def invocation_metadata(self) -> Metadata:
+        return self._metadata
+
+    def auth_context(self) -> Mapping[str, Sequence[bytes]]:
+        """Return that of a connection without TLS."""
+        return {"transport_security_type": (b"insecure",)}
 
     def time_remaining(self) -> float | None:
         return None if self.end_s is None else max(0.0, self.end_s - self._loop.time())
@@ -331,7 +350,7 @@ class MemoryServer:
             return
         try:
             handler = await self._handler(call.path)
-            context = _Context(self._network.loop, call.timeout_s, call.source)
+            context = _Context(self._network.loop, call)
             if call.requests is not None:
                 requests = _Requests(call.requests, handler.request_deserializer)
             else:

@@ -372,6 +372,7 @@ class MemoryCall:
         method: Name of the method without the service, such as "Pull".
         streams: Whether the method has a stream of responses.
         requests: The stream of requests; None if the method has one request.
+        metadata: Headers of the call.
         server_host: Host of the server that received the call; None before that.
     """
 
@@ -389,6 +390,7 @@ class MemoryCall:
         self.number = network.number()
         self.timeout_s = timeout_s
         self.raw = b""
+        self.metadata: Metadata = ()
         self.streams = False
         self.requests: RequestStream | None = None
         self.server_host: VirtualHost | None = None

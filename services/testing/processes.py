@@ -255,7 +255,13 @@ class SimulatedService(SimulatedProcess):
         async with asyncio.TaskGroup() as following:
             nodes = following.create_task(runtime.nodes.run())
             async with self.service.build(settings, runtime) as app:
-                edge = EdgeInterceptor(self.clock, runtime.registry, app.long_polls, runtime.guard)
+                edge = EdgeInterceptor(
+                    self.clock,
+                    runtime.registry,
+                    app.long_polls,
+                    runtime.guard,
+                    services=frozenset(app.servicers),
+                )
                 self.server = MemoryServer(environment.network, self.host, address, edge)
                 for add in app.servicers.values():
                     add(self.server)  # type: ignore[arg-type]
@@ -272,6 +278,7 @@ class SimulatedService(SimulatedProcess):
                     await self._register(runtime, app)
                     running.append(tasks.create_task(runtime.node_entry.keep()))
                     await self.stopping.wait()
+                    await app.finish()
                     app.resign()
                     edge.drain()
                     await runtime.node_entry.remove()
