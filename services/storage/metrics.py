@@ -136,7 +136,7 @@ class StorageMetrics:
         )
         self.remembered_outputs = Gauge(
             "baton_storage_remembered_outputs",
-            "Outputs of transformers that are remembered, because their inputs may be handled again.",
+            "Remembered outputs of transformers: their inputs may be handled again.",
             registry=registry,
         )
         self.output_sources = Gauge(
