@@ -10,6 +10,7 @@ from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.outputs import Output
+from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from batonmq_server.local.child_process import start_program
@@ -89,6 +90,6 @@ async def _send(nameserver: str, topic: str, total: int) -> float:
     async with Producer(nameserver) as producer:
         begin_s = perf_counter()
         for _ in range(total):
-            await producer.submit(topic, BODY)
+            await producer.submit(topic, Message(BODY))
         await producer.flush()
         return perf_counter() - begin_s

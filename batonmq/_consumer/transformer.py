@@ -318,11 +318,13 @@ class Transformer:
         """Finish the inputs whose last outputs these are."""
         finished: list[ReceivedMessage] = []
         for one in outputs:
-            pending = one.input
-            if pending.note_stored() and state.pending.pop(pending.message.offset, None):
-                self._free(pending)
-                if not pending.awaited and state.queue.counts(pending.message):
-                    finished.append(pending.message)
+            pending, message = one.input, one.input.message
+            if not pending.note_stored() or state.pending.get(message.offset) is not pending:
+                continue
+            del state.pending[message.offset]
+            self._free(pending)
+            if not pending.awaited and state.queue.counts(message):
+                finished.append(message)
         finished.sort(key=lambda message: message.offset)
         state.queue.finish(finished)
 
