@@ -1,4 +1,4 @@
-"""Checks of a cluster: questions, and rules that turn what was read into verdicts. Pure.
+"""Checks of a cluster: questions, and rules that turn what was read into cluster_verdicts. Pure.
 
 Each check has one question and one remedy. It yields findings; without one it is passed. A check
 with an input that could not be read is unknown, and an unknown check is not passed.
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from batonmq.admin import cluster_findings
-from batonmq.admin.cluster_findings import CLOCK_SKEW_MS_MAX
-from batonmq.admin.cluster_state import ClusterState, Finding, Level
+from batonmq.admin import _cluster_findings
+from batonmq.admin._cluster_findings import CLOCK_SKEW_MS_MAX
+from batonmq.admin.cluster_state import CheckFinding, CheckLevel, ClusterState
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class ClusterCheck:
     """One check.
 
     Attributes:
@@ -29,238 +29,238 @@ class Check:
     question: str
     remedy: str
     inputs: tuple[str, ...]
-    find: Callable[[ClusterState], Iterable[Finding]]
+    find: Callable[[ClusterState], Iterable[CheckFinding]]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckVerdict:
     """Result of one check; `remedy` is empty if it found nothing."""
 
     name: str
     question: str
-    level: Level
+    level: CheckLevel
     findings: tuple[str, ...]
     remedy: str
 
 
-def verdicts(state: ClusterState) -> tuple[Verdict, ...]:
+def cluster_verdicts(state: ClusterState) -> tuple[CheckVerdict, ...]:
     """Return the verdict of each check, in the order of `CHECKS`."""
     return tuple(_verdict(check, state) for check in CHECKS)
 
 
-def _verdict(check: Check, state: ClusterState) -> Verdict:
+def _verdict(check: ClusterCheck, state: ClusterState) -> CheckVerdict:
     unread = [f"{name}: {state.unread[name]}" for name in check.inputs if name in state.unread]
     findings = list(check.find(state))
     levels = {one.level for one in findings}
-    if Level.FAILED in levels:
-        level = Level.FAILED
-    elif unread or Level.UNKNOWN in levels:
-        level = Level.UNKNOWN
+    if CheckLevel.FAILED in levels:
+        level = CheckLevel.FAILED
+    elif unread or CheckLevel.UNKNOWN in levels:
+        level = CheckLevel.UNKNOWN
     else:
-        level = Level.WARNING if levels else Level.OK
+        level = CheckLevel.WARNING if levels else CheckLevel.OK
     texts = (*(one.text for one in findings), *unread)
-    return Verdict(check.name, check.question, level, texts, check.remedy if texts else "")
+    return CheckVerdict(check.name, check.question, level, texts, check.remedy if texts else "")
 
 
-CHECKS: tuple[Check, ...] = (
-    Check(
+CHECKS: tuple[ClusterCheck, ...] = (
+    ClusterCheck(
         "services",
         "Does every service and replica set have a leader?",
         "Start the missing processes; see their logs. For a set whose in-sync nodes are lost for "
         "good: baton cluster elect.",
         ("nodes",),
-        cluster_findings.find_services,
+        _cluster_findings.find_services,
     ),
-    Check(
+    ClusterCheck(
         "health",
         "Is every registered process healthy?",
         "See the log of the process; restart it if it does not recover.",
         ("health",),
-        cluster_findings.find_health,
+        _cluster_findings.find_health,
     ),
-    Check(
+    ClusterCheck(
         "answers",
         "Does every node tell its state?",
         "Run the check with the role admin on the cluster, from a machine that reaches the nodes; "
         "upgrade nodes of an earlier version.",
         ("nodes",),
-        cluster_findings.find_answers,
+        _cluster_findings.find_answers,
     ),
-    Check(
+    ClusterCheck(
         "versions",
         "Are all nodes of one version?",
         "Finish the rolling upgrade: docs/how-to/operator-tasks.md.",
         ("nodes",),
-        cluster_findings.find_versions,
+        _cluster_findings.find_versions,
     ),
-    Check(
+    ClusterCheck(
         "clocks",
         f"Do the clocks of all nodes agree to {CLOCK_SKEW_MS_MAX} ms?",
         "Run NTP or chrony on the machine; retention and schedules use its wall clock.",
         ("nodes",),
-        cluster_findings.find_clocks,
+        _cluster_findings.find_clocks,
     ),
-    Check(
+    ClusterCheck(
         "descriptors",
         "Does every process have file descriptors left?",
         "Raise the limit of open files: LimitNOFILE= of systemd, or ulimit -Hn.",
         ("nodes",),
-        cluster_findings.find_descriptors,
+        _cluster_findings.find_descriptors,
     ),
-    Check(
+    ClusterCheck(
         "disks",
         "Are the disks of storage below their watermarks?",
         "Lower the retention of large topics (baton topic stats), or add space or a broker.",
         ("disks",),
-        cluster_findings.find_disks,
+        _cluster_findings.find_disks,
     ),
-    Check(
+    ClusterCheck(
         "disk-growth",
         "Do the disks last for a day at the present rate?",
         "Find the topic that grows: baton topic stats. Lower its retention, or add a broker.",
         ("disks",),
-        cluster_findings.find_disk_growth,
+        _cluster_findings.find_disk_growth,
     ),
-    Check(
+    ClusterCheck(
         "damage",
         "Is every stored batch readable?",
         "Run baton fsck on the node; a follower repairs itself from its leader.",
         ("disks",),
-        cluster_findings.find_damage,
+        _cluster_findings.find_damage,
     ),
-    Check(
+    ClusterCheck(
         "certificates",
         "Are all certificates valid for 14 days?",
         "Replace the files; services use them at the next handshake, without a restart.",
         ("nodes",),
-        cluster_findings.find_certificates,
+        _cluster_findings.find_certificates,
     ),
-    Check(
+    ClusterCheck(
         "etcd-alarms",
         "Is etcd without alarms?",
         "NOSPACE: compact and defragment etcd, then disarm the alarm. CORRUPT: replace the member.",
         ("nodes",),
-        cluster_findings.find_etcd_alarms,
+        _cluster_findings.find_etcd_alarms,
     ),
-    Check(
+    ClusterCheck(
         "etcd-size",
         "Is the database of etcd well below its quota of 2 GiB?",
         "Compact and defragment etcd, or raise --quota-backend-bytes.",
         ("nodes",),
-        cluster_findings.find_etcd_size,
+        _cluster_findings.find_etcd_size,
     ),
-    Check(
+    ClusterCheck(
         "in-sync",
         "Is every replica in sync?",
         "See the log of the follower and its disk; baton cluster replication shows the lag.",
         ("copies",),
-        cluster_findings.find_in_sync,
+        _cluster_findings.find_in_sync,
     ),
-    Check(
+    ClusterCheck(
         "replicas-up",
         "Is every configured replica registered?",
         "Start the process, or replace its machine.",
         ("copies",),
-        cluster_findings.find_replicas_up,
+        _cluster_findings.find_replicas_up,
     ),
-    Check(
+    ClusterCheck(
         "redundancy",
         "Does every service survive the loss of a node?",
         "Run several instances of each service; copies of data: BATON_STORAGE_REPLICAS.",
         ("nodes",),
-        cluster_findings.find_redundancy,
+        _cluster_findings.find_redundancy,
     ),
-    Check(
+    ClusterCheck(
         "leader-balance",
         "Are storage leaders spread evenly over the hosts?",
         "Restart a leader on the host with most; a follower takes over within a second.",
         ("copies",),
-        cluster_findings.find_leader_balance,
+        _cluster_findings.find_leader_balance,
     ),
-    Check(
+    ClusterCheck(
         "topic-balance",
         "Are the queues of each topic spread evenly over the brokers?",
         "Move queues to the brokers with fewer: baton topic move.",
         ("topics",),
-        cluster_findings.find_topic_balance,
+        _cluster_findings.find_topic_balance,
     ),
-    Check(
+    ClusterCheck(
         "topic-brokers",
         "Is every broker that has queues of a topic registered?",
         "Start the broker. If it is lost for good, restore its topics from a backup.",
         ("topics",),
-        cluster_findings.find_topic_brokers,
+        _cluster_findings.find_topic_brokers,
     ),
-    Check(
+    ClusterCheck(
         "access",
         "Do all nodes check permissions?",
         "Set BATON_<SERVICE>_ACCESS=true on the named nodes and restart them.",
         ("nodes",),
-        cluster_findings.find_access,
+        _cluster_findings.find_access,
     ),
-    Check(
+    ClusterCheck(
         "quotas",
         "Is the traffic of every identity limited?",
         "Set limits for all identities: baton quota set '*'. Quotas need access control.",
         ("quotas",),
-        cluster_findings.find_quotas,
+        _cluster_findings.find_quotas,
     ),
-    Check(
+    ClusterCheck(
         "credentials",
         "Are all tokens and access keys valid for 7 days?",
         "Issue a new one and revoke the old one: baton access token create, baton access key.",
         ("identities",),
-        cluster_findings.find_credentials,
+        _cluster_findings.find_credentials,
     ),
-    Check(
+    ClusterCheck(
         "gateway-keys",
         "Can every gateway check every access key?",
         "Give all gateways and nameservers the same sealing key file; rotate keys that are sealed "
         "with an earlier one.",
         ("identities", "nodes"),
-        cluster_findings.find_gateway_keys,
+        _cluster_findings.find_gateway_keys,
     ),
-    Check(
+    ClusterCheck(
         "groups-stuck",
         "Does every group make progress?",
         "See why, queue by queue, with the remedy: baton group why-stuck.",
         ("lags",),
-        cluster_findings.find_groups_stuck,
+        _cluster_findings.find_groups_stuck,
     ),
-    Check(
+    ClusterCheck(
         "groups-paused",
         "Is no group paused?",
         "Resume it if the reason is gone: baton group resume.",
         ("groups",),
-        cluster_findings.find_groups_paused,
+        _cluster_findings.find_groups_paused,
     ),
-    Check(
+    ClusterCheck(
         "subscriptions",
         "Do all members of a group subscribe to the same?",
         "Deploy one version of the consumer; see baton group describe.",
         ("groups",),
-        cluster_findings.find_subscriptions,
+        _cluster_findings.find_subscriptions,
     ),
-    Check(
+    ClusterCheck(
         "transactions",
         "Has every transaction ended within an hour?",
         "See why it is open: baton transaction list. Start its producer.",
         ("transactions",),
-        cluster_findings.find_transactions,
+        _cluster_findings.find_transactions,
     ),
-    Check(
+    ClusterCheck(
         "dead-letters",
         "Are there no dead letters?",
         "Look at them and send them again: baton dlq list, baton dlq redrive.",
         ("dead_letters",),
-        cluster_findings.find_dead_letters,
+        _cluster_findings.find_dead_letters,
     ),
-    Check(
+    ClusterCheck(
         "config-drift",
         "Do all nodes of a service have the same settings?",
         "See the values side by side: baton cluster config --diff.",
         ("nodes",),
-        cluster_findings.find_config_drift,
+        _cluster_findings.find_config_drift,
     ),
 )
 """All checks, in the order in which an operator should look at them."""

@@ -29,13 +29,13 @@ Value = TypeVar("Value")
 _AT_ONCE = 16
 
 
-async def read_cluster(admin: Admin, clock: Clock | None = None) -> ClusterState:
+async def read_cluster(admin: Admin) -> ClusterState:
     """Return what the checks need.
 
     Raises:
         BatonError: No nameserver answers.
     """
-    clock = clock or Clock()
+    clock = Clock()
     cluster = await admin.cluster()
     unread: dict[str, str] = {}
 
@@ -48,7 +48,7 @@ async def read_cluster(admin: Admin, clock: Clock | None = None) -> ClusterState
 
     async with asyncio.TaskGroup() as tasks:
         start = tasks.create_task
-        reports = start(node_reports(admin, cluster.nodes, clock))
+        reports = start(node_reports(admin, cluster.nodes))
         health = start(_health(admin, cluster.nodes))
         copies = start(tried("copies", _copies(admin, cluster.nodes), {}))
         disks = start(tried("disks", _disks(admin, cluster.nodes), {}))

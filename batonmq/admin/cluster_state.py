@@ -17,7 +17,7 @@ from batonmq.admin.reports import Topic
 from batonmq.admin.transactions import TransactionDetail
 
 
-class Level(StrEnum):
+class CheckLevel(StrEnum):
     """Result of a check."""
 
     OK = "ok"
@@ -29,7 +29,7 @@ class Level(StrEnum):
     @property
     def passed(self) -> bool:
         """Whether nothing has to be done now."""
-        return self in (Level.OK, Level.WARNING)
+        return self in (CheckLevel.OK, CheckLevel.WARNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ClusterState:
         copies: Replicas by service and node id.
         disks: By node id of storage.
         transactions: The oldest open transaction of each broker.
-        unread: By input, why it could not be read; see `Check.inputs`.
+        unread: By input, why it could not be read; see `ClusterCheck.inputs`.
     """
 
     now_unix_ms: int
@@ -78,8 +78,8 @@ class ClusterState:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckFinding:
     """What a check has found."""
 
-    level: Level
+    level: CheckLevel
     text: str

@@ -60,15 +60,9 @@ class NodeReport:
         return f"{self.node.service}/{self.node.node_id}"
 
 
-async def node_reports(
-    admin: Admin, nodes: Iterable[Node], clock: Clock | None = None
-) -> tuple[NodeReport, ...]:
-    """Return a report of each node, in the order of `nodes`. Needs the role admin on the cluster.
-
-    Args:
-        clock: Clock of this machine.
-    """
-    here, turns = clock or Clock(), asyncio.Semaphore(_AT_ONCE)
+async def node_reports(admin: Admin, nodes: Iterable[Node]) -> tuple[NodeReport, ...]:
+    """Return a report of each node, in their order. Needs the role admin on the cluster."""
+    here, turns = Clock(), asyncio.Semaphore(_AT_ONCE)
 
     async def report(node: Node) -> NodeReport:
         async with turns:

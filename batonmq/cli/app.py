@@ -32,6 +32,9 @@ COMMANDS = {
     "access": LazyCommand(
         "batonmq.cli.access:commands", "Grant roles, create credentials, and block callers."
     ),
+    "backup": LazyCommand(
+        "batonmq.cli.backup:commands", "Take, verify and restore snapshots of a cluster."
+    ),
     "bench": LazyCommand("batonmq.cli.bench:commands", "Measure the speed of a running cluster."),
     "cluster": LazyCommand("batonmq.cli.cluster:commands", "Show the processes of the cluster."),
     "config": LazyCommand(

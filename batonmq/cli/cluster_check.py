@@ -7,7 +7,7 @@ from dataclasses import asdict
 import click
 from click.exceptions import Exit
 
-from batonmq.admin.cluster_checks import CHECKS, Verdict, verdicts
+from batonmq.admin.cluster_checks import CHECKS, CheckVerdict, cluster_verdicts
 from batonmq.admin.cluster_reader import read_cluster
 from batonmq.admin.config_drift import ConfigDrift, config_drift, masked_settings
 from batonmq.admin.node_reports import NodeReport, node_reports
@@ -65,9 +65,9 @@ def check(session: CommandSession, only: str, all_: bool) -> None:
         raise Exit(1)
 
 
-async def _check(session: CommandSession) -> tuple[Verdict, ...]:
+async def _check(session: CommandSession) -> tuple[CheckVerdict, ...]:
     async with session.admin() as admin:
-        return verdicts(await read_cluster(admin))
+        return cluster_verdicts(await read_cluster(admin))
 
 
 @command("config")

@@ -100,6 +100,7 @@ RULES: AccessRules = {
                 traffic=Traffic.PRODUCE,
             ),
             "CancelScheduled": requires(ANY_GRANT),
+            "ListScheduled": requires(OPERATE),
         },
     ),
     **rules_by_path(

@@ -44,6 +44,9 @@ SYSTEM_TOPICS: Mapping[str, LocalTopic | BatonError] = {
     transactions.TOPIC: LocalTopic(schedule.TOPIC_ID, transactions.QUEUE_COUNT),
     outputs.TOPIC: LocalTopic(schedule.TOPIC_ID, outputs.QUEUE_COUNT),
 }
+LISTED_MAX = 1_000
+LISTED_BYTES = 2 * 1024 * 1024
+"""Batches, and bytes of batches, after which a page of scheduled batches ends."""
 _POSITION_BITS = 64
 _ID = re.compile(r"([a-z0-9-]{1,63})-([0-9a-f]{1,32})")
 
@@ -99,6 +102,34 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
             self._require(context, produce(topic))
         await self._appender.flusher.wait_until_safe(self._withdraw(key, request.schedule_id))
         return pb.CancelScheduledResponse()
+
+    async def ListScheduled(
+        self, request: pb.ListScheduledRequest, context: Context
+    ) -> pb.ListScheduledResponse:
+        """See the proto."""
+        self._appender.flusher.check()
+        # What was delivered before this listing is visible once the log is safe up to here: so a
+        # caller that reads the ends of the queues afterwards misses no message.
+        end_position = self._store.log.next_position
+        waiting = self._store.schedule.waiting.by_position(request.position, LISTED_MAX)
+        answer, size = pb.ListScheduledResponse(), 0
+        batches = schedule.read_scheduled(self._store.log, [one.position for one in waiting])
+        for entry, batch in zip(waiting, batches, strict=False):
+            if isinstance(batch, BatonError):
+                raise batch
+            answer.batches.add(
+                batch=batch.batch,
+                deliver_unix_ms=entry.deliver_unix_ms,
+                number=entry.schedule_id,
+            )
+            size += len(batch.batch)
+            if size >= LISTED_BYTES:
+                break
+        listed = len(answer.batches)
+        if listed and (listed < len(waiting) or listed == LISTED_MAX):
+            answer.next_position = waiting[listed - 1].position + 1
+        await self._appender.flusher.wait_until_safe(end_position)
+        return answer
 
     def _withdraw(self, key: DelayKey, schedule_id: str) -> int:
         """Cancel a scheduled batch; return the position up to which the log must be safe.

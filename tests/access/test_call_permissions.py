@@ -73,6 +73,7 @@ QueryService        FindByKey          read
 QueryService        GetMessage         granted
 ScheduleService     Schedule           write
 ScheduleService     CancelScheduled    granted
+ScheduleService     ListScheduled
 TransactionService  Begin              write
 TransactionService  End                granted
 TransactionService  WatchChecks        granted

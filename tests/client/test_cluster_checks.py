@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from batonmq.admin._cluster_findings import ETCD_BYTES_MAX
 from batonmq.admin.access import IdentityGrants, IssuedAccessKey, IssuedToken
-from batonmq.admin.cluster_checks import CHECKS, Verdict, verdicts
-from batonmq.admin.cluster_findings import ETCD_BYTES_MAX
-from batonmq.admin.cluster_state import BrokerDisk, ClusterState, Level
+from batonmq.admin.cluster_checks import CHECKS, CheckVerdict, cluster_verdicts
+from batonmq.admin.cluster_state import BrokerDisk, CheckLevel, ClusterState
 from batonmq.admin.config_drift import config_drift, masked_settings
 from batonmq.admin.dead_letters import DeadLetterSummary
 from batonmq.admin.effective_settings import NodeSetting
@@ -176,61 +176,61 @@ LEADERS_TOGETHER = replace(
     copies={("storage", f"storage-{number}"): copy(S.nodes[0]) for number in range(6)},
 )
 
-BROKEN: dict[str, tuple[ClusterState, Level, str]] = {
-    "services": (without(S, "lockmgr/lockmgr-0"), Level.FAILED, "lockmgr has no leader"),
+BROKEN: dict[str, tuple[ClusterState, CheckLevel, str]] = {
+    "services": (without(S, "lockmgr/lockmgr-0"), CheckLevel.FAILED, "lockmgr has no leader"),
     "health": (
         replace(S, health={**S.health, ("offsets", "offsets-1"): "UNREACHABLE"}),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "offsets/offsets-1 is UNREACHABLE",
     ),
     "answers": (
         with_report(S, "storage/storage-1", state=None, settings=(), problem="DENIED: no"),
-        Level.UNKNOWN,
+        CheckLevel.UNKNOWN,
         "storage/storage-1 does not tell its state: DENIED: no",
     ),
     "versions": (
         with_node(S, "storage/storage-1", version="0.9"),
-        Level.WARNING,
+        CheckLevel.WARNING,
         "version 0.9: storage/storage-1",
     ),
     "clocks": (
         with_node(S, "storage/storage-1", clock_skew_ms=-2_000),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "the clock of storage/storage-1 is 2000 ms behind that of this machine",
     ),
     "descriptors": (
         with_node(S, "storage/storage-1", open_descriptors=60_000),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "storage/storage-1 has 60000 of 65536 descriptors open",
     ),
     "disks": (
         with_disk(S, BrokerDisk("full", 99.0, 0, 0)),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "the disk of storage/storage-1 is 99 % full (full)",
     ),
     "disk-growth": (
         with_disk(S, BrokerDisk("ok", 60.0, 7_200, 0)),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "the disk of storage/storage-1 is full in 2.0 h at this rate",
     ),
     "damage": (
         with_disk(S, BrokerDisk("ok", 60.0, 0, 3)),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "storage/storage-1 found 3 damaged batches",
     ),
     "certificates": (
         with_node(S, "offsets/offsets-0", certificates={"service": NOW + 3 * DAY}),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "the certificate service of offsets/offsets-0 expires in 3.0 days",
     ),
     "etcd-alarms": (
         replace(S, etcd_alarms=("NOSPACE",)),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "etcd has the alarm NOSPACE",
     ),
     "etcd-size": (
         replace(S, etcd_db_bytes=ETCD_BYTES_MAX + 1),
-        Level.WARNING,
+        CheckLevel.WARNING,
         "the database of etcd has 1600 MiB",
     ),
     "in-sync": (
@@ -238,22 +238,22 @@ BROKEN: dict[str, tuple[ClusterState, Level, str]] = {
             S,
             copies={**S.copies, ("storage", "storage-1"): copy(S.nodes[-1], in_sync=False)},
         ),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "storage/storage-1 of a is not in sync",
     ),
     "replicas-up": (
         without(S, "storage/storage-1"),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "storage/storage-1 is not registered",
     ),
     "redundancy": (
         without(S, "nameserver/nameserver-1"),
-        Level.WARNING,
+        CheckLevel.WARNING,
         "nameserver has one node",
     ),
     "leader-balance": (
         LEADERS_TOGETHER,
-        Level.WARNING,
+        CheckLevel.WARNING,
         "storage leaders by host: host-0 3, host-1 0",
     ),
     "topic-balance": (
@@ -261,47 +261,47 @@ BROKEN: dict[str, tuple[ClusterState, Level, str]] = {
             S,
             nodes=(*S.nodes, report("storage", 2, leader=True, replica_set="b")),
         ),
-        Level.WARNING,
+        CheckLevel.WARNING,
         "queues of topic orders by broker: a 4, b 0",
     ),
     "topic-brokers": (
         replace(S, topics=(topic("orders", {"a": 4, "z": 4}),)),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "broker z is not registered, and has queues of orders",
     ),
     "access": (
         with_node(S, "lockmgr/lockmgr-1", access_on=False),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "access control is off on lockmgr/lockmgr-1",
     ),
     "quotas": (
         everywhere(S, access_on=False),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "quotas are set, and have no effect: access control is off",
     ),
     "credentials": (
         replace(S, identities=issued(token=NOW + DAY)),
-        Level.WARNING,
+        CheckLevel.WARNING,
         "token t1 of app expires in 1.0 d",
     ),
     "gateway-keys": (
         replace(S, identities=issued(seals=("aa", "bb"))),
-        Level.WARNING,
+        CheckLevel.WARNING,
         "access keys are sealed with 2 keys (aa: 1, bb: 1)",
     ),
     "groups-stuck": (
         replace(S, lags=(GroupLag("g", 4, 1, 7, 900, 0, "HEAD_OF_LINE", "it waits", ""),)),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "group g is stuck (HEAD_OF_LINE): it waits",
     ),
     "groups-paused": (
         replace(S, groups=(group("g", pause=Pause("ann", "flood", NOW)),)),
-        Level.WARNING,
+        CheckLevel.WARNING,
         "group g is paused by ann",
     ),
     "subscriptions": (
         replace(S, groups=(group("g", members=(Member("c1", 1, "h", NOW, differs=True),)),)),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "members of g subscribe to something else: c1",
     ),
     "transactions": (
@@ -309,28 +309,30 @@ BROKEN: dict[str, tuple[ClusterState, Level, str]] = {
             S,
             transactions=(TransactionDetail("a-1", "p", None, (), NOW - 7_200_000, 9, NOW, 0, ""),),
         ),
-        Level.FAILED,
+        CheckLevel.FAILED,
         "transaction a-1 is open for 2.0 h",
     ),
     "dead-letters": (
         replace(S, dead_letters=(DeadLetterSummary("g", 5, 2, NOW, NOW),)),
-        Level.WARNING,
+        CheckLevel.WARNING,
         "group g has 3 dead letters",
     ),
     "config-drift": (
         with_report(S, "storage/storage-1", settings=(setting("flush", "async"),)),
-        Level.WARNING,
+        CheckLevel.WARNING,
         "storage: BATON_X_FLUSH: sync on storage-0; async on storage-1",
     ),
 }
 
 
-def verdict(state: ClusterState, name: str) -> Verdict:
-    return next(one for one in verdicts(state) if one.name == name)
+def verdict(state: ClusterState, name: str) -> CheckVerdict:
+    return next(one for one in cluster_verdicts(state) if one.name == name)
 
 
 def test_cluster_in_order_passes_every_check() -> None:
-    assert [one for one in verdicts(S) if one.findings or one.level is not Level.OK] == []
+    assert [
+        one for one in cluster_verdicts(S) if one.findings or one.level is not CheckLevel.OK
+    ] == []
 
 
 def test_every_check_has_a_scene() -> None:
@@ -351,21 +353,21 @@ def test_check_whose_input_could_not_be_read_is_not_passed(name: str) -> None:
     (check,) = (one for one in CHECKS if one.name == name)
     unread = replace(S, unread={check.inputs[0]: "UNREACHABLE: no answer"})
     found = verdict(unread, name)
-    assert found.level is Level.UNKNOWN
+    assert found.level is CheckLevel.UNKNOWN
     assert not found.level.passed
     assert found.findings == (f"{check.inputs[0]}: UNREACHABLE: no answer",)
 
 
 def test_gateway_without_sealing_key_fails_if_there_are_access_keys() -> None:
     state = replace(S, nodes=(*S.nodes, report("gateway", 0, leader=False)))
-    assert verdict(state, "gateway-keys").level is Level.OK
+    assert verdict(state, "gateway-keys").level is CheckLevel.OK
     keyed = replace(state, identities=issued(seals=("aa",)))
-    assert verdict(keyed, "gateway-keys").level is Level.FAILED
+    assert verdict(keyed, "gateway-keys").level is CheckLevel.FAILED
 
 
 def test_certificate_that_cannot_be_read_fails() -> None:
     state = with_node(S, "offsets/offsets-0", certificates={"service": None})
-    assert verdict(state, "certificates").level is Level.FAILED
+    assert verdict(state, "certificates").level is CheckLevel.FAILED
 
 
 @pytest.mark.parametrize(("there", "skew"), [(90, -10), (100, 0), (105, 0), (110, 0), (125, 15)])

@@ -158,6 +158,13 @@ class DelayQueue:
         order = np.argsort(rows["position"], kind="stable")[:count_max]
         return [DelayedBatch(*row) for row in rows[order].tolist()]
 
+    def by_position(self, position: int, count_max: int) -> list[DelayedBatch]:
+        """Return the entries stored at or after a position, ascending by position."""
+        rows = self.snapshot().rows()
+        rows = rows[rows["position"] >= position]
+        order = np.argsort(rows["position"], kind="stable")[:count_max]
+        return [DelayedBatch(*row) for row in rows[order].tolist()]
+
     def snapshot(self) -> DelaySnapshot:
         """Return a snapshot of all entries."""
         return self._copy(list(self._buckets()))

@@ -195,3 +195,86 @@ class CancelScheduledResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelScheduledResponse: _TypeAlias = CancelScheduledResponse  # noqa: Y015
+
+@_typing.final
+class ListScheduledRequest(_message.Message):
+    """Request for ListScheduled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """`next_position` of the answer before; 0 for the first page."""
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListScheduledRequest: _TypeAlias = ListScheduledRequest  # noqa: Y015
+
+@_typing.final
+class ListScheduledResponse(_message.Message):
+    """Response for ListScheduled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCHES_FIELD_NUMBER: _builtins.int
+    NEXT_POSITION_FIELD_NUMBER: _builtins.int
+    next_position: _builtins.int
+    """Where the next page begins; 0 if this is the last one."""
+    @_builtins.property
+    def batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___WaitingBatch]:
+        """Batches, about 2 MiB."""
+
+    def __init__(
+        self,
+        *,
+        batches: _abc.Iterable[Global___WaitingBatch] | None = ...,
+        next_position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "next_position", b"next_position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListScheduledResponse: _TypeAlias = ListScheduledResponse  # noqa: Y015
+
+@_typing.final
+class WaitingBatch(_message.Message):
+    """A scheduled batch that is not delivered yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    DELIVER_UNIX_MS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    batch: _builtins.bytes
+    """The batch as its producer sent it."""
+    deliver_unix_ms: _builtins.int
+    """Delivery time, milliseconds since the Unix epoch. With `number` it is the key of the batch: the
+    batch that delivers it has the producer id `-deliver_unix_ms`, and as producer epoch and sequence
+    the upper and lower half of `number`.
+    """
+    number: _builtins.int
+    """Position at which it was first stored."""
+    def __init__(
+        self,
+        *,
+        batch: _builtins.bytes = ...,
+        deliver_unix_ms: _builtins.int = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "deliver_unix_ms", b"deliver_unix_ms", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitingBatch: _TypeAlias = WaitingBatch  # noqa: Y015

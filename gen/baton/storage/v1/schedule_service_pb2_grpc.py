@@ -45,6 +45,11 @@ class ScheduleServiceStub:
                 request_serializer=baton_dot_storage_dot_v1_dot_schedule__service__pb2.CancelScheduledRequest.SerializeToString,
                 response_deserializer=baton_dot_storage_dot_v1_dot_schedule__service__pb2.CancelScheduledResponse.FromString,
                 _registered_method=True)
+        self.ListScheduled = channel.unary_unary(
+                '/baton.storage.v1.ScheduleService/ListScheduled',
+                request_serializer=baton_dot_storage_dot_v1_dot_schedule__service__pb2.ListScheduledRequest.SerializeToString,
+                response_deserializer=baton_dot_storage_dot_v1_dot_schedule__service__pb2.ListScheduledResponse.FromString,
+                _registered_method=True)
 
 
 class ScheduleServiceServicer:
@@ -75,6 +80,17 @@ class ScheduleServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListScheduled(self, request, context):
+        """Lists the scheduled batches that are not delivered yet, in pages, for backups. A batch that is
+        scheduled, delivered or cancelled meanwhile may be listed or not; a batch that is rewritten
+        meanwhile may be listed twice, with the same key.
+
+        Statuses: UNAVAILABLE (NOT_LEADER, NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch is damaged).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ScheduleServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -87,6 +103,11 @@ def add_ScheduleServiceServicer_to_server(servicer, server):
                     servicer.CancelScheduled,
                     request_deserializer=baton_dot_storage_dot_v1_dot_schedule__service__pb2.CancelScheduledRequest.FromString,
                     response_serializer=baton_dot_storage_dot_v1_dot_schedule__service__pb2.CancelScheduledResponse.SerializeToString,
+            ),
+            'ListScheduled': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListScheduled,
+                    request_deserializer=baton_dot_storage_dot_v1_dot_schedule__service__pb2.ListScheduledRequest.FromString,
+                    response_serializer=baton_dot_storage_dot_v1_dot_schedule__service__pb2.ListScheduledResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -144,6 +165,33 @@ class ScheduleService:
             '/baton.storage.v1.ScheduleService/CancelScheduled',
             baton_dot_storage_dot_v1_dot_schedule__service__pb2.CancelScheduledRequest.SerializeToString,
             baton_dot_storage_dot_v1_dot_schedule__service__pb2.CancelScheduledResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListScheduled(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.storage.v1.ScheduleService/ListScheduled',
+            baton_dot_storage_dot_v1_dot_schedule__service__pb2.ListScheduledRequest.SerializeToString,
+            baton_dot_storage_dot_v1_dot_schedule__service__pb2.ListScheduledResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,13 @@ class ScheduleServiceStub:
     FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
     scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: whether it is cancelled is unknown).
     """
+    ListScheduled: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.ListScheduledRequest, _schedule_service_pb2.ListScheduledResponse]
+    """Lists the scheduled batches that are not delivered yet, in pages, for backups. A batch that is
+    scheduled, delivered or cancelled meanwhile may be listed or not; a batch that is rewritten
+    meanwhile may be listed twice, with the same key.
+
+    Statuses: UNAVAILABLE (NOT_LEADER, NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch is damaged).
+    """
 
 @_typing.type_check_only
 class ScheduleServiceAsyncStub(ScheduleServiceStub):
@@ -70,6 +77,13 @@ class ScheduleServiceAsyncStub(ScheduleServiceStub):
     Statuses: NOT_FOUND (NOT_SCHEDULED) if the batch is delivered, cancelled or unknown;
     FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
     scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: whether it is cancelled is unknown).
+    """
+    ListScheduled: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.ListScheduledRequest, _schedule_service_pb2.ListScheduledResponse]  # type: ignore[assignment]
+    """Lists the scheduled batches that are not delivered yet, in pages, for backups. A batch that is
+    scheduled, delivered or cancelled meanwhile may be listed or not; a batch that is rewritten
+    meanwhile may be listed twice, with the same key.
+
+    Statuses: UNAVAILABLE (NOT_LEADER, NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch is damaged).
     """
 
 class ScheduleServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -101,6 +115,19 @@ class ScheduleServiceServicer(metaclass=_abc_1.ABCMeta):
         Statuses: NOT_FOUND (NOT_SCHEDULED) if the batch is delivered, cancelled or unknown;
         FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
         scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: whether it is cancelled is unknown).
+        """
+
+    @_abc_1.abstractmethod
+    def ListScheduled(
+        self,
+        request: _schedule_service_pb2.ListScheduledRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_schedule_service_pb2.ListScheduledResponse, _abc.Awaitable[_schedule_service_pb2.ListScheduledResponse]]:
+        """Lists the scheduled batches that are not delivered yet, in pages, for backups. A batch that is
+        scheduled, delivered or cancelled meanwhile may be listed or not; a batch that is rewritten
+        meanwhile may be listed twice, with the same key.
+
+        Statuses: UNAVAILABLE (NOT_LEADER, NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch is damaged).
         """
 
 def add_ScheduleServiceServicer_to_server(servicer: ScheduleServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from batonmq._common.health import SERVING
 from batonmq._core.names import is_system_topic
-from batonmq.admin.cluster_state import ClusterState, Finding, Level
+from batonmq.admin.cluster_state import CheckFinding, CheckLevel, ClusterState
 from batonmq.admin.config_drift import config_drift
 from batonmq.admin.node_reports import NodeReport
 from batonmq.admin.quotas import DEFAULT_IDENTITY
@@ -24,15 +24,15 @@ ETCD_BYTES_MAX = 1_600 * 1024 * 1024
 TRANSACTION_AGE_MS_MAX = 3_600_000
 
 
-def _failed(text: str) -> Finding:
-    return Finding(Level.FAILED, text)
+def _failed(text: str) -> CheckFinding:
+    return CheckFinding(CheckLevel.FAILED, text)
 
 
-def _warning(text: str) -> Finding:
-    return Finding(Level.WARNING, text)
+def _warning(text: str) -> CheckFinding:
+    return CheckFinding(CheckLevel.WARNING, text)
 
 
-def find_services(state: ClusterState) -> Iterator[Finding]:
+def find_services(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield services and replica sets without a leader."""
     led = {(r.node.service, r.node.replica_set) for r in state.nodes if r.node.leader}
     sets = {
@@ -47,23 +47,25 @@ def find_services(state: ClusterState) -> Iterator[Finding]:
             yield _failed(f"{service} {name} has no leader")
 
 
-def find_health(state: ClusterState) -> Iterator[Finding]:
+def find_health(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield processes that are not healthy."""
     for (service, node_id), status in sorted(state.health.items()):
         if status != SERVING:
             yield _failed(f"{service}/{node_id} is {status}")
 
 
-def find_answers(state: ClusterState) -> Iterator[Finding]:
+def find_answers(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield nodes that do not tell their state."""
     for one in state.nodes:
         if one.problem:
-            yield Finding(Level.UNKNOWN, f"{one.name} does not tell its state: {one.problem}")
+            yield CheckFinding(
+                CheckLevel.UNKNOWN, f"{one.name} does not tell its state: {one.problem}"
+            )
         elif one.state is None:
             yield _warning(f"{one.name} is of an earlier version, which does not tell its state")
 
 
-def find_versions(state: ClusterState) -> Iterator[Finding]:
+def find_versions(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield the versions, if there are several."""
     by_version: dict[str, list[str]] = defaultdict(list)
     for one in state.nodes:
@@ -74,7 +76,7 @@ def find_versions(state: ClusterState) -> Iterator[Finding]:
             yield _warning(f"version {version or 'unknown'}: {', '.join(sorted(names))}")
 
 
-def find_clocks(state: ClusterState) -> Iterator[Finding]:
+def find_clocks(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield clocks that differ from that of this machine."""
     for name, one in state.states:
         if abs(one.clock_skew_ms) > CLOCK_SKEW_MS_MAX:
@@ -84,7 +86,7 @@ def find_clocks(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def find_descriptors(state: ClusterState) -> Iterator[Finding]:
+def find_descriptors(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield processes with few descriptors left, or a low limit."""
     for name, one in state.states:
         limit = one.descriptors_max
@@ -94,7 +96,7 @@ def find_descriptors(state: ClusterState) -> Iterator[Finding]:
             yield _warning(f"{name} may open {limit} descriptors, less than {DESCRIPTORS_WANTED}")
 
 
-def find_disks(state: ClusterState) -> Iterator[Finding]:
+def find_disks(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield disks above a watermark."""
     for node_id, disk in sorted(state.disks.items()):
         text = f"the disk of storage/{node_id} is {disk.used_percent:.0f} % full ({disk.state})"
@@ -104,7 +106,7 @@ def find_disks(state: ClusterState) -> Iterator[Finding]:
             yield _warning(text)
 
 
-def find_disk_growth(state: ClusterState) -> Iterator[Finding]:
+def find_disk_growth(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield disks that fill soon."""
     for node_id, disk in sorted(state.disks.items()):
         if 0 < disk.seconds_until_full < DISK_FULL_IN_S_MIN:
@@ -112,14 +114,14 @@ def find_disk_growth(state: ClusterState) -> Iterator[Finding]:
             yield _failed(f"the disk of storage/{node_id} is full in {hours:.1f} h at this rate")
 
 
-def find_damage(state: ClusterState) -> Iterator[Finding]:
+def find_damage(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield nodes with damaged batches."""
     for node_id, disk in sorted(state.disks.items()):
         if disk.damaged_batch_count:
             yield _failed(f"storage/{node_id} found {disk.damaged_batch_count} damaged batches")
 
 
-def find_certificates(state: ClusterState) -> Iterator[Finding]:
+def find_certificates(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield certificates that expire soon."""
     for name, one in state.states:
         for certificate, expire_unix_ms in sorted(one.certificates.items()):
@@ -131,18 +133,18 @@ def find_certificates(state: ClusterState) -> Iterator[Finding]:
                 yield _failed(f"{what} expires in {days:.1f} days")
 
 
-def find_etcd_alarms(state: ClusterState) -> Iterator[Finding]:
+def find_etcd_alarms(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield the alarms of etcd."""
     yield from (_failed(f"etcd has the alarm {alarm}") for alarm in state.etcd_alarms)
 
 
-def find_etcd_size(state: ClusterState) -> Iterator[Finding]:
+def find_etcd_size(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield a large database of etcd."""
     if state.etcd_db_bytes > ETCD_BYTES_MAX:
         yield _warning(f"the database of etcd has {state.etcd_db_bytes >> 20} MiB")
 
 
-def find_in_sync(state: ClusterState) -> Iterator[Finding]:
+def find_in_sync(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield replicas that are not in sync."""
     for (service, node_id), copy in sorted(state.copies.items()):
         if copy.problem:
@@ -151,13 +153,13 @@ def find_in_sync(state: ClusterState) -> Iterator[Finding]:
             yield _failed(f"{service}/{node_id} of {copy.replica_set} is not in sync")
 
 
-def find_replicas_up(state: ClusterState) -> Iterator[Finding]:
+def find_replicas_up(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield configured replicas that are not registered."""
     up = {(one.node.service, one.node.node_id) for one in state.nodes}
     yield from (_failed(f"{s}/{n} is not registered") for s, n in sorted(state.copies.keys() - up))
 
 
-def find_redundancy(state: ClusterState) -> Iterator[Finding]:
+def find_redundancy(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield services and replica sets of one node."""
     sizes = Counter(
         (r.node.service, r.node.replica_set if r.node.service in ("offsets", "storage") else "")
@@ -168,7 +170,7 @@ def find_redundancy(state: ClusterState) -> Iterator[Finding]:
             yield _warning(f"{service}{f' {name}' if name else ''} has one node")
 
 
-def find_leader_balance(state: ClusterState) -> Iterator[Finding]:
+def find_leader_balance(state: ClusterState) -> Iterator[CheckFinding]:
     """Count the storage leaders of each host, if brokers have several nodes on several hosts."""
     hosts: Counter[str] = Counter()
     replicated = {name for (service, name) in state.copies if service == "storage"}
@@ -180,7 +182,7 @@ def find_leader_balance(state: ClusterState) -> Iterator[Finding]:
         yield _warning(f"storage leaders by host: {counts}")
 
 
-def find_topic_balance(state: ClusterState) -> Iterator[Finding]:
+def find_topic_balance(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield topics with uneven queues."""
     brokers = {r.node.replica_set for r in state.nodes if r.node.service == "storage"}
     for topic in state.topics:
@@ -192,7 +194,7 @@ def find_topic_balance(state: ClusterState) -> Iterator[Finding]:
             yield _warning(f"queues of topic {topic.name} by broker: {text}")
 
 
-def find_topic_brokers(state: ClusterState) -> Iterator[Finding]:
+def find_topic_brokers(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield brokers with queues that are not registered."""
     brokers = {r.node.replica_set for r in state.nodes if r.node.service == "storage"}
     gone: dict[str, list[str]] = defaultdict(list)
@@ -203,7 +205,7 @@ def find_topic_brokers(state: ClusterState) -> Iterator[Finding]:
         yield _failed(f"broker {broker} is not registered, and has queues of {_names(names)}")
 
 
-def find_access(state: ClusterState) -> Iterator[Finding]:
+def find_access(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield nodes that do not check permissions."""
     by_state: dict[bool, list[str]] = defaultdict(list)
     for name, one in state.states:
@@ -214,7 +216,7 @@ def find_access(state: ClusterState) -> Iterator[Finding]:
         yield _warning("access control is off on all nodes")
 
 
-def find_quotas(state: ClusterState) -> Iterator[Finding]:
+def find_quotas(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield quotas without effect, and a missing default."""
     on = {one.access_on for _, one in state.states}
     if state.quotas and on == {False}:
@@ -223,7 +225,7 @@ def find_quotas(state: ClusterState) -> Iterator[Finding]:
         yield _warning("identities without quotas of their own have no limit: * has no quota")
 
 
-def find_credentials(state: ClusterState) -> Iterator[Finding]:
+def find_credentials(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield tokens and access keys that expire soon."""
     for one in state.identities:
         for kind, name, expire_unix_ms in (
@@ -236,7 +238,7 @@ def find_credentials(state: ClusterState) -> Iterator[Finding]:
                 yield _warning(f"{kind} {name} of {one.identity} {when}")
 
 
-def find_gateway_keys(state: ClusterState) -> Iterator[Finding]:
+def find_gateway_keys(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield access keys that a gateway may not be able to check."""
     sealed = Counter(key.sealed_by for one in state.identities for key in one.access_keys)
     if len(sealed) > 1:
@@ -251,21 +253,21 @@ def _value(report: NodeReport, name: str) -> str:
     return next((one.value for one in report.settings if one.name == name), "")
 
 
-def find_groups_stuck(state: ClusterState) -> Iterator[Finding]:
+def find_groups_stuck(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield groups that are stuck."""
     for lag in state.lags:
         if lag.stuck and lag.verdict != "PAUSED":
             yield _failed(f"group {lag.group} is stuck ({lag.verdict}): {lag.message}")
 
 
-def find_groups_paused(state: ClusterState) -> Iterator[Finding]:
+def find_groups_paused(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield groups that are paused."""
     for group in state.groups:
         if group.pause is not None:
             yield _warning(f"group {group.name} is paused by {group.pause.by}")
 
 
-def find_subscriptions(state: ClusterState) -> Iterator[Finding]:
+def find_subscriptions(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield members with another subscription than their group."""
     for group in state.groups:
         differing = [member.client_id for member in group.members if member.differs]
@@ -273,7 +275,7 @@ def find_subscriptions(state: ClusterState) -> Iterator[Finding]:
             yield _failed(f"members of {group.name} subscribe to something else: {differing[0]}")
 
 
-def find_transactions(state: ClusterState) -> Iterator[Finding]:
+def find_transactions(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield transactions that are open for long."""
     for one in state.transactions:
         age_ms = state.now_unix_ms - one.begin_unix_ms
@@ -282,14 +284,14 @@ def find_transactions(state: ClusterState) -> Iterator[Finding]:
             yield _failed(f"transaction {one.transaction_id} is open for {hours:.1f} h")
 
 
-def find_dead_letters(state: ClusterState) -> Iterator[Finding]:
+def find_dead_letters(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield groups with dead letters."""
     for one in state.dead_letters:
         if waiting := one.count - one.redriven_count:
             yield _warning(f"group {one.group} has {waiting} dead letters")
 
 
-def find_config_drift(state: ClusterState) -> Iterator[Finding]:
+def find_config_drift(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield settings that differ between nodes of a service."""
     for drift in config_drift(state.nodes):
         by_value: dict[str, list[str]] = defaultdict(list)

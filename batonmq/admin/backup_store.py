@@ -1,0 +1,152 @@
+"""Where a backup is kept: a folder, or an object store through fsspec.
+
+Files are written once and never changed. A file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from batonmq.errors import InvalidArgument, Unreachable
+
+Value = TypeVar("Value")
+
+
+class BackupStore(Protocol):
+    """Files by name; names have slashes. The calls block."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file; replace it if it exists."""
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file; raise FileNotFoundError if it does not exist."""
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the files in a folder, not of those below it; empty if none."""
+
+
+class FolderStore:
+    """A folder of this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, name: str, content: bytes) -> None:
+        """See BackupStore. The content is on the disk before the file gets its name."""
+        path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.rename(path)
+            _sync_folder(path.parent)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def read(self, name: str) -> bytes:
+        """See BackupStore."""
+        return (self._folder / name).read_bytes()
+
+    def names(self, folder: str) -> list[str]:
+        """See BackupStore."""
+        path = self._folder / folder
+        if not path.is_dir():
+            return []
+        return sorted(f"{folder}/{one.name}" for one in path.iterdir() if one.is_file())
+
+
+class ObjectStore:
+    """A store of fsspec, such as s3://bucket/folder; its package has to be installed.
+
+    Args:
+        url: URL of the folder. Credentials come from the environment, as the package of the store
+            documents.
+
+    Raises:
+        InvalidArgument: fsspec or the package of the store is not installed, or the URL is wrong.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs  # noqa: PLC0415  an optional package
+        except ImportError as error:
+            raise InvalidArgument(
+                f"{url} needs the package fsspec, which is not installed",
+                remedy="Install it: pip install 'batonmq[backup]', and the package of the store, "
+                "such as s3fs or gcsfs; or name a folder.",
+            ) from error
+        try:
+            found: tuple[Any, str] = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise InvalidArgument(f"{url} can't be used: {error}") from error
+        self._files, self._root = found[0], found[1].rstrip("/")
+
+    def write(self, name: str, content: bytes) -> None:
+        """See BackupStore."""
+        path = f"{self._root}/{name}"
+        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._files.pipe_file(path, content)
+
+    def read(self, name: str) -> bytes:
+        """See BackupStore."""
+        content: bytes = self._files.cat_file(f"{self._root}/{name}")
+        return content
+
+    def names(self, folder: str) -> list[str]:
+        """See BackupStore."""
+        self._files.invalidate_cache()
+        try:
+            found = self._files.ls(f"{self._root}/{folder}", detail=True)
+        except FileNotFoundError:
+            return []
+        files = (one["name"] for one in found if one["type"] == "file")
+        return sorted(f"{folder}/{name.rpartition('/')[2]}" for name in files)
+
+
+def open_backup_store(place: str) -> BackupStore:
+    """Return the store at a path or a URL.
+
+    Raises:
+        InvalidArgument: The URL can't be used.
+    """
+    return ObjectStore(place) if "://" in place else FolderStore(Path(place))
+
+
+async def in_thread(what: str, call: Callable[[], Value]) -> Value:
+    """Return the result of a call of a store, which is made in a thread.
+
+    Args:
+        what: The file, for the error.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        Unreachable: The store failed.
+    """
+    try:
+        return await asyncio.to_thread(call)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # each package of a store has its own classes
+        raise Unreachable(
+            f"the store of the backup failed with {what}: {type(error).__name__}: {error}",
+            remedy="Check the path or URL, the credentials and the free space; then repeat the "
+            "command.",
+            facts={"file": what},
+        ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

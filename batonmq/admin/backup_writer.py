@@ -1,0 +1,455 @@
+"""Takes snapshots of a cluster into a backup, each after the first one incremental.
+
+The order of the reads makes a snapshot consistent: first the progress of all groups, then the
+scheduled messages, then the ends of the queues, then the messages below these ends. So progress is
+never beyond the messages of the snapshot; a message that was sent back or became a dead letter
+before it was acknowledged is in the snapshot; and one that became due meanwhile is in it once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.storage.v1 import query_service_pb2 as query_pb
+from baton.storage.v1 import schedule_service_pb2 as schedule_pb
+from batonmq._common.clock import Clock
+from batonmq._core.names import is_system_topic
+from batonmq._core.queues import QueueRef
+from batonmq._core.records import Header, check_batch
+from batonmq.admin._backup_batches import encode_waiting, scheduled_key
+from batonmq.admin.access import AccessControl
+from batonmq.admin.admin import Admin
+from batonmq.admin.backup_manifest import (
+    AccessBackup,
+    BackupChunk,
+    BackupFile,
+    BackupManifest,
+    GroupBackup,
+    QueueBackup,
+    QueueProgressBackup,
+    TopicBackup,
+    backup_file,
+    chunk_name,
+    decode_manifest,
+    encode_manifest,
+    manifest_name,
+    scheduled_name,
+    snapshot_numbers,
+)
+from batonmq.admin.backup_store import BackupStore, in_thread
+from batonmq.admin.group_reports import Group
+from batonmq.admin.quotas import Quotas
+from batonmq.admin.reports import Topic, queue_from_pb, queue_to_pb
+from batonmq.admin.transactions import Transactions
+from batonmq.errors import (
+    GroupNotFound,
+    InvalidArgument,
+    OffsetOutOfRange,
+    TopicNotFound,
+    Unreachable,
+)
+
+CHUNK_BYTES = 16 * 1024 * 1024
+"""A file ends with the batch that reaches this size."""
+READ_BYTES = 4 * 1024 * 1024
+READ_MESSAGES = 65_535
+_QUEUES_AT_ONCE = 4
+_GROUPS_AT_ONCE = 8
+ScheduledKey = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class BackupPlan:
+    """What the next snapshot would copy.
+
+    Attributes:
+        number: Number of the snapshot.
+        message_count: Messages that the backup does not have yet.
+        kept_count: Messages that it has, and that the cluster still has.
+    """
+
+    number: int
+    topic_count: int
+    queue_count: int
+    group_count: int
+    message_count: int
+    kept_count: int
+
+
+async def read_backup_manifest(store: BackupStore, number: int = 0) -> BackupManifest:
+    """Return the manifest of a snapshot; 0 for the newest.
+
+    Raises:
+        InvalidArgument: There is no such snapshot.
+        DataLoss: The manifest is damaged.
+    """
+    numbers = await list_snapshots(store)
+    wanted = number or (numbers[-1] if numbers else 0)
+    if wanted not in numbers:
+        raise InvalidArgument(
+            f"the backup has no snapshot {number}" if number else "the backup has no snapshot",
+            remedy="See: baton backup list. Take one: baton backup create.",
+            facts={"field": "snapshot"},
+        )
+    name = manifest_name(wanted)
+    return decode_manifest(await in_thread(name, lambda: store.read(name)), name)
+
+
+async def list_snapshots(store: BackupStore) -> list[int]:
+    """Return the numbers of the snapshots, ascending."""
+    return snapshot_numbers(await in_thread("snapshots", lambda: store.names("snapshots")))
+
+
+class BackupWriter:
+    """Takes one snapshot.
+
+    Args:
+        admin: Client of the cluster; the caller closes it.
+        on_file: Called with each file that was written.
+    """
+
+    def __init__(
+        self,
+        admin: Admin,
+        store: BackupStore,
+        *,
+        on_file: Callable[[BackupFile], None] = lambda _: None,
+    ) -> None:
+        self._admin, self._store = admin, store
+        self._clock, self._on_file = Clock(), on_file
+        self._number, self._notes = 1, list[str]()
+        self._earlier: Mapping[QueueRef, QueueBackup] = {}
+        self._delivered: set[tuple[str, ScheduledKey]] = set()
+        self._turns = asyncio.Semaphore(_QUEUES_AT_ONCE)
+
+    async def plan(self) -> BackupPlan:
+        """Return what `run` would copy. Writes nothing."""
+        await self._begin()
+        topics, groups = await self._topics(), await self._admin.list_groups()
+        earlier = await self._same_queues(topics)
+        queues = [queue for topic in topics for queue in topic.queues]
+        extents = await self._extents(queues)
+        new = kept = 0
+        for queue, (first, end) in extents.items():
+            have = earlier[queue].next_offset if queue in earlier else first
+            new += max(0, end - max(first, have))
+            kept += max(0, min(end, have) - first)
+        return BackupPlan(self._number, len(topics), len(queues), len(groups), new, kept)
+
+    async def run(self) -> BackupManifest:
+        """Take a snapshot, and return its manifest, which is written last.
+
+        Raises:
+            Unreachable: A service or the store does not answer. The backup has the snapshots that
+                it had.
+        """
+        await self._begin()
+        begin_unix_ms = self._clock.unix_ms()
+        groups = await self._groups()
+        access = await self._access()
+        topics = await self._topics()
+        waiting = await self._scheduled()
+        await self._note_transactions()
+        earlier = await self._same_queues(topics)
+        extents = await self._extents([queue for topic in topics for queue in topic.queues])
+        async with asyncio.TaskGroup() as tasks:
+            copies = [
+                tasks.create_task(self._copy(queue, extent, earlier.get(queue)))
+                for queue, extent in sorted(extents.items())
+            ]
+        files, count = await self._write_scheduled(waiting)
+        manifest = BackupManifest(
+            number=self._number,
+            cluster=(await self._admin.cluster()).name,
+            begin_unix_ms=begin_unix_ms,
+            end_unix_ms=self._clock.unix_ms(),
+            topics=tuple(map(_topic_backup, topics)),
+            queues=tuple(task.result() for task in copies),
+            groups=groups,
+            access=access,
+            scheduled=files,
+            scheduled_count=count,
+            notes=tuple(self._notes),
+        )
+        await self._write(manifest_name(self._number), encode_manifest(manifest))
+        return manifest
+
+    async def _begin(self) -> None:
+        numbers = await list_snapshots(self._store)
+        self._number = numbers[-1] + 1 if numbers else 1
+        self._before = await read_backup_manifest(self._store) if numbers else None
+
+    async def _topics(self) -> list[Topic]:
+        return [one for one in await self._admin.list_topics() if not is_system_topic(one.name)]
+
+    async def _groups(self) -> tuple[GroupBackup, ...]:
+        turns = asyncio.Semaphore(_GROUPS_AT_ONCE)
+
+        async def read(group: Group) -> GroupBackup | None:
+            async with turns:
+                try:
+                    progress = await self._admin.progress(group.name)
+                except GroupNotFound:
+                    return None
+            if group.model == "broadcasting":
+                self._notes.append(
+                    f"group {group.name} is broadcasting: its members keep its progress themselves"
+                )
+            for one in progress:
+                if one.acked_range_count > len(one.acked):
+                    self._notes.append(
+                        f"group {group.name} has {one.acked_range_count} acknowledged ranges on "
+                        f"{queue_from_pb(one.queue.queue)}; {len(one.acked)} are in the snapshot"
+                    )
+            return _group_backup(group, progress)
+
+        groups = await self._admin.list_groups()
+        async with asyncio.TaskGroup() as tasks:
+            calls = [tasks.create_task(read(group)) for group in groups]
+        return tuple(found for call in calls if (found := call.result()) is not None)
+
+    async def _access(self) -> AccessBackup:
+        control = AccessControl(self._admin)
+        identities = await control.list()
+        secrets = sum(len(one.tokens) + len(one.access_keys) for one in identities)
+        if secrets:
+            self._notes.append(
+                f"{secrets} tokens and access keys are not in the snapshot: their secrets can't be "
+                "read, so new ones have to be issued"
+            )
+        return AccessBackup(
+            grants=tuple(
+                (one.identity, grant.role.value, grant.resource)
+                for one in identities
+                for grant in one.grants
+            ),
+            blocks=tuple((one.subject, one.reason) for one in await control.blocks()),
+            quotas={
+                one.identity: {
+                    name: value for name, value in asdict(one.limits).items() if value is not None
+                }
+                for one in await Quotas(self._admin).list()
+            },
+        )
+
+    async def _scheduled(self) -> dict[str, dict[ScheduledKey, bytes]]:
+        """Return the scheduled batches by broker and key."""
+        waiting: dict[str, dict[ScheduledKey, bytes]] = defaultdict(dict)
+        for broker in sorted(await self._admin.directory.brokers()):
+            position = 0
+            while True:
+                request = schedule_pb.ListScheduledRequest(position=position)
+
+                async def ask(
+                    limit_s: float,
+                    broker: str = broker,
+                    request: schedule_pb.ListScheduledRequest = request,
+                ) -> schedule_pb.ListScheduledResponse:
+                    stub = await self._admin.directory.schedule(broker)
+                    return await stub.ListScheduled(request, timeout=limit_s)
+
+                answer = await self._admin.ask(ask)
+                for one in answer.batches:
+                    waiting[broker][one.deliver_unix_ms, one.number] = one.batch
+                position = answer.next_position
+                if not position:
+                    break
+        return waiting
+
+    async def _note_transactions(self) -> None:
+        _, count, problems = await Transactions(self._admin).find(count_max=1)
+        if problems:
+            raise Unreachable("; ".join(problems))
+        if count:
+            self._notes.append(
+                f"{count} open transactions are not in the snapshot: their messages do not exist "
+                "before they are committed"
+            )
+
+    async def _same_queues(self, topics: Collection[Topic]) -> dict[QueueRef, QueueBackup]:
+        """Return the queues of the snapshot before that are still the same queues."""
+        if self._before is None:
+            return {}
+        ids = {one.name: (one.topic_id, one.create_unix_ms) for one in self._before.topics}
+        same = {
+            one.name for one in topics if ids.get(one.name) == (one.topic_id, one.create_unix_ms)
+        }
+        return {one.queue: one for one in self._before.queues if one.queue.topic in same}
+
+    async def _extents(self, queues: Collection[QueueRef]) -> dict[QueueRef, tuple[int, int]]:
+        extents, problems = await self._admin.extents(queues)
+        if problems:
+            raise Unreachable("; ".join(problems))
+        return extents
+
+    async def _copy(
+        self, queue: QueueRef, extent: tuple[int, int], earlier: QueueBackup | None
+    ) -> QueueBackup:
+        """Copy what the backup does not have of a queue yet, up to the end that was read."""
+        async with self._turns:
+            first, end = extent
+            if earlier is not None and not await self._continues(queue, extent, earlier):
+                self._notes.append(
+                    f"queue {queue} is not what it was at the snapshot before: it is copied anew"
+                )
+                earlier = None
+            chunks = [one for one in earlier.chunks if one.next_offset > first] if earlier else []
+            begin = max(first, earlier.next_offset if earlier else first)
+            checksum = earlier.checksum if earlier else 0
+            copy = _QueueCopy(begin)
+            try:
+                while copy.offset < end:
+                    answer = await self._read(queue, copy.offset)
+                    for raw in answer.batches:
+                        header = check_batch(raw, stamped=True)
+                        if header.first_offset >= end:
+                            copy.offset = end
+                            break
+                        if key := scheduled_key(header):
+                            self._delivered.add((queue.broker, key))
+                        if not copy.continues(header):
+                            chunks += await self._flush(queue, copy)
+                        copy.add(header, raw)
+                        checksum = header.checksum
+                        if copy.size >= CHUNK_BYTES:
+                            chunks += await self._flush(queue, copy)
+                    if not answer.batches:
+                        break
+            except TopicNotFound:
+                self._notes.append(f"topic {queue.topic} was deleted during the snapshot")
+            chunks += await self._flush(queue, copy)
+            return QueueBackup(queue, end, tuple(chunks), checksum)
+
+    async def _continues(
+        self, queue: QueueRef, extent: tuple[int, int], earlier: QueueBackup
+    ) -> bool:
+        """Return whether the queue still has the last batch of the backup, if it keeps it."""
+        first, end = extent
+        if end < earlier.next_offset:
+            return False
+        last = earlier.chunks[-1].next_offset - 1 if earlier.chunks else -1
+        if last < first:
+            return True
+        try:
+            answer = await self._read(queue, last, messages_max=1)
+        except OffsetOutOfRange:  # removed by retention since
+            return True
+        headers = [check_batch(raw, stamped=True) for raw in answer.batches]
+        return any(one.checksum == earlier.checksum for one in headers)
+
+    async def _read(
+        self, queue: QueueRef, offset: int, messages_max: int = READ_MESSAGES
+    ) -> query_pb.ReadResponse:
+        """Return batches from an offset on; from the first kept one if retention was quicker."""
+
+        async def ask(limit_s: float) -> query_pb.ReadResponse:
+            stub = await self._admin.directory.query(queue.broker)
+            return await stub.Read(request, timeout=limit_s)
+
+        while True:
+            request = query_pb.ReadRequest(
+                queue=queue_to_pb(queue),
+                offset=offset,
+                bytes_max=READ_BYTES,
+                messages_max=messages_max,
+            )
+            try:
+                return await self._admin.ask(ask)
+            except OffsetOutOfRange:
+                first, _ = (await self._extents([queue]))[queue]
+                if first <= offset:
+                    raise
+                offset = first
+
+    async def _flush(self, queue: QueueRef, copy: _QueueCopy) -> list[BackupChunk]:
+        if not copy.batches:
+            return []
+        name = chunk_name(queue, copy.first_offset, copy.offset, self._number)
+        file = await self._write(name, b"".join(copy.batches))
+        chunk = BackupChunk(copy.first_offset, copy.offset, file)
+        copy.clear()
+        return [chunk]
+
+    async def _write_scheduled(
+        self, waiting: Mapping[str, Mapping[ScheduledKey, bytes]]
+    ) -> tuple[dict[str, BackupFile], int]:
+        """Write the scheduled batches that were not delivered during the snapshot."""
+        files, count = dict[str, BackupFile](), 0
+        for broker, batches in waiting.items():
+            left = [
+                (*key, batch)
+                for key, batch in sorted(batches.items())
+                if (broker, key) not in self._delivered
+            ]
+            if left:
+                name = scheduled_name(broker, self._number)
+                files[broker] = await self._write(name, encode_waiting(left))
+                count += len(left)
+        return files, count
+
+    async def _write(self, name: str, content: bytes) -> BackupFile:
+        await in_thread(name, lambda: self._store.write(name, content))
+        file = backup_file(name, content)
+        self._on_file(file)
+        return file
+
+
+class _QueueCopy:
+    """Batches of a queue that were read and not written yet."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = self.first_offset = offset
+        self.batches: list[bytes] = []
+        self.size = 0
+
+    def continues(self, header: Header) -> bool:
+        """Return whether a batch follows the others without a gap."""
+        return not self.batches or header.first_offset == self.offset
+
+    def add(self, header: Header, batch: bytes) -> None:
+        if not self.batches:
+            self.first_offset = header.first_offset
+        self.batches.append(batch)
+        self.size += len(batch)
+        self.offset = header.next_offset
+
+    def clear(self) -> None:
+        self.batches, self.size = [], 0
+
+
+def _topic_backup(topic: Topic) -> TopicBackup:
+    return TopicBackup(
+        name=topic.name,
+        topic_id=topic.topic_id,
+        create_unix_ms=topic.create_unix_ms,
+        queue_counts=dict(topic.queue_counts),
+        permission=topic.permission,
+        message_type=topic.message_type,
+        retention_ms=topic.retention_ms,
+        retention_bytes=topic.retention_bytes,
+        inherited=topic.inherited,
+    )
+
+
+def _group_backup(group: Group, progress: Collection[offsets_pb.Progress]) -> GroupBackup:
+    return GroupBackup(
+        name=group.name,
+        model=group.model,
+        policy=group.policy,
+        ownership=group.ownership,
+        strategy=group.strategy,
+        topics=tuple(one.topic for one in group.subscriptions),
+        pause=(group.pause.by, group.pause.reason) if group.pause else None,
+        progress=tuple(
+            QueueProgressBackup(
+                queue_from_pb(one.queue.queue),
+                one.committed_offset,
+                tuple((part.first_offset, part.next_offset) for part in one.acked),
+            )
+            for one in progress
+        ),
+    )
