@@ -7,7 +7,7 @@ the queues and the acknowledgements, and the nameserver has the subscriptions.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.common.v1 import queue_pb2
@@ -16,7 +16,6 @@ from batonmq._consumer.moved_group import raise_if_moved
 from batonmq._core.dead_letters import FORMER_ATTEMPTS, REDRIVE_ID, REDRIVEN_BY, REDRIVEN_FROM
 from batonmq._core.message_trace import (
     CurrentProgress,
-    Hold,
     MessageState,
     MessageTrace,
     trace_message,
@@ -34,15 +33,13 @@ from batonmq._core.retries import (
     with_origin_key,
 )
 from batonmq._core.subscription import parse_filter
-from batonmq.admin._pagination import iter_pages
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group
+from batonmq.admin.holds import queue_holds
 from batonmq.admin.message_queries import MessageQueries, StoredMessage
-from batonmq.admin.reports import enum_name, queue_to_pb
+from batonmq.admin.reports import queue_to_pb
 from batonmq.errors import BatonError, MessageNotFound, Retry, TopicNotFound
 
-ACKED_RANGES_TOLD = 64
-"""Most acknowledged ranges that offsets returns for one hold."""
 COPIES_MAX = 1_000
 QUERIES_PER_CALL = 1_024
 
@@ -290,19 +287,8 @@ class MessageTracer:
     ) -> MessageCopy:
         if progress is None:
             return copy
-        queue = _key(group.name, copy.queue)
-
-        def page(page_token: str) -> Awaitable[pb.ListHoldsResponse]:
-            request = pb.ListHoldsRequest(queue=queue, page_token=page_token)
-
-            async def ask(limit_s: float) -> pb.ListHoldsResponse:
-                stub = await self._admin.directory.offsets(group.name)
-                return await stub.ListHolds(request, timeout=limit_s)
-
-            return self._admin.ask(ask)
-
         try:
-            holds = [_hold(hold) async for answer in iter_pages(page) for hold in answer.holds]
+            holds = await queue_holds(self._admin, group.name, copy.queue)
         except BatonError as error:
             if error.retry is not Retry.NEVER:
                 raise
@@ -373,23 +359,6 @@ def _current_progress(progress: pb.Progress, *, owned: bool) -> CurrentProgress:
         client_id=progress.holder.client_id if held else None,
         token=progress.token,
         owned=owned,
-    )
-
-
-def _hold(hold: pb.Hold) -> Hold:
-    acked = [(each.first_offset, each.next_offset) for each in hold.acked]
-    end = enum_name(pb.HoldEnd.Name, hold.end, "HOLD_END_").lower() if hold.end else ""
-    return Hold(
-        token=hold.token,
-        client_id=hold.holder.client_id if hold.HasField("holder") else None,
-        begin_unix_ms=hold.begin_unix_ms,
-        end_unix_ms=hold.end_unix_ms,
-        end=end,
-        committed_offset=hold.committed_offset,
-        acked=acked,
-        acked_complete=len(acked) < ACKED_RANGES_TOLD,
-        delivered_offset=hold.delivered_offset,
-        delivered_offset_max=hold.delivered_offset_max,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
@@ -26,10 +26,13 @@ from starlette.staticfiles import StaticFiles
 
 from batonmq._connection.directory import ClientEnvironment
 from batonmq.errors import BatonError, PermissionDenied, Unauthenticated
+from batonmq_server.console.change_pages import ChangePages
 from batonmq_server.console.config import ConsoleSettings
+from batonmq_server.console.event_reader import EventReader
 from batonmq_server.console.live import LiveHub, TooManyViewers
 from batonmq_server.console.pages import PAGES
-from batonmq_server.console.viewers import SignInRefused, Viewers
+from batonmq_server.console.pages.dead_letters import export
+from batonmq_server.console.viewers import SignInRefused, Viewer, Viewers
 from batonmq_server.console.visit import (
     FOLDER,
     NAV,
@@ -63,17 +66,19 @@ class WebConsole:
     """
 
     def __init__(self, console: Console, pages: Sequence[PageSpec] = PAGES) -> None:
-        self._console, self._pages = console, pages
+        self.console, self._pages = console, pages
         self._sign_ins = asyncio.Semaphore(_SIGN_INS_AT_ONCE)
 
     def application(self) -> Starlette:
         """Return the application for a web server."""
-        settings = self._console.settings
+        settings = self.console.settings
         routes = [
             Route("/health", self._health),
             Route("/sign-in", self._sign_in, methods=["GET", "POST"]),
             Route("/sign-out", self._sign_out, methods=["POST"]),
             *(Route(page.path, self._endpoint(page)) for page in self._pages),
+            *ChangePages(self).routes,
+            Route("/dead-letters/{group}/export", self._export),
             Mount("/static", StaticFiles(directory=FOLDER / "static")),
         ]
         return Starlette(
@@ -95,11 +100,15 @@ class WebConsole:
         """Update open pages until the end of the block; then close all clients."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                updating = tasks.create_task(self._console.hub.run())
+                running = [
+                    tasks.create_task(self.console.hub.run()),
+                    tasks.create_task(self.console.events.run()),
+                ]
                 yield
-                updating.cancel()
+                for task in running:
+                    task.cancel()
         finally:
-            await self._console.viewers.close()
+            await self.console.viewers.close()
 
     # ---- pages
 
@@ -111,33 +120,33 @@ class WebConsole:
 
     async def _show(self, page: PageSpec, request: Request) -> Response:
         session_id = request.cookies.get(COOKIE, "")
-        viewer = self._console.viewers.viewer_of(session_id)
+        viewer = self.console.viewers.viewer_of(session_id)
         live = page.live and "live" in request.query_params
         if viewer is None:
             if live:
                 return PlainTextResponse("signed out", status_code=HTTPStatus.UNAUTHORIZED)
-            return self._to_sign_in(request)
+            return self.to_sign_in(request)
         query = {name: text for name, text in request.query_params.items() if name != "live"}
-        visit = Visit(self._console, viewer, request.url.path, request.path_params, query)
+        visit = Visit(self.console, viewer, request.url.path, request.path_params, query)
         if live:
             return await self._updates(page, visit)
         try:
             values = await page.load(visit)
         except Unauthenticated:
-            await self._console.viewers.sign_out(session_id)
-            return self._to_sign_in(request)
+            await self.console.viewers.sign_out(session_id)
+            return self.to_sign_in(request)
         except BatonError as error:
-            return self._error(request, error)
+            return self.error(request, error)
         shown = {"section": page.section, "live": page.live, **values}
-        return self._page(request, page.template, shown)
+        return self.page(request, page.template, shown)
 
     async def _updates(self, page: PageSpec, visit: Visit) -> Response:
         async def render() -> str:
             values = self._common(visit) | await page.load(visit)
-            return render_block(self._console.templates, page.template, values)
+            return render_block(self.console.templates, page.template, values)
 
         address = f"{visit.path}?{sorted(visit.query.items())}"
-        events = self._console.hub.events((visit.viewer.credential, address), render)
+        events = self.console.hub.events((visit.viewer.credential, address), render)
         try:
             first = await anext(events)
         except TooManyViewers:
@@ -156,10 +165,10 @@ class WebConsole:
         return {
             "path": visit.path,
             "query": visit.query,
-            "changes": self._console.settings.changes,
+            "changes": self.console.settings.changes,
         }
 
-    def _page(
+    def page(
         self,
         request: Request,
         template: str,
@@ -167,7 +176,7 @@ class WebConsole:
         status: int = HTTPStatus.OK,
     ) -> Response:
         """Return a whole page, with the session of the browser."""
-        viewers = self._console.viewers
+        viewers = self.console.viewers
         session_id = request.cookies.get(COOKIE, "")
         viewer = viewers.viewer_of(session_id)
         fresh = "" if _is_session_id(session_id) else secrets.token_urlsafe(32)
@@ -175,7 +184,7 @@ class WebConsole:
         common: dict[str, Any] = {
             "path": request.url.path,
             "query": dict(request.query_params),
-            "changes": self._console.settings.changes,
+            "changes": self.console.settings.changes,
             "nav": NAV,
             "section": "",
             "live": False,
@@ -184,56 +193,80 @@ class WebConsole:
             "identity": viewer.identity if viewer else "",
             "open": viewers.open,
         }
-        text = self._console.templates.get_template(template).render({**common, **values})
+        text = self.console.templates.get_template(template).render({**common, **values})
         response = HTMLResponse(text, status_code=status)
         if fresh:
             self._set_cookie(response, fresh)
         return response
 
+    def viewer_of(self, request: Request) -> Viewer | None:
+        """Return the viewer of the session of a browser; None if it has to sign in."""
+        return self.console.viewers.viewer_of(request.cookies.get(COOKIE, ""))
+
+    async def _export(self, request: Request) -> Response:
+        viewer = self.viewer_of(request)
+        if viewer is None:
+            return self.to_sign_in(request)
+        group = request.path_params["group"]
+        lines = export(viewer, group, dict(request.query_params))
+        try:
+            first = await anext(lines, b"")
+        except BatonError as error:
+            return self.error(request, error)
+
+        async def stream() -> AsyncIterator[bytes]:
+            yield first
+            async for line in lines:
+                yield line
+
+        name = "".join(c for c in group if c.isascii() and (c.isalnum() or c in "-_"))
+        headers = {"content-disposition": f'attachment; filename="dead-letters-{name}.jsonl"'}
+        return StreamingResponse(stream(), media_type="application/jsonl", headers=headers)
+
     # ---- sign-in
 
     async def _sign_in(self, request: Request) -> Response:
-        viewers = self._console.viewers
+        viewers = self.console.viewers
         if viewers.open:
             return RedirectResponse("/", status_code=HTTPStatus.SEE_OTHER)
         if request.method == "GET":
             goal = _own_path(request.query_params.get("next", ""))
-            return self._page(request, "sign_in.html", {"goal": goal, "refusal": ""})
+            return self.page(request, "sign_in.html", {"goal": goal, "refusal": ""})
         form = await form_of(request)
         goal = _own_path(form.get("next", ""))
-        if refused := self._forged(request, form):
+        if refused := self.forged(request, form):
             return refused
         try:
             async with self._sign_ins:
                 session_id = await viewers.sign_in(form.get("token", "").strip())
         except SignInRefused as error:
-            return self._page(
+            return self.page(
                 request,
                 "sign_in.html",
                 {"goal": goal, "refusal": str(error)},
                 HTTPStatus.UNAUTHORIZED,
             )
         except BatonError as error:
-            return self._error(request, error)
+            return self.error(request, error)
         response = RedirectResponse(goal, status_code=HTTPStatus.SEE_OTHER)
         self._set_cookie(response, session_id)
         return response
 
     async def _sign_out(self, request: Request) -> Response:
-        if refused := self._forged(request, await form_of(request)):
+        if refused := self.forged(request, await form_of(request)):
             return refused
-        await self._console.viewers.sign_out(request.cookies.get(COOKIE, ""))
+        await self.console.viewers.sign_out(request.cookies.get(COOKIE, ""))
         response = RedirectResponse("/sign-in", status_code=HTTPStatus.SEE_OTHER)
         response.delete_cookie(COOKIE)
         return response
 
-    def _forged(self, request: Request, form: dict[str, str]) -> Response | None:
+    def forged(self, request: Request, form: Mapping[str, str]) -> Response | None:
         """Return the refusal of a form that no page of this session has sent; None if it is one."""
         session_id = request.cookies.get(COOKIE, "")
         token = form.get("csrf", "")
-        if not is_foreign(request) and self._console.viewers.is_csrf_token(session_id, token):
+        if not is_foreign(request) and self.console.viewers.is_csrf_token(session_id, token):
             return None
-        return self._page(
+        return self.page(
             request,
             "error.html",
             {
@@ -244,14 +277,15 @@ class WebConsole:
             HTTPStatus.FORBIDDEN,
         )
 
-    def _to_sign_in(self, request: Request) -> Response:
+    def to_sign_in(self, request: Request) -> Response:
+        """Return the redirection to the sign-in, and from there back to this page."""
         goal = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         address = str(request.url_for("_sign_in").include_query_params(next=goal))
         parts = urlsplit(address)
         return RedirectResponse(f"{parts.path}?{parts.query}", status_code=HTTPStatus.SEE_OTHER)
 
     def _set_cookie(self, response: Response, session_id: str) -> None:
-        settings = self._console.settings
+        settings = self.console.settings
         response.set_cookie(
             COOKIE,
             session_id,
@@ -263,12 +297,13 @@ class WebConsole:
 
     # ---- errors
 
-    def _error(self, request: Request, error: BatonError) -> Response:
+    def error(self, request: Request, error: BatonError) -> Response:
+        """Return the page of an error."""
         values = {"reason": error.reason, "message": error.message, "remedy": error.remedy}
         if isinstance(error, PermissionDenied):
             values["remedy"] = error.remedy or "Ask an administrator for the permission."
         status = _STATUS.get(error.kind, HTTPStatus.CONFLICT)
-        return self._page(request, "error.html", values, status)
+        return self.page(request, "error.html", values, status)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -279,7 +314,7 @@ class WebConsole:
             else error.detail,
             "remedy": "Choose one of the pages above.",
         }
-        return self._page(request, "error.html", values, error.status_code)
+        return self.page(request, "error.html", values, error.status_code)
 
     async def _too_large(self, request: Request, _: Exception) -> Response:
         values = {
@@ -287,7 +322,7 @@ class WebConsole:
             "message": "the form is larger than 6 MiB",
             "remedy": "Send large messages with `baton produce`.",
         }
-        return self._page(request, "error.html", values, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        return self.page(request, "error.html", values, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
     async def _health(self, _: Request) -> Response:
         return PlainTextResponse("serving\n")
@@ -301,9 +336,10 @@ def make_console(
     Args:
         environment: Clock, random numbers and transport of its clients, for tests.
     """
-    viewers = Viewers(settings, environment or ClientEnvironment())
+    events = EventReader()
+    viewers = Viewers(settings, environment or ClientEnvironment(), events.forget)
     hub = LiveHub(settings.refresh_ms / 1000, settings.viewers_max)
-    return WebConsole(Console(settings, viewers, hub, make_templates()))
+    return WebConsole(Console(settings, viewers, hub, events, make_templates()))
 
 
 def _own_path(goal: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -83,10 +84,12 @@ class Viewers:
 
     Args:
         environment: Clock, random numbers and transport of all clients.
+        on_end: Called with the credential of a viewer whose last session has ended.
     """
 
     settings: ConsoleSettings
     environment: ClientEnvironment = field(default_factory=ClientEnvironment)
+    on_end: Callable[[str], None] = lambda _: None
     _viewers: dict[str, Viewer] = field(default_factory=dict)
     _sessions: dict[str, Session] = field(default_factory=dict)
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
@@ -155,6 +158,7 @@ class Viewers:
         session.viewer.sessions -= 1
         if not session.viewer.sessions:
             self._viewers.pop(session.viewer.credential, None)
+            self.on_end(session.viewer.credential)
             await session.viewer.admin.close()
 
     async def _end_old_sessions(self) -> None:

@@ -16,6 +16,7 @@ from batonmq_server.console.config import ConsoleSettings
 from batonmq_server.console.core import formats
 from batonmq_server.console.core.group_view import verdict_level
 from batonmq_server.console.core.topic_view import kind_of
+from batonmq_server.console.event_reader import EventReader
 from batonmq_server.console.live import LiveHub
 from batonmq_server.console.viewers import Viewer, Viewers
 
@@ -24,6 +25,10 @@ NAV = (  # section, text, path, key after g
     ("cluster", "Cluster", "/", "c"),
     ("topics", "Topics", "/topics", "t"),
     ("groups", "Groups", "/groups", "g"),
+    ("hand-overs", "Hand-overs", "/hand-overs", "h"),
+    ("dead-letters", "Dead letters", "/dead-letters", "d"),
+    ("alerts", "Alerts", "/alerts", "a"),
+    ("access", "Access", "/access", "x"),
 )
 
 
@@ -34,6 +39,7 @@ class Console:
     settings: ConsoleSettings
     viewers: Viewers
     hub: LiveHub
+    events: EventReader
     templates: Environment
 
     @property

@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from html import unescape
 from typing import Any
 
 import httpx
@@ -43,6 +44,6 @@ async def scene(**settings: Any) -> AsyncIterator[Scene]:
             yield Scene(broker, web, browser)
 
 
-def words_of(html: str) -> str:
+def words_of(page: str) -> str:
     """Return the text of a page without tags, with single spaces."""
-    return " ".join(re.sub(r"<[^>]+>", " ", html).split())
+    return " ".join(unescape(re.sub(r"<[^>]+>", " ", page)).split())

@@ -111,7 +111,10 @@ async def test_every_answer_has_the_headers_of_security() -> None:
 async def test_pages_contain_neither_inline_code_nor_foreign_addresses() -> None:
     async with scene() as shown:
         await shown.broker.create_topic("orders", 1)
-        for path in ("/", "/topics", "/topics/orders", "/groups"):
+        for path in (
+            "/", "/topics", "/topics/orders", "/topics/orders/messages", "/groups", "/hand-overs",
+            "/dead-letters", "/alerts", "/access", "/change/produce?topic=orders",
+        ):  # fmt: skip
             text = await shown.page(path)
             assert " style=" not in text
             assert " onclick=" not in text

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from batonmq.admin.access import Role
+from batonmq.admin.resets import RecordedReset, Resets
 from batonmq_server.console.core.group_view import group_row, group_view
 from batonmq_server.console.core.paging import page_of
+from batonmq_server.console.reports import SLOW_MS
 from batonmq_server.console.visit import PageSpec, Visit
 
 GROUPS_PER_PAGE = 25
 QUEUES_PER_PAGE = 100
+RESETS_SHOWN = 10
 
 
 async def _list(visit: Visit) -> dict[str, Any]:
@@ -42,7 +45,18 @@ async def _group(visit: Visit) -> dict[str, Any]:
         page_size=QUEUES_PER_PAGE,
     )
     allowed = visit.console.settings.changes and await viewer.may(Role.ADMIN, f"group:{name}")
-    return {"view": view, "page": page, "may_change": allowed}
+    resets = await reports.get(("resets", name), lambda: _resets(visit, name), SLOW_MS)
+    return {"view": view, "page": page, "may_change": allowed, "resets": resets}
+
+
+async def _resets(visit: Visit, name: str) -> tuple[RecordedReset, ...]:
+    """Return the newest recorded resets; none for a group without progress."""
+    found = list[RecordedReset]()
+    async for recorded in Resets(visit.viewer.admin).iter_history(name):
+        found.append(recorded)
+        if len(found) == RESETS_SHOWN:
+            break
+    return tuple(found)
 
 
 PAGES = (
