@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -54,13 +55,14 @@ async def test_each_person_sees_what_its_grants_allow_and_nobody_else_sees_anyth
     async with LocalCluster(tmp_path / "c", options, start=fork_server().start) as cluster:
         security = cluster.security
         assert security is not None
-        settings = ConsoleSettings(
-            nameserver=cluster.nameserver,
-            ca_file=security.ca_file,
-            cert_file=security.cert_file,
-            key_file=security.key_file,
-            sign_in_key_file=str(key_file),
-        )
+        values: dict[str, Any] = {
+            "nameserver": cluster.nameserver,
+            "ca_file": security.ca_file,
+            "cert_file": security.cert_file,
+            "key_file": security.key_file,
+            "sign_in_key_file": str(key_file),
+        }
+        settings = ConsoleSettings(**values)
         async with Admin(cluster.nameserver, security=security) as admin:
             control = AccessControl(admin)
             for topic in ("orders", "secrets"):
