@@ -8,11 +8,15 @@ Method: many calls in virtual time.
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
+from batonmq import ReceivedMessage
 from batonmq._consumer.handler_deadlines import HandlerCall, HandlerDeadlines
 from batonmq_server.testing.virtual_time import run_virtual
+
+ANY_MESSAGE = cast(ReceivedMessage, object())
 
 
 async def hang(deadlines: HandlerDeadlines, *, begin_s: float = 0, extended_ms: int = 0) -> float:
@@ -21,7 +25,7 @@ async def hang(deadlines: HandlerDeadlines, *, begin_s: float = 0, extended_ms: 
     run = HandlerCall(deadlines)
     with pytest.raises(TimeoutError), run:
         if extended_ms:
-            run.extend(extended_ms)
+            run.extend(ANY_MESSAGE, extended_ms)
         await asyncio.Event().wait()
     assert run.expired
     await asyncio.sleep(0)  # a leftover cancellation would be raised here
