@@ -119,10 +119,11 @@ faults: $(SETUP) ## inject faults for BATON_FAULT_MINUTES, drawn from BATON_FAUL
 fuzz: $(SETUP)  ## 20,000 arbitrary calls to each service; every failure has a reason, sends go on
 	python -m tools.fuzz
 
-# CLIENTS=java leaves out Rust. The compilers must be on PATH: mvn and javac, cargo.
-CLIENTS := java rust
+# CLIENTS=java leaves out the others. The compilers must be on PATH: mvn and javac, cargo, go. Of Go it is a plain stub.
+CLIENTS := java rust go
 clients: $(SETUP) ## official clients of more languages, pinned: every producer with every consumer, the contract
-	BATON_CLIENTS="$(CLIENTS)" pytest -q tests/gateway/test_contract.py tests/gateway/test_official_clients.py -k "every_producer or contract"
+	BATON_CLIENTS="$(CLIENTS)" pytest -q tests/gateway/test_contract.py tests/gateway/test_official_clients.py tests/gateway/test_stub_example.py \
+	  -k "every_producer or contract or stub"
 
 coverage: $(SETUP) ## lines and branches covered by the quick tests, per folder
 	coverage erase

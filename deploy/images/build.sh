@@ -30,7 +30,7 @@ if [ "${WITH_ETCD:-0}" = 1 ]; then
   build etcd deploy/etcd.Dockerfile
 fi
 
-for service in storage offsets lockmgr nameserver; do
+for service in storage offsets lockmgr nameserver gateway; do
   began=$(date +%s%N)
   docker run --rm --read-only --cap-drop ALL --security-opt no-new-privileges -e BATON_OFFSETS_DATA_DIR=/tmp \
     "batonmq/services:$tag" python -m "batonmq_server.$service" --print-config >/dev/null

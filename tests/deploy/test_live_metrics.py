@@ -3,7 +3,8 @@
 Goal: docs/reference/metrics.md lists exactly the metrics that the processes export; every query of
 the dashboards has a result, and no rule fails. Method: the demo, with part of its flights, on a
 cluster with replicas, which a real Prometheus scrapes if it is installed. The jobs of Spark and
-their dashboard are tested in tests/spark/test_app.py.
+their dashboard are tested in tests/spark/test_app.py, that of the gateways in
+tests/gateway/test_metrics.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tests.deploy.live_prometheus import (
     values,
 )
 from tools.dashboards.demo_cluster import DemoCluster, demo_cluster
+from tools.dashboards.gateway import GATEWAY
 from tools.dashboards.generate import DASHBOARDS
 from tools.dashboards.internals import SPARK
 from tools.dashboards.panels import Dashboard, Panel
@@ -39,7 +41,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 FLIGHTS, PACE = 4_000, 150
 """The demo then takes some 20 s, in which everything is scraped four times."""
-BOARDS = [board for board in DASHBOARDS if board is not SPARK]
+BOARDS = [board for board in DASHBOARDS if board not in (GATEWAY, SPARK)]
 PLANTED = Dashboard(
     "planted",
     "Planted",

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from batonmq._process.config import load
+from batonmq_server.gateway.config import GatewaySettings
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets.config import OffsetsSettings
@@ -30,6 +31,7 @@ from tools.containers.pods import K8S, REPO, Pod, pods
 from tools.manifests import prometheus_rules as rules
 from tools.manifests.check import (
     OVERLAYS,
+    SECURITY,
     ManifestChecker,
     combinations,
     render,
@@ -41,7 +43,10 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "offsets": OffsetsSettings,
     "lockmgr": LockmgrSettings,
     "nameserver": NameserverSettings,
+    "gateway": GatewaySettings,
 }
+OPTIONAL = {"gateway"}
+"""Services that no overlay has."""
 KINDS = ("StatefulSet", "Deployment", "Job")
 FILES = sorted(path for path in K8S.rglob("*.yaml") if path.name != "kustomization.yaml")
 kubectl = pytest.mark.skipif(
@@ -198,8 +203,47 @@ def test_overlay_renders_without_a_warning_and_is_valid(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name.startswith("overlays")])
 def test_services_accept_the_settings_of_the_overlay(overlay: str) -> None:
     service_pods = [pod for pod in pods(render(K8S / overlay)) if pod.service in SETTINGS]
-    assert {pod.service for pod in service_pods} == set(SETTINGS)
+    assert {pod.service for pod in service_pods} == set(SETTINGS) - OPTIONAL
+    check_settings(service_pods)
+
+
+@kubectl
+@pytest.mark.parametrize("security", SECURITY, ids="+".join)
+def test_gateways_accept_their_settings_and_are_reached_by_the_names_of_their_pods(
+    security: tuple[str, ...],
+) -> None:
+    rendered = pods(render_combination(("gateway", "etcd-tls", *security)))
+    gateways = [pod for pod in rendered if pod.service == "gateway"]
+    check_settings(rendered)
+    assert len({pod.env["BATON_GATEWAY_ADVERTISE_ADDRESS"] for pod in gateways}) == 2
+    for pod in gateways:
+        settings = load(GatewaySettings, "BATON_GATEWAY", pod.env)
+        assert settings.tls_port == (8082 if "tls" in security else 0)
+        assert settings.access == ("access" in security)
+        keys = {settings.receipt_key_file, settings.sealing_key_file or settings.receipt_key_file}
+        assert {str(Path(key).parent) for key in keys} <= pod.secrets.keys()
+        assert pod.grace_s > 3 + (settings.drain_timeout_ms + settings.shutdown_grace_ms) / 1_000
+    (nameserver,) = (pod for pod in rendered if pod.service == "nameserver")
+    assert nameserver.secrets["/etc/baton/keys"] == gateways[0].secrets["/etc/baton/keys"]
+
+
+@kubectl
+def test_autoscaler_decides_the_number_of_gateways_alone() -> None:
+    parts = ("gateway", "gateway-autoscaling", "etcd", "insecure")
+    by_kind = {
+        (one["kind"], one["metadata"]["name"]): one["spec"] for one in render_combination(parts)
+    }
+    assert "replicas" not in by_kind["StatefulSet", "gateway"]
+    scaler = by_kind["HorizontalPodAutoscaler", "gateway"]
+    assert scaler["scaleTargetRef"]["name"] == "gateway"
+    assert scaler["minReplicas"] >= 2, "one may be lost"
+
+
+def check_settings(service_pods: list[Pod]) -> None:
+    """Load the settings of the pods, and compare their addresses with the names of the pods."""
     for pod in service_pods:
+        if pod.service not in SETTINGS:
+            continue
         settings = load(SETTINGS[pod.service], f"BATON_{pod.service.upper()}", pod.env)
         assert settings.node_id == pod.name
         host, _, port = settings.advertise_address.partition(":")
@@ -279,6 +323,8 @@ def test_each_combination_has_one_etcd_and_a_security_level() -> None:
     assert all(both & set(one) for one in all_combinations)
     assert all("tls" in one for one in all_combinations if "access" in one)
     assert all(("insecure" in one) != ("tls" in one) for one in all_combinations)
+    with_gateway = {one[-1] for one in all_combinations if "gateway" in one}
+    assert with_gateway == {"insecure", "tls", "access"}
 
 
 def test_kind_nodes_publish_the_external_ports_of_pods() -> None:

@@ -19,7 +19,7 @@ from cryptography import x509
 from batonmq._common.clock import Clock
 from batonmq._process.config import load
 from batonmq.cli.app import baton
-from tests.deploy.test_manifests import SETTINGS, kubectl
+from tests.deploy.test_manifests import OPTIONAL, SETTINGS, kubectl
 from tools.containers.pods import K8S, REPO, Pod, Resource, jobs, pods
 from tools.containers.secrets import Secrets
 from tools.manifests.check import render
@@ -75,7 +75,7 @@ def test_every_secret_is_made_and_valid_for_the_names_of_its_pod(name: str, tmp_
     secrets = Secrets(tmp_path)
     secrets.make()
     overlay_pods = pods(overlay(name))
-    assert {pod.service for pod in overlay_pods} == {*SETTINGS, "etcd"}
+    assert {pod.service for pod in overlay_pods} == {*SETTINGS, "etcd"} - OPTIONAL
     for pod in overlay_pods:
         for secret in pod.secrets.values():
             files = {path.name for path in (secrets.mounted / secret).iterdir()}

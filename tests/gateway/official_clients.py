@@ -32,7 +32,10 @@ LOCKS = {
 TOOLS = {"node": ("node", "npm"), "java": ("mvn", "javac"), "rust": ("cargo",)}
 LANGUAGES = ("python", "node")
 """Languages of every run; `make clients` adds more."""
-MORE = tuple(os.environ.get("BATON_CLIENTS", "").split())  # noqa: TID251  a run by hand
+_CHOSEN = tuple(os.environ.get("BATON_CLIENTS", "").split())  # noqa: TID251  a run by hand
+MORE = tuple(language for language in _CHOSEN if language in LOCKS)
+STUBS = ("node", *(language for language in _CHOSEN if language == "go"))
+"""Languages of the plain stubs in examples/stubs."""
 _INSTALL_S = 600
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 
@@ -47,12 +50,16 @@ class OfficialClient:
     def __init__(self, language: str, folder: Path) -> None:
         self.language, self.folder = language, folder
 
-    async def run(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Run a task to its end and return its result; the test's time limit holds."""
+    async def run(self, task: Mapping[str, Any], **environment: str) -> dict[str, Any]:
+        """Run a task to its end and return its result; the test's time limit holds.
+
+        Args:
+            environment: Further variables of its environment.
+        """
         process = await asyncio.create_subprocess_exec(
             *self.command,
             json.dumps(task),
-            env=self.environment,
+            env={**self.environment, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )

@@ -41,6 +41,7 @@ from batonmq_server.local.certificates import CertificateAuthority, CertificateS
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from batonmq_server.local.ports import keep_ports
+from tests.gateway.official_clients import LANGUAGES, official_client
 from tests.gateway.remote_stub import RemoteStub, handle_of
 from tests.support.cluster import SEGMENT_BYTES, fork_server
 from tests.support.conditions import until
@@ -275,6 +276,7 @@ async def every_credential_names_a_client_on_its_port(at: Scene, headers: Header
     assert await is_ok(at.client(headers, port="main")), "before the certificate"
     status = await at.client(bearer, port="plain").send("orders", b"x")
     assert (status.code, "no TLS" in status.message) == (pb.UNAUTHORIZED, True)
+    await the_main_port_admits_known_certificates_only(at, headers)
     # With a client certificate: its common name, or the administrator's.
     assert await is_ok(at.client(port="main", client_id="host@5@0@e")), "the administrator"
     authority = CertificateAuthority(Path(at.security.ca_file).parent)
@@ -285,6 +287,46 @@ async def every_credential_names_a_client_on_its_port(at: Scene, headers: Header
     empty = at.client(signed("", Secret("")), port="main", client_id="host@3@0@c")
     assert "stranger lacks" in (await empty.send("orders", b"x")).message
     at.security = before
+
+
+async def the_main_port_admits_known_certificates_only(at: Scene, headers: Headers) -> None:
+    """Mutual TLS: a signature does not help without a certificate of the authority."""
+    own = CertificateAuthority(Path(at.security.ca_file).parent.parent / "foreign")
+    foreign = own.issue(CertificateSubject(name="shop"))
+    nobody = Security(ca_file=at.security.ca_file)
+    for security in (nobody, replace(foreign, ca_file=at.security.ca_file)):
+        async with connector(security)(at.cluster.addresses["gateway"]) as channel:
+            client = RemoteStub(channel, "host@6@0@f", headers)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await client.send("orders", b"x")
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert refused.value.details() != "", "the handshake failed"
+    async with connector(at.security)(at.cluster.addresses["gateway"]) as channel:
+        status = await RemoteStub(channel, "host@6@0@f", headers).send("orders", b"x")
+    assert status.code == pb.OK, "with one it does"
+
+
+@pytest.mark.timeout(300)
+async def test_official_clients_use_tls_and_sign_with_their_access_keys(tmp_path: Path) -> None:
+    clients = [official_client(language) for language in LANGUAGES]
+    async with scene(tmp_path) as at:
+        pair = await at.keys.create("shop")
+        await at.grant_shop()
+        await until(lambda: is_ok(at.client(signed(pair.access_key, pair.secret))))
+        task = {"endpoints": at.tls_address, "tls": True, "topic": "orders", "group": "billing"}
+        task |= {"access_key": pair.access_key, "secret": pair.secret.reveal()}
+        task |= {"seconds": 60, "invisible_s": 60}
+        # The Python client signs its local time.
+        settings = {"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": at.security.ca_file, "TZ": "UTC"}
+        for client in clients:
+            body = f"by {client.language}"
+            send = {**task, "op": "send", "messages": [{"body": body}]}
+            assert (await client.run(send, **settings))["sent"]
+            with pytest.raises(AssertionError, match=r"signature|40100|UNAUTHORIZED"):
+                await client.run({**send, "secret": "wrong"}, **settings)
+        receive = {**task, "op": "simple", "count": 3}
+        received = (await clients[1].run(receive, **settings))["received"]
+        assert {f"by {one.language}" for one in clients} <= {one["body"] for one in received}
 
 
 async def secret_is_rotated_with_an_overlap(at: Scene, key: str, secret: Secret) -> None:

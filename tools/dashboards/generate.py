@@ -21,13 +21,14 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableRefresh,
 )
 
+from tools.dashboards.gateway import GATEWAY
 from tools.dashboards.internals import LOCKS, SPARK, STORAGE
 from tools.dashboards.messages import CLUSTER, GROUP, TOPIC
 from tools.dashboards.panels import IN_CLUSTER, Dashboard, Panel
 from tools.dashboards.readings import READINGS, Reading
 from tools.docs.pages import ROOT
 
-DASHBOARDS = (CLUSTER, TOPIC, GROUP, LOCKS, STORAGE, SPARK)
+DASHBOARDS = (CLUSTER, TOPIC, GROUP, LOCKS, STORAGE, GATEWAY, SPARK)
 FOLDER = ROOT / "deploy" / "grafana"
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _COLUMNS, _PANEL_WIDTH, _PANEL_HEIGHT = 24, 8, 8

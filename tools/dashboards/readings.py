@@ -222,6 +222,36 @@ READINGS: Mapping[str, Mapping[str, Reading]] = {
         ),
         "Ack window in use": _ACKS,
     },
+    "baton-gateway": {
+        "Remote clients": _R("A consumer calls every gateway, so all lines are near each other."),
+        "Groups of the gateway": _R("Follows the groups of its clients, with a minute's delay."),
+        "Waiting receive calls": _R(
+            "About one for each idle consumer. 0 with lag means that no client asks for messages."
+        ),
+        "Calls, by kind": _R("Acknowledgements follow the messages, receive calls the clients."),
+        "Calls, by language of the client": _R("OTHER is a client that names no known language."),
+        "Refused and failed calls, by code": _R(
+            "UNAUTHORIZED and FORBIDDEN are missing rights, ILLEGAL codes mistakes of a program."
+        ),
+        "Share of calls that fail at the gateway": _R(
+            "Normal is 0, and a peak while a service is replaced.", "BatonGatewayFails", 0.01
+        ),
+        "Calls with an invalid receipt handle": _R(
+            "Normal is near 0: these messages are delivered again.",
+            "BatonReceiptHandlesExpire",
+            1,
+        ),
+        "Messages of remote clients": _R(
+            "Acknowledged is delivered without the repeats. A lasting gap is handlers that fail."
+        ),
+        "Messages in flight at clients": _R("Follows the number of consumers and their batches."),
+        "Age of the oldest delivery at a client": _R(
+            "Normal is the time that a handler needs.", "BatonRemoteMessageHeld", 3600
+        ),
+        "Checks of transactions, in an hour": _R(
+            "Normal is near 0: producers end their transactions themselves."
+        ),
+    },
     "baton-spark": {
         "Running queries": _R("Each query must be 1. 0: read the log of its driver."),
         "Time since the last micro-batch": _R("Normal is the trigger interval and a few seconds."),

@@ -37,6 +37,8 @@ SECURITY = (("insecure",), ("tls",), ("tls", "tls-cert-manager", "access"))
 ETCD = (("etcd",), ("etcd-tls",))
 OWN_ETCD = ("etcd", "etcd-own-tls", "etcd-tls")
 """No option changes its pods, so it is combined with none of the options and with all."""
+GATEWAY = ("gateway", "gateway-autoscaling")
+"""Of the options only `small` changes its pods, so it is combined like `OWN_ETCD`."""
 OPTIONS = ("ha", "outside", "small", "demo", "monitoring", "spark")
 
 
@@ -46,9 +48,11 @@ def combinations() -> Iterator[tuple[str, ...]]:
         for count in range(len(OPTIONS) + 1):
             for options in itertools.combinations(OPTIONS, count):
                 grants = ("demo-access",) if {"demo", "access"} <= {*options, *security} else ()
-                own = (OWN_ETCD,) if options in ((), OPTIONS) else ()
-                for etcd in (*ETCD, *own):
+                extreme = options in ((), OPTIONS)
+                for etcd in (*ETCD, OWN_ETCD) if extreme else ETCD:
                     yield (*options, *grants, *etcd, *security)
+                    if extreme:
+                        yield (*GATEWAY, *options, *grants, *etcd, *security)
 
 
 def render(folder: Path) -> list[Resource]:

@@ -9,7 +9,11 @@ const TransactionResolution = { COMMIT: 1, ROLLBACK: 2 };
 const quiet = { info() {}, debug() {}, warn() {}, error() {} };
 
 function options(task) {
-  return { endpoints: task.endpoints, namespace: task.namespace || '', logger: quiet };
+  const sessionCredentials =
+    task.access_key && { accessKey: task.access_key, accessSecret: task.secret };
+  const sslEnabled = task.tls === true;
+  const { endpoints } = task;
+  return { endpoints, namespace: task.namespace || '', logger: quiet, sslEnabled, sessionCredentials };
 }
 
 function view(message) {

@@ -28,11 +28,12 @@ from rocketmq import (
 
 
 def configuration(task):
-    return ClientConfiguration(task["endpoints"], Credentials(), task.get("namespace", ""))
+    credentials = Credentials(task.get("access_key", ""), task.get("secret", ""))
+    return ClientConfiguration(task["endpoints"], credentials, task.get("namespace", ""))
 
 
 def send(task):
-    producer = Producer(configuration(task), (task["topic"],))
+    producer = Producer(configuration(task), (task["topic"],), tls_enable=task.get("tls", False))
     producer.startup()
     sent = []
     try:
@@ -104,7 +105,8 @@ def view(message):
 
 def simple(task):
     wanted = {task["topic"]: FilterExpression(task.get("filter", "*"))}
-    consumer = SimpleConsumer(configuration(task), task["group"], wanted)
+    tls = task.get("tls", False)
+    consumer = SimpleConsumer(configuration(task), task["group"], wanted, tls_enable=tls)
     consumer.await_duration = 2
     consumer.startup()
     received, end = [], monotonic() + task["seconds"]
