@@ -21,6 +21,7 @@ from batonmq_server.gateway.access import OPERATORS_RULES, RULES, SERVICE
 from batonmq_server.gateway.clients import RemoteClients
 from batonmq_server.gateway.config import GatewaySettings
 from batonmq_server.gateway.core.receipt_handles import KEY_BYTES_MIN, ReceiptSigner
+from batonmq_server.gateway.events import RemoteEvents
 from batonmq_server.gateway.gateway_parts import GatewayParts
 from batonmq_server.gateway.groups import Groups
 from batonmq_server.gateway.guarded_servicer import GuardedServicer
@@ -63,6 +64,7 @@ async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[Ap
         # Another process of this node never uses the numbers of this one.
         serials=count(runtime.random.getrandbits(_SERIAL_BITS)),
         spawn=tasks.spawn,
+        events=RemoteEvents(runtime.hub, runtime.clock),
     )
     groups = Groups(parts)
     directory = Directory(nameserver, runtime.random, runtime.connect)

@@ -11,6 +11,7 @@ from batonmq._connection.directory import ClientEnvironment
 from batonmq_server.gateway.clients import RemoteClients
 from batonmq_server.gateway.config import GatewaySettings
 from batonmq_server.gateway.core.receipt_handles import ReceiptSigner
+from batonmq_server.gateway.events import RemoteEvents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class GatewayParts:
         nameserver: host:port of the nameservers, separated by commas.
         serials: Numbers of deliveries.
         spawn: Starts a task that lives as long as the gateway, at most.
+        events: Metric events of the remote clients.
     """
 
     settings: GatewaySettings
@@ -30,3 +32,4 @@ class GatewayParts:
     signer: ReceiptSigner
     serials: Iterator[int]
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    events: RemoteEvents

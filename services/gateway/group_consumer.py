@@ -204,6 +204,20 @@ class GroupConsumer:
                 waiters.remove(waiter)
         return waiter.batch.result() if waiter.batch.done() else []
 
+    def handed_out(self, one: Delivery) -> None:
+        """Note that a delivery left for its client."""
+        message, events = one.message, self._parts.events
+        events.handed_out(
+            self.group,
+            one.queue,
+            one.offset,
+            token=message.token,
+            client_id=one.terms.client_id,
+            attempt=one.attempt,
+        )
+        if one.attempt == 1:
+            events.begun(self.group, message.topic, message.store_unix_ms)
+
     def undo(self, deliveries: Sequence[Delivery]) -> None:
         """Take back deliveries that did not reach their client."""
         for one in deliveries:
@@ -529,30 +543,39 @@ class GroupConsumer:
         if offset not in pool.held:
             ended.set_exception(NotServing("the queue was lost; the message is redelivered"))
             return
-        done = self._end(pool, offset, serial)
+        done = self._end(pool, offset, serial, dead=True)
         await asyncio.wait({done})
         if (error := done.exception()) is not None:
             ended.set_exception(error)
         else:
             ended.set_result(None)
 
-    def _end(self, pool: _QueuePool, offset: int, serial: int) -> asyncio.Future[None]:
-        """Acknowledge a message that is ending."""
+    def _end(
+        self, pool: _QueuePool, offset: int, serial: int, *, dead: bool = False
+    ) -> asyncio.Future[None]:
+        """Acknowledge a message that is ending; a `dead` one is stored among the dead letters."""
         one = pool.held[offset]
         assert self._held is not None, "the pools are empty without a membership"
         future = self._held.finish(one)
         pool.ending[offset] = serial, future
-        future.add_done_callback(partial(self._ended, pool, offset, serial))
+        future.add_done_callback(partial(self._ended, pool, offset, serial, dead))
         return future
 
     def _ended(
-        self, pool: _QueuePool, offset: int, serial: int, future: asyncio.Future[None]
+        self, pool: _QueuePool, offset: int, serial: int, dead: bool, future: asyncio.Future[None]
     ) -> None:
         pool.ending.pop(offset, None)
         if future.cancelled() or future.exception() is not None:
             return  # the queue is lost, and its pools are dropped
+        lease, held = pool.leases.get(offset), pool.held.pop(offset, None)
         pool.leases.end(offset)
-        pool.held.pop(offset, None)
+        if lease is not None and lease.terms is not None and held is not None:
+            topic, client_id = held.message.topic, lease.terms.client_id
+            if dead:
+                self._parts.events.dead_lettered(self.group, topic, client_id)
+            else:
+                took_ms = self._clock.monotonic_ms() - lease.begin_ms
+                self._parts.events.handled(self.group, topic, client_id, took_ms)
         pool.ended[offset] = serial
         if len(pool.ended) > ENDED_MAX:
             del pool.ended[next(iter(pool.ended))]

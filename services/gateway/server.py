@@ -186,7 +186,13 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
                     entries = await self._sender.send(caller, topic, messages, int(1_000 * left_s))
             except TimeoutError:
                 return service_pb2.SendMessageResponse(status=_SEND_TIMED_OUT)
-            self._metrics.sent.inc(sum(entry.status.code == pb.OK for entry in entries))
+            stored = sum(entry.status.code == pb.OK for entry in entries)
+            self._metrics.sent.inc(stored)
+            size = sum(len(message.body) for message in request.messages)
+            failed = len(entries) - stored
+            self._parts.events.sent(
+                topic, caller.client_id, stored=stored, failed=failed, size=size
+            )
             return service_pb2.SendMessageResponse(status=_summary(entries), entries=entries)
 
         return await self._answer("SendMessage", context, send, service_pb2.SendMessageResponse)
@@ -256,7 +262,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
             while unsent:
                 message = self._received(group.group, unsent[0], topic)
                 yield service_pb2.ReceiveMessageResponse(message=message)
-                unsent.pop(0)
+                group.handed_out(unsent.pop(0))
                 self._metrics.delivered.inc()
         except (Refused, BatonError) as error:
             self._metrics.answered(call, language, status_of(error).code)

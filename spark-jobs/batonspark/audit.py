@@ -52,6 +52,7 @@ _SERVICES = ("storage", "lockmgr", "offsets")
 """Services with events that the audit needs."""
 _KINDS = (
     "delivered", "committed", "lock_granted", "lock_forced", "handed_over", "progress_reset",
+    "remote_delivered",
 )  # fmt: skip
 _HISTORY = f"""
     {_QUEUE_DDL}, kind STRING, unix_ms BIGINT, client_id STRING, previous_client_id STRING,
@@ -188,6 +189,7 @@ def _of_pandas(rows: pd.DataFrame) -> QueueHistory:
         passings=[*found["handed_over"], *found["lock_granted"], *found["lock_forced"]],
         commits=found["committed"],
         resets=found["progress_reset"],
+        hand_outs=found["remote_delivered"],
         is_retry=topic == retry_topic(group),
         settled_unix_ms=int(rows["settled_ms"].iloc[0]),
     )
@@ -227,6 +229,7 @@ def _reset(row: Any) -> ResetEvent:
 
 _EVENT_OF = {
     "delivered": _delivery,
+    "remote_delivered": _delivery,
     "committed": _commit,
     "lock_granted": _passing,
     "lock_forced": _passing,

@@ -165,6 +165,17 @@ KINDS: Mapping[str, Kind] = {
         },
         {"lost_count": "lost_count"},
     ),
+    "remote_delivered": Kind(
+        {
+            "client_id": "client_id",
+            "token": "token",
+            "first_offset": "range.first_offset",
+            "next_offset": "range.next_offset",
+            "count": "message_count",
+            "redelivered_count": "redelivered_count",
+            "runs": "runs",
+        },
+    ),
     "committed": Kind(
         {
             "client_id": "client_id",

@@ -38,6 +38,8 @@ class RepeatCause(StrEnum):
     """A handler failed, and the message was sent back to the group's retry topic."""
     UNOWNED = "unowned"
     """The queues of the group have no owner."""
+    LEASE = "lease"
+    """A remote client gave the message back, or its lease at the gateway expired."""
     RETURNED = "returned"
     """The previous owner released the queue and had not started these."""
     REPEATED = "repeated"
@@ -137,6 +139,7 @@ class QueueHistory:
     """The events of one queue of one group, in any order.
 
     Attributes:
+        hand_outs: Deliveries of gateways to remote clients.
         is_retry: Whether the queue belongs to the retry topic of the group.
         settled_unix_ms: Commits after this time are not checked against the deliveries, whose
             events may not be published yet.
@@ -146,6 +149,7 @@ class QueueHistory:
     passings: Sequence[OwnerChange] = ()
     commits: Sequence[CommitEvent] = ()
     resets: Sequence[ResetEvent] = ()
+    hand_outs: Sequence[DeliveryEvent] = ()
     is_retry: bool = False
     settled_unix_ms: int = 1 << 62
 
@@ -242,6 +246,41 @@ def repeated_ranges(history: QueueHistory) -> Iterator[RepeatedRange]:
         if alone and delivery.redelivered_count and ends.was_graceful(delivery.token):
             yield _flagged(delivery)
         tenure.last_unix_ms = max(tenure.last_unix_ms, delivery.unix_ms)
+    yield from _handed_out_again(history, ends)
+
+
+def _handed_out_again(history: QueueHistory, ends: OwnershipEnds) -> Iterator[RepeatedRange]:
+    """Return what gateways handed to remote clients again under the same token.
+
+    Repeats under another token are those of the gateways, which are the owners.
+    """
+    last: dict[int, LastDelivered] = {}
+    order = sorted(history.hand_outs, key=lambda one: (one.unix_ms, one.first_offset))
+    for delivery in order:
+        of_token = last.setdefault(delivery.token, LastDelivered())
+        tenure = OwnershipSpan(delivery.token, delivery.client_id, delivery.unix_ms)
+        for first, next_ in delivery.islands():
+            for begin, end, before in of_token.put(first, next_, tenure):
+                yield from _leased_again(begin, end, before, delivery, ends)
+
+
+def _leased_again(
+    begin: int, end: int, before: OwnershipSpan, delivery: DeliveryEvent, ends: OwnershipEnds
+) -> Iterator[RepeatedRange]:
+    reset = ends.reset_between(before.last_unix_ms, delivery.unix_ms)
+    if reset is not None and reset.to_offset < end:
+        cut = max(begin, reset.to_offset)
+        why = f"{reset.by} moved progress to {reset.to_offset}: {reset.reason}"
+        yield _repeat((cut, end), RepeatCause.RESET, before, delivery, why)
+        end = cut
+    acked = min(ends.acked_until(delivery.token, delivery.unix_ms - CLOCKS_APART_MS), end)
+    if begin < acked:
+        why = f"{_SENTENCES[RepeatCause.ACKED]} and handed to a remote client again"
+        yield _repeat((begin, acked), RepeatCause.ACKED, before, delivery, why)
+        begin = acked
+    if begin < end:
+        why = _SENTENCES[RepeatCause.LEASE]
+        yield _repeat((begin, end), RepeatCause.LEASE, before, delivery, why)
 
 
 def undelivered_commits(history: QueueHistory) -> list[Range]:
@@ -271,6 +310,12 @@ class OwnershipEnds:
         self._manners = {one.token: one.manner for one in self._passings if one.manner}
         self._resets = history.resets
         self._commits = sorted((one.token, one.committed_offset) for one in history.commits)
+        self._commit_times: dict[int, list[int]] = {}
+        self._committed: dict[int, list[int]] = {}
+        for one in sorted(history.commits, key=lambda one: one.unix_ms):
+            self._commit_times.setdefault(one.token, []).append(one.unix_ms)
+            reached = self._committed.setdefault(one.token, [])
+            reached.append(max(one.committed_offset, reached[-1] if reached else 0))
 
     def of(self, token: int) -> OwnerChange | None:
         """Return the owner change that ended the ownership with this token."""
@@ -288,6 +333,11 @@ class OwnershipEnds:
         begin = bisect_left(self._commits, (from_token, -1))
         end = bisect_left(self._commits, (to_token, -1))
         return max((offset for _, offset in self._commits[begin:end]), default=0)
+
+    def acked_until(self, token: int, unix_ms: int) -> int:
+        """Return the offset below which all was acked under a token by a time."""
+        place = bisect_right(self._commit_times.get(token, []), unix_ms)
+        return self._committed[token][place - 1] if place else 0
 
     def unmoved_below(self, token: int) -> int:
         """Return the offset below which all was acked before the token, and never reset."""
@@ -352,6 +402,7 @@ _SENTENCES = {
     RepeatCause.FORCED: "an operator forced the release of the queue",
     RepeatCause.REACQUIRED: "the owner acquired the queue again",
     RepeatCause.UNOWNED: "the queues of the group have no owner",
+    RepeatCause.LEASE: "the lease of the remote client expired, or it gave the message back",
     RepeatCause.RETURNED: "the owner released the queue and had not started these",
     RepeatCause.REPEATED: "the owner pulled again, because a response was lost",
     RepeatCause.GRACEFUL: "a bug: marked as started, though the hand-over was graceful",

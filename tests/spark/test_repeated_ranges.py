@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from batonmq._core.ranges import normalize
 from batonspark.repeated_ranges import (
+    BUGS,
+    HARMLESS,
     CommitEvent,
     DeliveryEvent,
     OwnerChange,
@@ -55,6 +57,47 @@ def test_manner_of_the_hand_over_is_the_cause() -> None:
         "FORCED": "forced",
     }.items():
         assert causes(A, B, passings=passed(manner)) == {cause: (4, 10)}
+
+
+HANDED = DeliveryEvent(10_000, 1, "remote-1", 0, 10)
+AGAIN = DeliveryEvent(45_000, 1, "remote-2", 4, 6)
+
+
+def test_message_that_a_gateway_hands_out_again_under_its_token_had_a_lease_that_ended() -> None:
+    (found,) = repeated_ranges(QueueHistory([A], hand_outs=[HANDED, AGAIN]))
+    assert (found.cause, found.first_offset, found.next_offset) == (RepeatCause.LEASE, 4, 6)
+    assert (found.previous_client_id, found.client_id) == ("remote-1", "remote-2")
+    assert found.cause not in HARMLESS | BUGS
+
+
+def test_message_that_a_gateway_hands_out_after_its_acknowledgement_is_a_bug() -> None:
+    commits = [CommitEvent(30_000, 1, 5, 10)]
+    assert causes(A, hand_outs=[HANDED, AGAIN], commits=commits) == {
+        "acked": (4, 5),
+        "lease": (5, 6),
+    }
+    late = [CommitEvent(44_000, 1, 10, 10)]
+    assert causes(A, hand_outs=[HANDED, AGAIN], commits=late) == {"lease": (4, 6)}, (
+        "clocks are apart: the commit may be later"
+    )
+
+
+def test_hand_outs_after_a_reset_are_explained_by_it() -> None:
+    resets = [ResetEvent(40_000, 0, "ops", "again")]
+    commits = [CommitEvent(30_000, 1, 10, 10)]
+    found = causes(A, hand_outs=[HANDED, AGAIN], commits=commits, resets=resets)
+    assert found == {"reset": (4, 6)}
+
+
+def test_hand_outs_under_another_token_are_repeats_of_the_owner_only() -> None:
+    other = DeliveryEvent(70_000, 2, "remote-2", 4, 12)
+    ranges = [
+        one.cause
+        for one in repeated_ranges(
+            QueueHistory([A, B], passings=passed("LEASE_EXPIRED"), hand_outs=[HANDED, other])
+        )
+    ]
+    assert ranges == [RepeatCause.CRASH]
 
 
 def test_repeat_names_both_owners_and_their_tokens() -> None:

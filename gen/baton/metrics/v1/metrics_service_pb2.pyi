@@ -150,6 +150,7 @@ class MetricEvent(_message.Message):
     QUEUE_REBUILT_FIELD_NUMBER: _builtins.int
     KEY_INDEX_REBUILT_FIELD_NUMBER: _builtins.int
     TRANSACTIONS_FIELD_NUMBER: _builtins.int
+    REMOTE_DELIVERED_FIELD_NUMBER: _builtins.int
     unix_ms: _builtins.int
     """Wall clock of the source."""
     @_builtins.property
@@ -272,6 +273,10 @@ class MetricEvent(_message.Message):
     def transactions(self) -> Global___TransactionCounts:
         """Transactions began, were checked, or ended."""
 
+    @_builtins.property
+    def remote_delivered(self) -> Global___RemoteDelivered:
+        """A gateway handed messages to a remote client."""
+
     def __init__(
         self,
         *,
@@ -306,12 +311,13 @@ class MetricEvent(_message.Message):
         queue_rebuilt: Global___QueueRebuilt | None = ...,
         key_index_rebuilt: Global___KeyIndexRebuilt | None = ...,
         transactions: Global___TransactionCounts | None = ...,
+        remote_delivered: Global___RemoteDelivered | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "key_index_rebuilt", b"key_index_rebuilt", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "queue_rebuilt", b"queue_rebuilt", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "transactions", b"transactions", "volume_state", b"volume_state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "key_index_rebuilt", b"key_index_rebuilt", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "queue_rebuilt", b"queue_rebuilt", "rebalanced", b"rebalanced", "remote_delivered", b"remote_delivered", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "transactions", b"transactions", "volume_state", b"volume_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "key_index_rebuilt", b"key_index_rebuilt", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "queue_rebuilt", b"queue_rebuilt", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "transactions", b"transactions", "unix_ms", b"unix_ms", "volume_state", b"volume_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "key_index_rebuilt", b"key_index_rebuilt", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "queue_rebuilt", b"queue_rebuilt", "rebalanced", b"rebalanced", "remote_delivered", b"remote_delivered", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "transactions", b"transactions", "unix_ms", b"unix_ms", "volume_state", b"volume_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["appended", "delivered", "committed", "lock_granted", "lock_denied", "lock_released", "group_changed", "subscription_refused", "subscription_changed", "lock_forced", "progress_reset", "stuck_changed", "handed_over", "fenced", "member_seen", "member_expired", "rebalanced", "latency", "retried", "dead_lettered", "queue_lag", "volume_state", "handled", "sent", "access_refused", "operator_called", "queue_rebuilt", "key_index_rebuilt", "transactions"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["appended", "delivered", "committed", "lock_granted", "lock_denied", "lock_released", "group_changed", "subscription_refused", "subscription_changed", "lock_forced", "progress_reset", "stuck_changed", "handed_over", "fenced", "member_seen", "member_expired", "rebalanced", "latency", "retried", "dead_lettered", "queue_lag", "volume_state", "handled", "sent", "access_refused", "operator_called", "queue_rebuilt", "key_index_rebuilt", "transactions", "remote_delivered"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -409,6 +415,59 @@ class DeliveredRange(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeliveredRange: _TypeAlias = DeliveredRange  # noqa: Y015
+
+@_typing.final
+class RemoteDelivered(_message.Message):
+    """A gateway handed messages to a remote client, within about a second. To storage the gateway is the
+    owner, so `delivered` names the gateway, once for each message; this names the client, each time. A
+    message that is handed out twice under one token was given back, or its lease has expired.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANGE_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    MESSAGE_COUNT_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    REDELIVERED_COUNT_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """Token of the gateway."""
+    message_count: _builtins.int
+    """Messages."""
+    client_id: _builtins.str
+    """Remote client."""
+    redelivered_count: _builtins.int
+    """Messages among them with a delivery attempt above 1. If a range takes several events, the first
+    one has the sum.
+    """
+    @_builtins.property
+    def range(self) -> _queue_pb2.OffsetRange:
+        """A range that contains the messages."""
+
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Offsets of the messages: by turns how many offsets follow that were not handed out, and how many
+        that were, from range.first_offset on. Empty: all of the range was.
+        """
+
+    def __init__(
+        self,
+        *,
+        range: _queue_pb2.OffsetRange | None = ...,
+        token: _builtins.int = ...,
+        message_count: _builtins.int = ...,
+        client_id: _builtins.str = ...,
+        redelivered_count: _builtins.int = ...,
+        runs: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["range", b"range"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "message_count", b"message_count", "range", b"range", "redelivered_count", b"redelivered_count", "runs", b"runs", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoteDelivered: _TypeAlias = RemoteDelivered  # noqa: Y015
 
 @_typing.final
 class CommittedRange(_message.Message):
