@@ -231,7 +231,8 @@ def test_gateways_accept_their_settings_and_are_reached_by_the_names_of_their_po
 def test_autoscaler_decides_the_number_of_gateways_alone() -> None:
     parts = ("gateway", "gateway-autoscaling", "etcd", "insecure")
     by_kind = {
-        (one["kind"], one["metadata"]["name"]): one["spec"] for one in render_combination(parts)
+        (one["kind"], one["metadata"]["name"]): one.get("spec", {})
+        for one in render_combination(parts)
     }
     assert "replicas" not in by_kind["StatefulSet", "gateway"]
     scaler = by_kind["HorizontalPodAutoscaler", "gateway"]
