@@ -26,26 +26,19 @@ async def test_metrics_are_documented_and_count_what_clients_do(tmp_path: Path) 
     async with local_cluster(tmp_path, gateways=1) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic("orders", 1)
-            await admin.create_topic("refunds", 1)
         async with remote_client(cluster.addresses["gateway"]) as stub:
             await stub.send("orders", b"a", b"b")
             messages = await stub.receive_until("billing", "orders", 2)
-            async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(remote_events(cluster.addresses["gateway"], 3))
-                await stub.send("refunds", b"watched")
-                (watched,) = await stub.receive_until("watching", "refunds", 1)
-                await stub.ack("watching", "refunds", [handle_of(watched)])
-            assert watching.result() == {"sent", "remote_delivered", "handled"}
             await stub.ack("billing", "orders", [handle_of(messages[0])])
         (address,) = (e.metrics_address for e in cluster.endpoints() if e.name == "gateway")
         assert differing({"gateway": await exported([address])}, documented()) == []
         expected = {
-            'baton_gateway_answers_total{call="SendMessage",code="OK",language="JAVA"} 2.0',
-            "baton_gateway_sent_messages_total 3.0",
-            "baton_gateway_delivered_messages_total 3.0",
-            "baton_gateway_acknowledged_messages_total 2.0",
+            'baton_gateway_answers_total{call="SendMessage",code="OK",language="JAVA"} 1.0',
+            "baton_gateway_sent_messages_total 2.0",
+            "baton_gateway_delivered_messages_total 2.0",
+            "baton_gateway_acknowledged_messages_total 1.0",
             "baton_gateway_in_flight_messages 1.0",
-            "baton_gateway_groups 2.0",
+            "baton_gateway_groups 1.0",
             "baton_gateway_clients 1.0",
         }
 
@@ -54,10 +47,21 @@ async def test_metrics_are_documented_and_count_what_clients_do(tmp_path: Path) 
             return expected <= set(page.splitlines())
 
         await until(counted)
+        await events_of_a_client_are_published(cluster.addresses["gateway"])
         if shutil.which("prometheus") is not None:
             targets = scrape_targets(cluster)
             async with Prometheus(tmp_path / "prometheus", targets, port=0) as prometheus:
                 assert await unanswered(prometheus, [GATEWAY], 90) == []
+
+
+async def events_of_a_client_are_published(address: str) -> None:
+    async with remote_client(address) as stub, asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(remote_events(address, 3))
+        while not watching.done():  # events before the stream has begun are not in it
+            await stub.send("orders", b"watched")
+            messages = await stub.receive_until("billing", "orders", 1)
+            await stub.ack("billing", "orders", [handle_of(one) for one in messages])
+    assert watching.result() == {"sent", "remote_delivered", "handled"}
 
 
 async def remote_events(address: str, count: int) -> set[str]:
