@@ -21,6 +21,7 @@ from batonmq._consumer.handler_adapters import BatchHandler, Handler
 from batonmq._consumer.membership import SubscriptionVerdict
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import Puller, PullerSettings, SeekTarget
+from batonmq._consumer.transform_adapter import TransformHandler
 from batonmq._core.flow_control import FlowReason
 from batonmq._core.queues import QueueRef
 from batonmq._core.requests import Reply
@@ -451,8 +452,13 @@ class BlockingConsumer:
         self._handle_signals()
         self._thread.call(self._consumer.run_batches(handler, messages_max=messages_max))
 
+    def transform(self, handler: TransformHandler, *, to: str | Sequence[str]) -> None:
+        """See `Consumer.transform`; a plain function runs in threads, several at once."""
+        self._handle_signals()
+        self._thread.call(self._consumer.transform(handler, to=to))
+
     def stop(self) -> None:
-        """Start no more messages: `run`, `run_batches` and the iteration end."""
+        """Start no more messages: `run`, `run_batches`, `transform` and the iteration end."""
         self._thread.call(_done(self._consumer.stop))
 
     def reply(self, message: ReceivedMessage, reply: Reply | bytes) -> None:

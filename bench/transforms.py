@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from itertools import count
 from time import perf_counter
@@ -33,7 +34,7 @@ async def transforms(setup: Setup) -> list[Figure]:
     The reference is the rate of a program that first consumes the messages, and then sends as many:
     the time of both together. Sends are the fastest form, without a task for each message.
     """
-    total = setup.sized(40_000, 4_000)
+    total = setup.sized(40_000, 16_000)
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     async with LocalCluster(setup.folder / "cluster", options, start=start_program) as cluster:
         async with Admin(cluster.nameserver) as admin:
@@ -56,7 +57,7 @@ async def transforms(setup: Setup) -> list[Figure]:
                 "consume": lambda: consume(lambda consumer: handle_one_by_one(consumer, total)),
                 "send": lambda: _send(cluster.nameserver, OUTPUTS, total),
             },
-            rounds=setup.sized(5, 1),
+            rounds=setup.sized(5, 2),
         )
     apart = seconds["consume"] + seconds["send"]
     return [
@@ -82,7 +83,10 @@ async def _transform(consumer: Consumer, total: int) -> None:
         return Output(message.body)
 
     await consumer.transform(handle, to=OUTPUTS)
-    await consumer.close(drain_ms=None)  # until the last outputs are stored
+    transformer = consumer._transformer
+    assert transformer is not None
+    while transformer.pending_count:  # noqa: ASYNC110  nothing tells its end
+        await asyncio.sleep(0.001)
 
 
 async def _send(nameserver: str, topic: str, total: int) -> float:

@@ -232,11 +232,12 @@ class AssignedQueue:
             return None
         return self.buffer.peek(count_max, progress.waits)
 
-    def note_run(self, handled_count: int, *, started: bool) -> None:
+    def note_run(self, handled_count: int, *, started: bool, finished: bool = True) -> None:
         """Note that of the messages that `peek` has returned, the first ones were handled.
 
         Args:
             started: Whether the message behind these was started, and is not handled yet.
+            finished: Whether those that were handled are finished; else `finish` follows.
         """
         progress, buffer = self.progress, self.buffer
         assert progress is not None and isinstance(buffer, MessageBuffer)
@@ -244,7 +245,8 @@ class AssignedQueue:
             ranges, room_freed = buffer.remove(handled_count)
             for first, end in ranges:
                 progress.start(first, end)
-                progress.finish(first, end)
+                if finished:
+                    progress.finish(first, end)
             self._session.note_unconfirmed(progress.unconfirmed_count)
             self._taken(room_freed=room_freed)
         if started:

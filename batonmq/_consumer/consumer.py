@@ -211,6 +211,7 @@ class Consumer:
         self._reply_sender = ReplySender(self._session, self._spawn)
         self._streams = DeliveryStreams(self._session.directory, self._spawn)
         self._dispatcher: _QueueHandlers | None = None
+        self._transformer: Transformer | None = None
         self._deadlines: HandlerDeadlines | None = None
         self._handle_timeout_ms = self._session.settings.handle_timeout_ms
         self._failed: MessageFailed | None = None
@@ -455,7 +456,7 @@ class Consumer:
             self._stop_failed,
             transformer,
         )
-        self._deadlines = dispatcher.deadlines
+        self._deadlines, self._transformer = dispatcher.deadlines, transformer
         self._deadlines.set(self._handle_timeout_ms)
         self._handle_signals()
         self._begin(dispatcher)

@@ -20,6 +20,8 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import Session
 from batonmq._core.requests import Reply
 
+Accept = Callable[[AssignedQueue, ReceivedMessage, object], bool | None]
+"""Returns whether outputs are to be stored; None if that is not known without waiting."""
 RUN_MESSAGES_MAX: Final = 64
 """Messages of a run, at most: then other tasks run."""
 RUN_S_MAX: Final = 0.005
@@ -117,6 +119,7 @@ class HandlerRuns:
 
     Args:
         handler: Takes one message: a coroutine function, or a plain one if `inline`.
+        accept: Takes the outputs in a result without waiting; None if results have no outputs.
 
     Attributes:
         ended: Whether the consumer starts no more messages.
@@ -129,8 +132,10 @@ class HandlerRuns:
         deadlines: HandlerDeadlines,
         *,
         inline: bool,
+        accept: Accept | None = None,
     ) -> None:
         self._session, self._handler, self._inline = session, handler, inline
+        self._accept = accept
         self._deadlines, self._time_s = deadlines, deadlines.loop.time
         self._counts = [one for one in (session.metrics, session.event_counter) if one is not None]
         self.ended = False
@@ -163,7 +168,12 @@ class HandlerRuns:
             last = StartedCall(run.message, run.call).wait_for(calls, awaited)
             last.waits_first = not run.handled_count
         finally:  # also when a handler ends the program
-            queue.note_run(run.handled_count, started=run.message is not None)
+            queue.note_run(
+                run.handled_count,
+                started=run.message is not None,
+                finished=self._accept is None,
+            )
+            queue.finish(run.without_outputs)
             self._count(run)
         return last or True
 
@@ -175,7 +185,7 @@ class HandlerRuns:
         Returns:
             The result of the call of `run.message`, if that is set.
         """
-        handler, inline, time_s = self._handler, self._inline, self._time_s
+        handler, inline, accept, time_s = self._handler, self._inline, self._accept, self._time_s
         call, extend, counted = run.call, run.call.extend, bool(self._counts)
         boot_s, deadline_boot_s = self._session.clock.boot_s, self._deadline_boot_s(queue)
         begin_s, count = call.begin_s, 0
@@ -190,9 +200,16 @@ class HandlerRuns:
             message.attempts += 1
             message.extender = extend
             result = handler(message) if inline else await handler(message)
-            if run.has_waited or (
-                result is not None
-                and (isinstance(result, _WITH_EFFECT) or (inline and isawaitable(result)))
+            if run.has_waited:
+                return result
+            if accept is not None:
+                accepted = accept(queue, message, result)
+                if accepted is None:
+                    return result
+                if not accepted:
+                    run.without_outputs.append(message)
+            elif result is not None and (
+                isinstance(result, _WITH_EFFECT) or (inline and isawaitable(result))
             ):
                 return result
             message.extender = None
@@ -234,9 +251,12 @@ class _Run:
         handled_count: Calls that were plain successes.
         handled: Their messages and when their calls ended, if they are counted.
         has_waited: Whether the call of `message` waits, or has waited.
+        without_outputs: Messages of which nothing is to be stored.
     """
 
-    __slots__ = ("begin_s", "call", "handled", "handled_count", "has_waited", "message")
+    __slots__ = (
+        "begin_s", "call", "handled", "handled_count", "has_waited", "message", "without_outputs",
+    )  # fmt: skip
 
     def __init__(self, call: HandlerCall) -> None:
         self.call, self.begin_s = call, call.begin_s
@@ -244,3 +264,4 @@ class _Run:
         self.handled_count = 0
         self.handled: list[tuple[ReceivedMessage, float]] = []
         self.has_waited = False
+        self.without_outputs: list[ReceivedMessage] = []

@@ -25,7 +25,7 @@ from batonmq._consumer.consumer_settings import retry_policy
 from batonmq._consumer.handler_adapters import HandlerAdapter, SingleMessageAdapter
 from batonmq._consumer.handler_deadlines import HandlerCall, HandlerDeadlines
 from batonmq._consumer.handler_results import MessageFailed
-from batonmq._consumer.handler_runs import HandlerRuns, RunPace, StartedCall
+from batonmq._consumer.handler_runs import Accept, HandlerRuns, RunPace, StartedCall
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_batch import MessageBatch
 from batonmq._consumer.reply_sender import ReplySender
@@ -81,9 +81,13 @@ class MessageDispatcher:
         self._ended = False
         self.deadlines = HandlerDeadlines(settings.handle_timeout_ms)
         self._runs: HandlerRuns | None = None
-        runs = transformer is None and self._threads is None
-        if runs and isinstance(adapter, SingleMessageAdapter):
-            self._runs = HandlerRuns(session, adapter.handler, self.deadlines, inline=plain)
+        if self._threads is None and isinstance(adapter, SingleMessageAdapter):
+            accept: Accept | None = None
+            if transformer is not None and isinstance(adapter, TransformAdapter):
+                accept = partial(transformer.accept_now, adapter.encode)
+            self._runs = HandlerRuns(
+                session, adapter.handler, self.deadlines, inline=plain, accept=accept
+            )
 
     def begin(self, queue: AssignedQueue) -> None:
         """Handle the messages of a queue until `cancel`."""

@@ -73,7 +73,8 @@ class BrokerOutputs:
 
     def wake(self, queue: OutputQueue[Input]) -> None:
         """Schedule a queue if it has a batch that is ready."""
-        if queue.ready and queue not in self._ready:
+        if queue.ready and not queue.scheduled:
+            queue.scheduled = True
             self._ready[queue] = None
             self._woken.set()
 
@@ -109,6 +110,7 @@ class BrokerOutputs:
         while self._ready and size < REQUEST_BYTES_MAX and len(batches) < REQUEST_BATCHES_MAX:
             queue = next(iter(self._ready))
             del self._ready[queue]
+            queue.scheduled = False
             if not queue.ready or (batch := self._results.encode(queue)) is None:
                 continue
             queues.append(queue)

@@ -19,7 +19,12 @@ from batonmq._core.outputs import (
     digest_of,
 )
 from batonmq._core.queues import QueueRef
-from batonmq._core.records import STORED_PROPERTIES_BYTES_MAX, Message, encode_record
+from batonmq._core.records import (
+    STORED_PROPERTIES_BYTES_MAX,
+    Message,
+    bare_record,
+    encode_record,
+)
 from batonmq._core.requests import Reply
 from batonmq._core.retries import HandlingFailure, properties_of, with_origin_key
 from batonmq.errors import InvalidArgument, LimitExceeded
@@ -58,8 +63,8 @@ class TransformAdapter(SingleMessageAdapter):
         self._made.pop((message.queue, message.offset), None)
         if (failure := failure_of(result)) is not None:
             return [failure]
-        if result is not None:
-            self._made[message.queue, message.offset] = self._encoded(result, message)
+        if outputs := self.encode(result, message):
+            self._made[message.queue, message.offset] = outputs
         return None
 
     def replies(
@@ -72,9 +77,20 @@ class TransformAdapter(SingleMessageAdapter):
         """Return the outputs that the last successful call made of a message."""
         return self._made.pop((message.queue, message.offset), [])
 
-    def _encoded(self, result: object, message: ReceivedMessage) -> Encoded:
-        made = [result] if isinstance(result, bytes | Output) else result
-        if not isinstance(made, Iterable) or isinstance(made, str | bytearray | memoryview):
+    def encode(self, result: object, message: ReceivedMessage) -> Encoded | None:
+        """Return the outputs in the result of a handler call; None if it asks for a retry.
+
+        Raises:
+            InvalidArgument, LimitExceeded: See `failures`.
+        """
+        if result is None:
+            return []
+        if isinstance(result, Output):
+            return [self._encode(result, 0, message)]
+        if isinstance(result, (RetryLater, Suspend)):
+            return None
+        made: object = [result] if isinstance(result, bytes) else result
+        if not isinstance(made, Iterable) or isinstance(made, (str, bytearray, memoryview)):
             raise _no_output(made)
         encoded: Encoded = []
         for number, one in enumerate(made):
@@ -101,11 +117,23 @@ class TransformAdapter(SingleMessageAdapter):
                 remedy="Name all output topics in the call of transform.",
                 facts={"field": "topic"},
             )
+        key = output.ordering_key
+        if not (output.tag or output.keys or output.properties or key is not None):
+            return _plain(output.body, topic, number, message)
         made = Message(output.body, output.tag, tuple(output.keys), output.properties)
-        made = with_ordering_key(made, output.ordering_key)
-        record = encode_record(made)
+        record = encode_record(with_ordering_key(made, key))
         row = OutputRow(message.offset, number, digest_of(topic, record))
-        return PendingOutput(message, row, topic, output.ordering_key, made, record)
+        shown = made if made.tag or made.keys else None
+        return PendingOutput(message, row, topic, key, shown, record)
+
+
+def _plain(
+    body: bytes, topic: str, number: int, message: ReceivedMessage
+) -> PendingOutput[ReceivedMessage]:
+    """Return an output with nothing but a body."""
+    record = bare_record(body)
+    row = OutputRow(message.offset, number, digest_of(topic, record))
+    return PendingOutput(message, row, topic, None, None, record)
 
 
 def dead_letter_of(

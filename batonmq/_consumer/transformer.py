@@ -53,7 +53,10 @@ class PendingInput:
         self, message: ReceivedMessage, outputs: Sequence[PendingOutput[Any]], left: int
     ) -> None:
         self.message, self.outputs, self.left = message, outputs, left
-        self.bytes_count = sum(len(one.record) for one in outputs)
+        self.bytes_count = 0
+        for one in outputs:
+            one.input = self
+            self.bytes_count += len(one.record)
         self._stored: asyncio.Event | None = None
 
     async def stored(self) -> None:
@@ -170,12 +173,52 @@ class Transformer:
             return HandlingFailure("failed", f"{type(error).__name__}: {error}")
         if not missing or not queue.counts(message):
             return None
+        return self._begin(state, message, outputs, missing)
+
+    def accept_now(
+        self,
+        encode: Callable[[object, ReceivedMessage], Sequence[PendingOutput[Any]] | None],
+        queue: AssignedQueue,
+        message: ReceivedMessage,
+        result: object,
+    ) -> bool | None:
+        """As `accept`, of the result of a handler call, without waiting.
+
+        Returns:
+            Whether outputs are to be stored; None if that can't be said now, or the result asks for
+            a retry. Then nothing was done.
+        """
+        state = self._queues.get(queue.ref)
+        progress = queue.progress
+        if (
+            state is None
+            or progress is None
+            or message.redelivered
+            or progress.is_redelivered(message.offset)
+            or not (self._room.is_set() and state.settled.is_set())
+        ):
+            return None
+        outputs = encode(result, message)
+        if outputs:
+            self._begin(state, message, outputs, outputs)
+        return None if outputs is None else bool(outputs)
+
+    def _begin(
+        self,
+        state: _QueueOutputs,
+        message: ReceivedMessage,
+        outputs: Sequence[PendingOutput[Any]],
+        missing: Sequence[PendingOutput[Any]],
+    ) -> PendingInput:
         pending = PendingInput(message, outputs, len(missing))
         state.pending[message.offset] = pending
         self._bytes += pending.bytes_count
         if self._bytes >= PENDING_BYTES_MAX:
             self._room.clear()
-        self._send(state, [one._replace(input=pending) for one in missing])
+        for one in missing:
+            queue = state.lane.add(one)
+            if queue is not None and not queue.scheduled:
+                self.wake(queue)
         return pending
 
     def drop(self, ref: QueueRef) -> None:
@@ -308,12 +351,6 @@ class Transformer:
         source = OutputSource(self._session.group, state.topic_id, ref.broker, ref.queue_id)
         return OutputHead(source, progress.reset_epoch, queue.token, progress.committed)
 
-    def _send(self, state: _QueueOutputs, outputs: Iterable[PendingOutput[PendingInput]]) -> None:
-        for output in outputs:
-            queue = state.lane.add(output)
-            if queue is not None:
-                self.wake(queue)
-
     def _finish(self, state: _QueueOutputs, outputs: Iterable[PendingOutput[PendingInput]]) -> None:
         """Finish the inputs whose last outputs these are."""
         finished: list[ReceivedMessage] = []
@@ -378,7 +415,7 @@ class Transformer:
             return
         pending.left = len(missing)
         for one in missing:
-            state.lane.add(one._replace(input=pending))
+            state.lane.add(one)
 
     # ---- routes and reports
 

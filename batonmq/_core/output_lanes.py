@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from batonmq._core.compression import RecordCompressor
 from batonmq._core.keyed_queues import KeyedQueues
@@ -25,23 +25,33 @@ Input = TypeVar("Input")
 
 BATCH_BYTES = 1024 * 1024
 BATCH_MESSAGES_MAX = 5_000
+_BARE = Message(b"")
 
 
-class PendingOutput(NamedTuple, Generic[Input]):
+class PendingOutput(Generic[Input]):
     """An output that is not known to be stored.
 
     Attributes:
         input: What the caller knows its input by.
         topic: Topic to which it goes.
+        row: Which output it is.
         record: The encoded message.
+        message: Its tag and keys, for a message that has any; else None.
     """
 
-    input: Input
-    row: OutputRow
-    topic: str
-    ordering_key: str | None
-    message: Message
-    record: bytes
+    __slots__ = ("input", "message", "ordering_key", "record", "row", "topic")
+
+    def __init__(
+        self,
+        input: Input,
+        row: OutputRow,
+        topic: str,
+        ordering_key: str | None,
+        message: Message | None,
+        record: bytes,
+    ) -> None:
+        self.input, self.row, self.topic = input, row, topic
+        self.ordering_key, self.message, self.record = ordering_key, message, record
 
 
 class TopicQueues:
@@ -78,6 +88,7 @@ class OutputQueue(Generic[Input]):
         unsure: Whether an attempt to send these may have succeeded.
         sending: Whether a call with them is under way.
         backing_off: Whether the next attempt has to wait.
+        scheduled: Whether a sender is about to take its next batch.
     """
 
     lane: OutputLane[Input]
@@ -87,6 +98,7 @@ class OutputQueue(Generic[Input]):
     unsure: bool = False
     sending: bool = False
     backing_off: bool = False
+    scheduled: bool = False
     failures: int = 0
     waiting_bytes: int = 0
 
@@ -120,13 +132,16 @@ class OutputQueue(Generic[Input]):
             self.lane.turn_over(self)
         self.sending = True
         builder = BatchBuilder(compressor)
-        for one in outputs:
-            builder.add(one.message, one.record)
+        if all(one.message is None for one in outputs):
+            builder.add_many([one.record for one in outputs])
+        else:
+            for one in outputs:
+                builder.add(one.message or _BARE, one.record)
         return builder.encode(
             topic=self.queue.topic,
             queue_id=self.queue.queue_id,
             born_unix_ms=born_unix_ms,
-            outputs=(encode_head(head), encode_rows((one.row for one in outputs), head.floor)),
+            outputs=(encode_head(head), encode_rows([one.row for one in outputs], head.floor)),
         )
 
     def stored(self) -> Sequence[PendingOutput[Input]]:
@@ -222,9 +237,10 @@ class OutputLane(Generic[Input]):
 
     def settled(self, outputs: Iterable[PendingOutput[Input]]) -> None:
         """Note that outputs have left their queue."""
-        for one in outputs:
-            if one.ordering_key is not None:
-                self._keyed_counts[one.topic] -= 1
+        if self._keyed_counts:
+            for one in outputs:
+                if one.ordering_key is not None:
+                    self._keyed_counts[one.topic] -= 1
 
     def release_held(self, topic: str) -> list[OutputQueue[Input]]:
         """Add the outputs that wait for others, as far as possible; return their queues."""

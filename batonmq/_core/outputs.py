@@ -21,7 +21,7 @@ output among those of its input, and 8 bytes for the digest of the output.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -41,9 +41,9 @@ _ROW = struct.Struct(">QQ")
 _NUMBER_BITS = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Output:
-    """A message that a transformer makes of an input.
+    """A message that a transformer makes of an input. Changes after it is returned have no effect.
 
     Attributes:
         body: Payload, at most 4 MiB.
@@ -107,14 +107,12 @@ class OutputRow(NamedTuple):
 
 def digest_of(topic: str, record: bytes) -> int:
     """Return the digest of an encoded message to a topic, 64 bits."""
-    digest = _begun(topic).copy()
-    digest.update(record)
-    return int.from_bytes(digest.digest())
+    return int.from_bytes(blake2b(_prefix(topic) + record, digest_size=DIGEST_BYTES).digest())
 
 
 @lru_cache(maxsize=256)
-def _begun(topic: str) -> blake2b:
-    return blake2b(topic.encode("ascii") + b"\0", digest_size=DIGEST_BYTES)
+def _prefix(topic: str) -> bytes:
+    return topic.encode("ascii") + b"\0"
 
 
 def encode_head(head: OutputHead) -> bytes:
@@ -161,12 +159,15 @@ def _names(raw: bytes, group_bytes: int) -> tuple[str, str]:
     return text[:group_bytes], text[group_bytes:]
 
 
-def encode_rows(rows: Iterable[OutputRow], floor: int) -> bytes:
+def encode_rows(rows: Sequence[OutputRow], floor: int) -> bytes:
     """Return the output rows of a batch."""
-    pack = _ROW.pack
-    return b"".join(
-        [pack(offset - floor << _NUMBER_BITS | number, digest) for offset, number, digest in rows]
-    )
+    base = floor << _NUMBER_BITS
+    numbers = [
+        part
+        for offset, number, digest in rows
+        for part in ((offset << _NUMBER_BITS | number) - base, digest)
+    ]
+    return struct.pack(f">{len(numbers)}Q", *numbers)
 
 
 def head_of(batch: bytes | memoryview, header: Header) -> OutputHead:

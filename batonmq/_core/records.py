@@ -256,6 +256,16 @@ def encode_record(message: Message, *, properties_bytes_max: int = PROPERTIES_BY
     return b"".join((head, keys, tag, properties, message.body))
 
 
+def bare_record(body: bytes) -> bytes:
+    """Return a message with nothing but a body, encoded as one record.
+
+    Raises:
+        LimitExceeded: The body is too long.
+    """
+    check_limit("body", len(body), BODY_BYTES_MAX)
+    return BARE + body
+
+
 def encode_bodies(
     bodies: Sequence[bytes], tag: str = "", keys: Sequence[str] = (), properties: bytes = b""
 ) -> list[bytes]:
