@@ -116,8 +116,9 @@ spark-demo: $(SETUP) ## run the demo with the Spark jobs and check their results
 faults: $(SETUP) ## inject faults for BATON_FAULT_MINUTES, drawn from BATON_FAULT_SEED; SCHEDULE=power-cuts for one class; report in build/faults
 	python -m tools.faults $(SCHEDULE)
 
-fuzz: $(SETUP)  ## 20,000 arbitrary calls to each service; every failure has a reason, sends go on
+fuzz: $(SETUP)  ## 20,000 arbitrary calls to each service and 50,000 to the gateway; every failure has a reason, sends go on
 	python -m tools.fuzz
+	BATON_FUZZ_CALLS=50000 pytest -q -s tests/gateway/test_hostile_calls.py
 
 # CLIENTS=java leaves out the others. The compilers must be on PATH: mvn and javac, cargo, go. Of Go it is a plain stub.
 CLIENTS := java rust go

@@ -24,7 +24,7 @@ from batonmq._consumer.session import OwnershipEvent
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import HandlingFailure, retry_topic
 from batonmq._core.subscription import parse_filter
-from batonmq.errors import BatonError, NotServing, TopicNotFound
+from batonmq.errors import BatonError, Fenced, NotServing, TopicNotFound
 from batonmq_server.gateway.core.message_leases import LeaseTerms, MessageLease, QueueLeases
 from batonmq_server.gateway.core.receipt_handles import ReceiptHandle
 from batonmq_server.gateway.gateway_parts import GatewayParts
@@ -60,6 +60,21 @@ class Delivery:
     expires_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """An acknowledgement that offsets does not have yet.
+
+    Attributes:
+        serial: Number of the delivery.
+        answer: Done when offsets has it; it fails if the queue is lost before.
+        dead: Whether the message is stored among the dead letters.
+    """
+
+    serial: int
+    answer: asyncio.Future[None]
+    dead: bool
+
+
 @dataclass(slots=True)
 class _QueuePool:
     """The started messages of one queue that were sent to one topic.
@@ -72,8 +87,16 @@ class _QueuePool:
     ref: QueueRef
     leases: QueueLeases
     held: dict[int, HeldMessage] = field(default_factory=dict)
-    ending: dict[int, tuple[int, asyncio.Future[None]]] = field(default_factory=dict)
+    ending: dict[int, _Ending] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
+
+    def lose(self) -> None:
+        """Forget everything; acknowledgements that are not durable yet are refused."""
+        for one in self.ending.values():
+            if not one.answer.done():
+                one.answer.set_exception(Fenced("the queue was lost"))
+        self.ending.clear()
+        self.held.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -238,8 +261,8 @@ class GroupConsumer:
         pool = self._pool_of(handle, topic)
         if pool is not None:
             offset, serial = handle.offset, handle.serial
-            if (ending := pool.ending.get(offset)) is not None and ending[0] == serial:
-                return ending[1]
+            if (ending := pool.ending.get(offset)) is not None and ending.serial == serial:
+                return ending.answer
             if pool.ended.get(offset) == serial:
                 done = asyncio.get_running_loop().create_future()
                 done.set_result(None)
@@ -385,7 +408,22 @@ class GroupConsumer:
     def _note_ownership(self, event: OwnershipEvent) -> None:
         if event.kind == "draining":
             self._withdraw(event.queue)
+        elif event.kind == "fenced":
+            self._give_up(event.queue)
         self._wake()
+
+    def _give_up(self, ref: QueueRef) -> None:
+        """Give up all messages of a queue whose token is lost: no handle is honoured any more.
+
+        A handler would go on under the next token of its consumer (protocol section 11). A client
+        must not: another gateway may have delivered and ended its messages meanwhile.
+        """
+        for key in [key for key in self._pools if key[0] == ref]:
+            pool = self._pools.pop(key)
+            for offset, one in pool.held.items():
+                if offset not in pool.ending and self._held is not None:
+                    self._held.give_up(one)
+            pool.lose()
 
     def _withdraw(self, ref: QueueRef) -> None:
         """Give up what no client holds of a queue that is handed over."""
@@ -397,7 +435,7 @@ class GroupConsumer:
     def _drop(self, ref: QueueRef) -> None:
         """Forget a queue whose held messages do not count any more."""
         for key in [key for key in self._pools if key[0] == ref]:
-            del self._pools[key]
+            self._pools.pop(key).lose()
 
     # ---- deliveries
 
@@ -556,29 +594,35 @@ class GroupConsumer:
         """Acknowledge a message that is ending; a `dead` one is stored among the dead letters."""
         one = pool.held[offset]
         assert self._held is not None, "the pools are empty without a membership"
-        future = self._held.finish(one)
-        pool.ending[offset] = serial, future
-        future.add_done_callback(partial(self._ended, pool, offset, serial, dead))
-        return future
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(_retrieve)
+        ending = pool.ending[offset] = _Ending(serial, answer, dead)
+        self._held.finish(one).add_done_callback(partial(self._ended, pool, offset, ending))
+        return answer
 
     def _ended(
-        self, pool: _QueuePool, offset: int, serial: int, dead: bool, future: asyncio.Future[None]
+        self, pool: _QueuePool, offset: int, ending: _Ending, committed: asyncio.Future[None]
     ) -> None:
+        if ending.answer.done():
+            return  # the queue was lost meanwhile
+        if committed.cancelled() or (error := committed.exception()) is not None:
+            lost = Fenced("the queue was lost")
+            ending.answer.set_exception(lost if committed.cancelled() else error)
+            return  # its pools are dropped
         pool.ending.pop(offset, None)
-        if future.cancelled() or future.exception() is not None:
-            return  # the queue is lost, and its pools are dropped
         lease, held = pool.leases.get(offset), pool.held.pop(offset, None)
         pool.leases.end(offset)
         if lease is not None and lease.terms is not None and held is not None:
             topic, client_id = held.message.topic, lease.terms.client_id
-            if dead:
+            if ending.dead:
                 self._parts.events.dead_lettered(self.group, topic, client_id)
             else:
                 took_ms = self._clock.monotonic_ms() - lease.begin_ms
                 self._parts.events.handled(self.group, topic, client_id, took_ms)
-        pool.ended[offset] = serial
+        pool.ended[offset] = ending.serial
         if len(pool.ended) > ENDED_MAX:
             del pool.ended[next(iter(pool.ended))]
+        ending.answer.set_result(None)
         self._wake()
 
 
