@@ -85,13 +85,20 @@ def record_columns(batch: bytes, header: Header) -> RecordColumns:
     Raises:
         BadBatch: The records can't be decompressed, or their lengths are impossible.
     """
-    section = record_section(batch, header)
-    lengths = record_lengths(batch, header)
+    return columns_of(record_section(batch, header), record_lengths(batch, header))
+
+
+def columns_of(section: bytes, lengths: Int64Array) -> RecordColumns:
+    """Return the records in `section`, one behind the other, by their lengths.
+
+    Raises:
+        BadBatch: The lengths are impossible.
+    """
     ends = lengths.cumsum()
     check_lengths(int(lengths.min()), int(ends[-1]), len(section))
     begins = ends - lengths
     heads = _heads(section, 0, begins).view(">u8").astype(np.int64)
-    bounds = np.empty((header.count, 6), np.int64)
+    bounds = np.empty((len(lengths), 6), np.int64)
     bounds[:, 0] = begins
     bounds[:, 1] = begins + RECORD.size
     bounds[:, 2] = bounds[:, 1] + (heads >> 48 & 0xFFFF)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._core.names import check_topic, check_user_topic
 from batonmq._core.retries import group_of
-from batonmq.errors import LimitExceeded, TopicExists, TopicNotFound
+from batonmq.errors import InvalidArgument, LimitExceeded, TopicExists, TopicNotFound
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.nameserver.core.topic_resize import resized_spread
@@ -22,6 +22,7 @@ from batonmq_server.nameserver.core.topics import (
 )
 from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.topic_proto import (
+    compaction_from_pb,
     message_type_from_pb,
     permission_from_pb,
     retention_from_pb,
@@ -81,7 +82,10 @@ class TopicCalls:
             message_type=kind,
             retention_ms=retention_ms,
             retention_bytes=retention_bytes,
+            compaction=compaction_from_pb(request),
         )
+        if features.compaction is not None and (retention_ms or retention_bytes):
+            raise _no_retention(name)
         done = await self._create(name, count, features)
         return pb.CreateTopicResponse(topic=topic_to_pb(done.topic), created=done.created)
 
@@ -91,9 +95,13 @@ class TopicCalls:
         _check_queue_count(request.queue_count)
         permission = permission_from_pb(request)
         retention_ms, retention_bytes = retention_from_pb(request)
+        compaction = compaction_from_pb(request)
         self._catalog.check_ready()
 
         def change(topic: Topic) -> Topic:
+            if topic.compaction is not None and (retention_ms or retention_bytes):
+                raise _no_retention(name)
+            _check_change(topic, request.queue_count, compaction)
             spread = topic.spread
             if request.queue_count:
                 spread = resized_spread(topic, request.queue_count, self._catalog.rooms)
@@ -107,6 +115,7 @@ class TopicCalls:
                 retention_bytes=(
                     topic.retention_bytes if retention_bytes is None else retention_bytes
                 ),
+                compaction=topic.compaction and topic.compaction._replace(**compaction or {}),
             )
 
         topic, revision = await self._store.update(name, change)
@@ -250,6 +259,36 @@ class TopicCalls:
             raise topic_not_found(name)
         await self._catalog.caught_up(topics=entry[1])
         return entry[0]
+
+
+def _check_change(topic: Topic, queue_count: int, compaction: Mapping[str, int] | None) -> None:
+    """Check a change of a topic against whether it is compacted.
+
+    Raises:
+        InvalidArgument: a compacted topic would get another number of queues, or a topic that is
+            not compacted gets settings of compaction.
+    """
+    if compaction is not None and topic.compaction is None:
+        raise InvalidArgument(
+            f"topic {topic.name} is not compacted; that is fixed when a topic is created",
+            remedy="Create a compacted topic, and copy the messages.",
+            facts={"field": "compaction"},
+        )
+    if topic.compaction is not None and queue_count not in (0, topic.queue_count):
+        raise InvalidArgument(
+            f"topic {topic.name} is compacted and has {topic.queue_count} queues, which can't be "
+            "changed: keys would move to other queues, and leave old messages behind",
+            remedy="Create a compacted topic with more queues, and copy the messages.",
+            facts={"field": "queue_count"},
+        )
+
+
+def _no_retention(name: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"topic {name} is compacted: its messages have no retention time and no maximum of bytes",
+        remedy="Leave out the retention, or create a topic without compaction.",
+        facts={"field": "retention"},
+    )
 
 
 def _check_queue_count(queue_count: int, queues_max: int = QUEUES_MAX) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from batonmq.errors import InvalidArgument
-from batonmq_server.nameserver.core.topics import QueueSpread, Route, Topic
+from batonmq_server.nameserver.core.topics import Compaction, QueueSpread, Route, Topic
 from batonmq_server.nameserver.enum_values import enum_value
 
 _PERMISSIONS: Mapping[int, str] = {
@@ -34,6 +34,7 @@ def topic_to_pb(topic: Topic) -> pb.Topic:
         message_type=_type_to_pb(topic),
         retention_ms=topic.retention_ms,
         retention_bytes=topic.retention_bytes,
+        compaction=_compaction_to_pb(topic),
     )
 
 
@@ -50,6 +51,7 @@ def topic_to_bytes(topic: Topic) -> bytes:
         message_type=_type_to_pb(topic),
         retention_ms=topic.retention_ms,
         retention_bytes=topic.retention_bytes,
+        compaction=_compaction_to_pb(topic),
     ).SerializeToString()
 
 
@@ -69,6 +71,7 @@ def topic_from_bytes(value: bytes) -> Topic:
         message_type=_MESSAGE_TYPES.get(topic.message_type, "UNSPECIFIED"),
         retention_ms=topic.retention_ms,
         retention_bytes=topic.retention_bytes,
+        compaction=_compaction_of(topic.compaction) if topic.HasField("compaction") else None,
     )
 
 
@@ -113,6 +116,34 @@ def retention_from_pb(
     )
 
 
+def compaction_from_pb(
+    request: pb.CreateTopicRequest | pb.UpdateTopicRequest,
+) -> dict[str, int] | None:
+    """Return the requested settings of compaction that are set; None if there are none at all.
+
+    Raises:
+        InvalidArgument: one of them is not in its range.
+    """
+    if not request.HasField("compaction"):
+        return None
+    wanted = {field.name: value for field, value in request.compaction.ListFields()}
+    for field in ("tombstone_retention_ms", "min_lag_ms"):
+        if wanted.get(field, 0) < 0:
+            raise InvalidArgument(
+                f"{field} must not be negative, got {wanted[field]}",
+                remedy=f"Use 0 or a positive {field}.",
+                facts={"field": field},
+            )
+    percent = wanted.get("dirty_percent", 1)
+    if not 1 <= percent <= 99:
+        raise InvalidArgument(
+            f"dirty_percent must be 1 to 99, got {percent}",
+            remedy="Use a percentage from 1 to 99; 50 is the default.",
+            facts={"field": "dirty_percent"},
+        )
+    return wanted
+
+
 def route_to_pb(route: Route) -> pb.Route:
     """Return the route as the message of the contract."""
     return pb.Route(
@@ -132,6 +163,14 @@ def _spread_to_pb(topic: Topic) -> list[pb.QueueSpread]:
         )
         for part in topic.spread
     ]
+
+
+def _compaction_to_pb(topic: Topic) -> pb.Compaction | None:
+    return None if topic.compaction is None else pb.Compaction(**topic.compaction._asdict())
+
+
+def _compaction_of(stored: pb.Compaction) -> Compaction:
+    return Compaction(stored.tombstone_retention_ms, stored.min_lag_ms, stored.dirty_percent)
 
 
 def _type_to_pb(topic: Topic) -> pb.TopicMessageType.ValueType:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from batonmq.errors import TopicExists, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
-from batonmq_server.nameserver.core.topics import Topic, spread_queues, with_rooms
+from batonmq_server.nameserver.core.topics import Compaction, Topic, spread_queues, with_rooms
 from batonmq_server.nameserver.topic_proto import topic_from_bytes, topic_to_bytes
 from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
 
@@ -30,13 +30,17 @@ class CreatedTopic:
 
 
 class TopicFeatures(NamedTuple):
-    """What a new topic is, beside its queues; see `Topic`. None for retention means any."""
+    """What a new topic is, beside its queues; see `Topic`.
+
+    None for retention means any. `compaction` has the settings that are given, of a compacted topic.
+    """
 
     permission: str = "READ_WRITE"
     owner: str = ""
     message_type: str = "UNSPECIFIED"
     retention_ms: int | None = None
     retention_bytes: int | None = None
+    compaction: Mapping[str, int] | None = None
 
 
 class TopicStore:
@@ -95,6 +99,9 @@ class TopicStore:
                 message_type=wanted.message_type,
                 retention_ms=wanted.retention_ms or 0,
                 retention_bytes=wanted.retention_bytes or 0,
+                compaction=(
+                    None if wanted.compaction is None else Compaction(**wanted.compaction)
+                ),
             )
             await delete_progress(name, topic_id)
             key = self._etcd.key("topics", name)
@@ -190,4 +197,27 @@ def _found(topic: Topic, revision: int, queue_count: int, wanted: TopicFeatures)
                 remedy="Change it: baton topic update.",
                 facts={"topic": topic.name},
             )
+    _check_compaction(topic, wanted.compaction)
     return CreatedTopic(topic, revision, created=False)
+
+
+def _check_compaction(topic: Topic, wanted: Mapping[str, int] | None) -> None:
+    """Check that an existing topic is compacted as wanted.
+
+    Raises:
+        TopicExists: it is not.
+    """
+    if (topic.compaction is None) != (wanted is None):
+        state = "is not compacted" if topic.compaction is None else "is compacted"
+        raise TopicExists(
+            f"topic {topic.name} exists and {state}",
+            remedy="Whether a topic is compacted is fixed: use another name, or delete the topic.",
+            facts={"topic": topic.name},
+        )
+    for field, asked in (wanted or {}).items():
+        if (present := getattr(topic.compaction, field)) != asked:
+            raise TopicExists(
+                f"topic {topic.name} exists with {field} {present}, not {asked}",
+                remedy="Change it: baton topic update.",
+                facts={"topic": topic.name},
+            )

@@ -138,6 +138,7 @@ async def served(
                 components.due.run,
                 components.checker.run,
                 components.trimmer.run,
+                components.compactor.run,
             ),
             long_polls=frozenset({"Pull"}),
             epoch=node.store.epoch,

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from batonmq._common.clock import Clock
-from batonmq.errors import BatonError, DiskFull
+from batonmq.errors import BatonError, DiskFull, Overloaded
+from batonmq_server.storage.core.compaction_order import Relocation
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.retention import DiskState, DiskUsage, Retention
 from batonmq_server.storage.core.store import CheckedBatch, LocalTopic, MessageStore
@@ -67,6 +68,29 @@ class Appender:
             raise
         self.flusher.notify_written()
         return [self._with_disk_numbers(one) for one in outcomes]
+
+    def relocate(self, relocated: Sequence[Relocation]) -> list[int]:
+        """Write messages of compacted queues again; return the positions of the batches.
+
+        Raises:
+            NotServing: the disk has failed.
+            NotLeader, NotEnoughReplicas: this node may not write.
+            DiskFull, Overloaded: there is no room; nothing was written.
+        """
+        self.flusher.check()
+        if (rejection := self.role.rejection(1) or self._rejection()) is not None:
+            raise rejection
+        try:
+            positions = self.store.relocate(relocated, self.clock.unix_ms())
+        except (DiskFull, Overloaded):
+            raise
+        except Exception as error:
+            self.flusher.fail(error)
+            if isinstance(error, OSError):
+                self.flusher.check()
+            raise
+        self.flusher.notify_written()
+        return positions
 
     def count_appended(
         self, batches: Sequence[CheckedBatch], outcomes: Sequence[StoreReceipt | BatonError]

@@ -16,6 +16,7 @@ from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.compaction_runner import CompactionLimits, CompactionRunner
 from batonmq_server.storage.core.check_streams import CheckStreams
 from batonmq_server.storage.core.commitlog import PositionRange
 from batonmq_server.storage.core.keyindex import RunExtent
@@ -42,6 +43,7 @@ from batonmq_server.storage.segment_examiner import SegmentExaminer
 from batonmq_server.storage.server import StorageServicer
 from batonmq_server.storage.servicer_parts import StorageServicerParts
 from batonmq_server.storage.topic_cache import TopicCache
+from batonmq_server.storage.topic_compactor import BrokerRetention, TopicCompactor
 from batonmq_server.storage.topic_limits import TopicLimits
 from batonmq_server.storage.topic_purger import TopicPurger
 from batonmq_server.storage.topic_trimmer import TopicTrimmer
@@ -82,6 +84,7 @@ class StorageComponents:
         due: Delivers scheduled batches; its loop runs on the leader only.
         checker: Checks open transactions; its loop runs on the leader only.
         trimmer: Trims topics with a retention of their own; its loop runs on the leader only.
+        compactor: Compacts compacted topics; its loop runs on the leader only.
     """
 
     node: StorageNode
@@ -92,6 +95,7 @@ class StorageComponents:
     due: ScheduledDeliverer
     checker: TransactionChecker
     trimmer: TopicTrimmer
+    compactor: TopicCompactor
     damage: DamageTracker
     servicer: StorageServicer
     queries: QueryServicer
@@ -171,6 +175,7 @@ def build_components(
             needed_from=(
                 store.schedule.waiting.oldest_position,
                 store.transactions.open.oldest_position,
+                limits.compacted_from,
                 lambda: store.readable_position,
             ),
             checkpointed=checkpointer.position,
@@ -267,6 +272,25 @@ def build_components(
             appender,
             limits,
             SegmentExaminer(node.disk, store, topics, checkpointer.position, patient),
+        ),
+        compactor=TopicCompactor(
+            appender,
+            limits,
+            BrokerRetention(
+                newest_unix_ms=cleaner.newest_unix_ms,
+                age_ms_max=settings.retention_ms,
+                log_bytes_max=settings.retention_bytes,
+            ),
+            CompactionRunner(
+                appender,
+                node.disk,
+                CompactionLimits(
+                    memory_bytes=settings.compaction_memory_bytes,
+                    bytes_per_s=settings.compaction_bytes_per_s,
+                ),
+                patient,
+                runtime.random,
+            ),
         ),
         damage=damage,
         servicer=servicer,

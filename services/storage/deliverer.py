@@ -10,7 +10,12 @@ from batonmq._core.names import METRICS_TOPIC
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.core.store import ReadResult, check_queue, check_readable
+from batonmq_server.storage.core.store import (
+    ReadResult,
+    check_covered,
+    check_queue,
+    check_readable,
+)
 from batonmq_server.storage.delivery_recorder import (
     NO_ADVANCE,
     PendingDelivery,
@@ -67,6 +72,8 @@ class Deliverer:
             check_readable(topic, queues)
             key = check_queue(topic, queues, queue_id)
             self._check_group(pull)
+            if role.is_follower:
+                check_covered(self._store, queues, key, pull.spec.offset)
             try:
                 reading = self._read(key, pull)
             except DataLoss as error:

@@ -25,6 +25,7 @@ from batonmq._core.records import HEADER_BYTES, check_stamp, read_header
 from batonmq.errors import BatonError, DiskFull, NotServing
 from batonmq_server.storage.core import floors
 from batonmq_server.storage.core.commitlog import NO_SPACE
+from batonmq_server.storage.core.compaction_order import written_unix_ms
 from batonmq_server.storage.core.consumequeue import topic_of
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.floors import QueueFloor
@@ -222,7 +223,7 @@ class LogCleaner:
                 head = self._store.log.read(position, HEADER_BYTES)
                 header = read_header(head)
                 check_stamp(head)
-                self._newest[position] = header.store_unix_ms
+                self._newest[position] = written_unix_ms(header)
             except BatonError as error:
                 log.error("first batch of a segment is damaged position=%d %s", position, error)
                 self._newest[position] = self._store.store_unix_ms

@@ -21,6 +21,7 @@ class StorageMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.traffic = TrafficMetrics(registry)
+        self.compaction = CompactionMetrics(registry)
         self.appended_messages = Counter(
             "baton_storage_appended_messages", "Messages written to the log.", registry=registry
         )
@@ -321,3 +322,65 @@ class TrafficMetrics:
             for counter in (self._messages_out, self._bytes_out, self._dead):
                 counter.remove_by_labels({_GROUP: group})
             self._lost.remove_by_labels({"group": group})
+
+
+class CompactionMetrics:
+    """What the leader has compacted, by topic."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._removed = Counter(
+            "baton_storage_compacted_messages",
+            "Messages that a compaction has removed: older ones of their key, and tombstones.",
+            (_TOPIC,),
+            registry=registry,
+        )
+        self._runs = Counter(
+            "baton_storage_compaction_runs",
+            "Compactions of a queue, by topic and outcome: done or failed.",
+            (_TOPIC, "outcome"),
+            registry=registry,
+        )
+        self._dirty = Gauge(
+            "baton_storage_compaction_dirty_ratio",
+            "Share of the bytes of a compacted topic that were stored since its last compaction, "
+            "0 to 1; only messages that are old enough count.",
+            (_TOPIC,),
+            registry=registry,
+        )
+        self._overdue = Gauge(
+            "baton_storage_compaction_overdue_seconds",
+            "Time since which a queue of the topic is due for a compaction; 0 if none is.",
+            (_TOPIC,),
+            registry=registry,
+        )
+        self._last = Gauge(
+            "baton_storage_compaction_last_run_timestamp_seconds",
+            "Time at which a queue of the topic was compacted last, in Unix seconds.",
+            (_TOPIC,),
+            registry=registry,
+        )
+
+    def done(self, topic: str, removed_count: int, unix_ms: int) -> None:
+        """Count a compaction that removed `removed_count` messages."""
+        self._removed.labels(topic).inc(removed_count)
+        self._runs.labels(topic, "done").inc()
+        self._last.labels(topic).set(unix_ms / 1000)
+
+    def failed(self, topic: str) -> None:
+        """Count a compaction that was given up."""
+        self._runs.labels(topic, "failed").inc()
+
+    def looked(self, topic: str, dirty_ratio: float, overdue_ms: int) -> None:
+        """Show how much of a topic is not compacted, and since when a queue of it is due."""
+        self._dirty.labels(topic).set(dirty_ratio)
+        self._overdue.labels(topic).set(overdue_ms / 1000)
+
+    def forget(self, topic: str) -> None:
+        """Remove the series of a topic."""
+        for metric in (self._removed, self._runs, self._dirty, self._overdue, self._last):
+            metric.remove_by_labels({_TOPIC: topic})
+
+    def clear(self) -> None:
+        """Remove the gauges: another node is the leader now."""
+        for gauge in (self._dirty, self._overdue, self._last):
+            gauge.clear()

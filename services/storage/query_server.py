@@ -40,6 +40,7 @@ from batonmq_server.storage.core.store import (
     MessageStore,
     ReadResult,
     ReadSpec,
+    check_covered,
     check_queue,
     check_readable,
 )
@@ -140,6 +141,9 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         """See the proto."""
         spec = validation.parse_read(request)
         key = await self._queue(request, readable=True)
+        if self._role.is_follower:
+            topic = await self._topics.find(request.queue.topic)
+            check_covered(self._store, topic, key, spec.offset)
         reading = await self._read(key, spec)
         if reading is None and (outdated := self._role.outdated()) is not None:
             raise outdated

@@ -187,6 +187,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
                     tasks.create_task(self._watch(leadership))
                     tasks.create_task(components.checker.run())
                     tasks.create_task(components.trimmer.run())
+                    tasks.create_task(components.compactor.run())
                     await components.due.run()
             except* OSError as errors:
                 self.copy.fail(errors.exceptions[0])

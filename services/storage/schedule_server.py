@@ -171,7 +171,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
                     run = _ScheduleRun()
                 earlier = self._store.schedule.earlier(header, queue)
                 if earlier is None:
-                    check_takes(header, topic)
+                    check_takes(item.checked, topic)
                     run.add(index, item, queue)
                 else:
                     outcomes[index] = _Stored(earlier, self._time(earlier, item.deliver_unix_ms))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from batonmq._core.records import Header
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core.commitlog import PositionRange, segment_path
+from batonmq_server.storage.core.compaction_order import ORDERS, is_relocated
+from batonmq_server.storage.core.compaction_order import decode_order as decode_compaction
 from batonmq_server.storage.core.consumequeue import topic_of
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.outputs import OPENED
@@ -80,6 +82,8 @@ class SegmentExaminer:
             self._begin = segment[1]
             if segment in self._refused or await self._is_needed(segment):
                 continue
+            if self._store.compacted.is_writing(segment[1]):
+                continue
             keys = await self._examine(segment, position)
             if keys is not None:
                 return ExaminedSegment(segment, keys)
@@ -105,7 +109,7 @@ class SegmentExaminer:
         if queue is None or key[0] == TOPIC_ID:  # what the system needs is decided by reading
             return False
         try:
-            kept = queue.has_batch(*segment)
+            kept = self._store.needs(key, *segment)
         except DataLoss:  # a damaged index tells nothing
             return True
         return kept and not self._topics.is_gone(topic_of(queue.folder), key[0])
@@ -117,6 +121,7 @@ class SegmentExaminer:
             position: Position of a checkpoint.
         """
         first_offsets = {key: queue.first_offset for key, queue in self._store.queues.items()}
+        needed = self._store.compacted.ranges()
         keys: set[QueueKey] = set()
         verdicts: list[bool] = []
 
@@ -128,11 +133,19 @@ class SegmentExaminer:
                 return order.next_position <= position
             if key == (TOPIC_ID, OPENED):
                 return header.position + header.length <= position
+            if key == ORDERS:
+                compaction = decode_compaction(header, bytes(batch))
+                if compaction.key in first_offsets:
+                    keys.add(compaction.key)
+                current = _contains(needed.get(compaction.key, ()), header.position)
+                return not current and header.position + header.length <= position
             if key[0] == TOPIC_ID:
                 return False
             if self._topics.is_gone(header.topic, header.topic_id):
                 return True
             keys.add(key)
+            if is_relocated(header):
+                return not _contains(needed.get(key, ()), header.position)
             # A delivery or commit also says that something earlier has ended.
             return header.producer_id >= 0 and header.next_offset <= first_offsets.get(key, 0)
 
@@ -145,3 +158,8 @@ class SegmentExaminer:
         except FileNotFoundError:  # retention has removed it meanwhile
             return None
         return frozenset(keys) if verdicts[0] else None
+
+
+def _contains(ranges: Iterable[PositionRange], position: int) -> bool:
+    """Return whether a position is in one of the ranges."""
+    return any(begin <= position < end for begin, end in ranges)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -91,7 +91,13 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         queues = validation.parse_queues(request)
         revision = min(self._parts.topics.revision(name) for name in {q.topic for q in queues})
         leader_age_ms = self._parts.role.leader_age_ms()  # before the offsets are read
-        outcomes = [await self._offsets(queue, request.with_bytes) for queue in queues]
+        counted: dict[int, list[int]] = {}
+        for one in request.counts:
+            counted.setdefault(one.queue_index, []).append(one.offset)
+        outcomes = [
+            await self._offsets(queue, request.with_bytes, counted.get(index, ()))
+            for index, queue in enumerate(queues)
+        ]
         context.set_trailing_metadata(((TOPICS_REVISION, str(revision)),))
         return pb.QueryOffsetsResponse(outcomes=outcomes, leader_age_ms=leader_age_ms)
 
@@ -162,7 +168,9 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         self._appender.count_appended(batches, outcomes)
         return outcomes
 
-    async def _offsets(self, queue: queue_pb2.QueueRef, with_bytes: bool) -> pb.QueryOffsetsOutcome:
+    async def _offsets(
+        self, queue: queue_pb2.QueueRef, with_bytes: bool, counted: Sequence[int]
+    ) -> pb.QueryOffsetsOutcome:
         try:
             validation.check_queue_name(queue, self._parts.broker)
             topic = await self._parts.topics.find(queue.topic)
@@ -179,8 +187,17 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
                 next_offset=visible.next_offset,
                 topic_id=key[0],
                 stored_bytes=stored_bytes,
+                counts=self._counts(key, counted),
             )
         )
+
+    def _counts(self, key: QueueKey, offsets: Sequence[int]) -> Iterator[pb.MessageCount]:
+        """Yield the number of messages from each of the offsets on, if they can be counted."""
+        for offset in offsets:
+            try:
+                yield pb.MessageCount(offset=offset, count=self._store.count_from(key, offset))
+            except BatonError as error:
+                log.warning("messages not counted key=%s offset=%d error=%s", key, offset, error)
 
     async def _stored_bytes(self, key: QueueKey) -> int | None:
         """Return the bytes of the batches of a queue; None if its index is damaged."""
@@ -192,7 +209,8 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         except DataLoss as error:
             log.warning("bytes not counted key=%s error=%s", key, error)
             return None
-        return total
+        part = self._store.compacted.get(key)
+        return total + (part.bytes_count if part is not None else 0)
 
     def _outcome(self, outcome: StoreReceipt | BatonError) -> pb.AppendOutcome:
         if isinstance(outcome, BatonError):

@@ -14,6 +14,7 @@ from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, NoQuorum, TopicExists, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
+from batonmq_server.storage.core.compaction_policy import CompactionPolicy
 from batonmq_server.storage.core.store import LocalTopic
 
 log = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ class TopicCache:
             writable=topic.permission != pb.TOPIC_PERMISSION_READ,
             retention_ms=topic.retention_ms,
             retention_bytes=topic.retention_bytes,
+            compaction=_compaction(topic),
         )
         self._known[name] = (stored.mod_revision, queues)
         return queues
@@ -157,6 +159,15 @@ class TopicCache:
         for name in names:
             self._known.pop(name, None)
             self._missing.pop(name, None)
+
+
+def _compaction(topic: StoredTopic) -> CompactionPolicy | None:
+    if not topic.HasField("compaction"):
+        return None
+    stored = topic.compaction
+    return CompactionPolicy(
+        stored.tombstone_retention_ms, stored.min_lag_ms, stored.dirty_percent
+    )
 
 
 def _not_found(name: str) -> TopicNotFound:

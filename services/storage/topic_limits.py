@@ -1,10 +1,16 @@
-"""The retention that the messages of each queue have: that of their topic, or of the broker."""
+"""The retention that the messages of each queue have: that of their topic, or of the broker.
+
+Messages of compacted topics have none: a compaction removes them, or writes them again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
+from batonmq.errors import DataLoss
+from batonmq_server.storage.core.compaction_policy import CompactionPolicy
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, topic_of
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.schedule import TOPIC_ID as SYSTEM_TOPIC_ID
@@ -40,7 +46,7 @@ class TopicLimits:
     def of(self, key: QueueKey, queue: ConsumeQueue) -> QueueLimits | None:
         """Return the limits of a queue, as of the last `refresh`; None if it has none."""
         topic = self._topic(key, queue)
-        if topic is None:
+        if topic is None or topic.compaction is not None:
             return None
         age_ms_max = topic.retention_ms or (self._age_ms_max if self._holding else 0)
         limits = QueueLimits(age_ms_max, topic.retention_bytes)
@@ -55,6 +61,26 @@ class TopicLimits:
         if not self._topics.loaded:
             return log.first_position
         return min((queue.first_position for queue in self._longer()), default=log.next_position)
+
+    def compaction_of(self, key: QueueKey, queue: ConsumeQueue) -> CompactionPolicy | None:
+        """Return how a queue is compacted; None if it is not."""
+        topic = self._topic(key, queue)
+        return topic.compaction if topic is not None else None
+
+    def compacted_from(self) -> int | None:
+        """Return the position from which compacted topics need the log; None if they do not.
+
+        While the topics are not known yet, they need all of it.
+        """
+        store, log = self._store, self._store.log
+        if not self._topics.loaded:
+            return log.first_position
+        positions = (
+            oldest_position(store, key)
+            for key, queue in store.queues.items()
+            if self.compaction_of(key, queue) is not None
+        )
+        return min((one for one in positions if one is not None), default=None)
 
     def _longer(self) -> Iterator[ConsumeQueue]:
         """Yield the queues with messages of topics with a longer retention than the broker."""
@@ -72,3 +98,16 @@ class TopicLimits:
             return None
         topic = self._topics.known(topic_of(queue.folder))
         return topic if topic is not None and topic.topic_id == key[0] else None
+
+
+def oldest_position(store: MessageStore, key: QueueKey) -> int | None:
+    """Return the position from which a compacted queue needs the log; None without messages."""
+    queue, part = store.queues[key], store.compacted.get(key)
+    positions = [part.first_position] if part is not None else []
+    if queue.first_offset < queue.visible_offset:
+        with suppress(DataLoss):  # repaired elsewhere; until then the lower bound holds
+            first = queue.read(queue.first_offset, queue.first_offset + 1)
+            return min([*positions, int(first.positions[0])])
+    if queue.first_offset < queue.next_offset:
+        positions.append(max(queue.first_position, store.log.first_position))
+    return min(positions, default=None)

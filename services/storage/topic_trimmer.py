@@ -72,7 +72,8 @@ class TopicTrimmer:
                 name = topic_of(queue.folder)
                 counts[name] = counts.get(name, 0) + trim.first_offset - queue.first_offset
         segments = []
-        examined = await self._examiner.find() if self._kept else None
+        removes = self._kept or self._store.compacted.parts
+        examined = await self._examiner.find() if removes else None
         if examined is not None and len(trims) + len(examined.keys) <= TRIMS_MAX:
             segments.append(examined.segment)
             for key in examined.keys - trims.keys():

@@ -235,7 +235,7 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
                     run = _BeginRun()
                 earlier = self._store.transactions.earlier(header, queue)
                 if earlier is None:
-                    check_takes(header, topic)
+                    check_takes(item.checked, topic)
                     self._open.check_group(item.group)
                     run.add(index, item, self._half(item, queue))
                 else:

@@ -28,6 +28,7 @@ HOLD_MS_MAX = 30_000
 DELIVERY_HOLD_MS = 15_000
 COMMANDS_MAX = 10_000
 QUERY_QUEUES_MAX = 10_000
+QUERY_COUNTS_MAX = 100_000
 QUEUE_ID_MAX = 65_535
 
 
@@ -207,12 +208,13 @@ def parse_queues(request: pb.QueryOffsetsRequest) -> list[queue_pb2.QueueRef]:
 
     Raises:
         InvalidArgument: there is no queue.
-        LimitExceeded: too many queues.
+        LimitExceeded: too many queues, or offsets to count from.
     """
     queues = list(request.queues)
     if not queues:
         raise InvalidArgument("queues must have at least one queue", facts={"field": "queues"})
     check_limit("queues", len(queues), QUERY_QUEUES_MAX)
+    check_limit("counts", len(request.counts), QUERY_COUNTS_MAX)
     return queues
 
 

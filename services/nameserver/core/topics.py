@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from batonmq.errors import NoBroker
 
@@ -32,6 +33,20 @@ class QueueSpread:
         return self.write_queue_count or self.queue_count
 
 
+class Compaction(NamedTuple):
+    """How a compacted topic is compacted.
+
+    Attributes:
+        tombstone_retention_ms: How long a tombstone is kept after the messages that it deletes.
+        min_lag_ms: Minimum age of two messages of a key before the older one is removed.
+        dirty_percent: Share of new bytes from which a queue is compacted.
+    """
+
+    tombstone_retention_ms: int = 86_400_000
+    min_lag_ms: int = 0
+    dirty_percent: int = 50
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topic:
     """A topic; `spread` ascends by broker and has no broker without queues.
@@ -43,6 +58,7 @@ class Topic:
         message_type: Name of a `TopicMessageType` without its prefix; `UNSPECIFIED` for every type.
         retention_ms: Retention time of its messages; 0 for that of the broker.
         retention_bytes: Maximum bytes of a queue; 0 for unlimited.
+        compaction: Set if it is compacted; fixed when it is created.
     """
 
     name: str
@@ -55,6 +71,7 @@ class Topic:
     message_type: str = "UNSPECIFIED"
     retention_ms: int = 0
     retention_bytes: int = 0
+    compaction: Compaction | None = None
 
     @property
     def queue_count(self) -> int:

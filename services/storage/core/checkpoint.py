@@ -7,7 +7,8 @@ it. The file is replaced as a whole. A damaged file counts as missing: the index
     checkpoint, big-endian:
     at  size  field
      0     4  magic "BTNC"
-     4     2  version: 4; 3 if there are no outputs; 2 if there is no transaction either
+     4     2  version: 5 if a queue is compacted; else 4; 3 if there are no outputs; 2 if there
+              is no transaction either
      6     2  reserved, 0
      8     8  position
     16     8  store time of the last batch, Unix milliseconds
@@ -31,8 +32,13 @@ it. The file is replaced as a whole. A damaged file counts as missing: the index
               b batches, oldest first: 4 sequence, 4 count, 8 first offset, 8 position,
                 8 next position, 8 store time, 4 checksum of the producer
               w scheduled batches: 8 delivery time, 8 schedule id, 8 position
-              in version 4: 4 length of the transactions, which follow; then the outputs, see below
-              in version 3 and 4 the transactions, which may be empty in version 4:
+              in version 5: 4 length of the sections of compacted queues, which follow: 8 topic id,
+                4 queue id, 8 first offset, 8 next offset, 8 compacted to, 8 position of the order,
+                4 its length, 8 position of the data, 8 its end, 4 messages, 8 their bytes,
+                8 earliest time of a tombstone (0: none)
+              in versions 4 and 5: 4 length of the transactions, which follow; then the outputs, see
+                below
+              from version 3 on the transactions, which may be empty in versions 4 and 5:
                 4 group count, then each group: 2 number, 1 length, then ASCII
                 4 count of open ones, then each, little-endian: 8 id, 8 position, 4 time of the next
                   check in Unix seconds, 2 number of its group, 1 number of checks
@@ -54,19 +60,26 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 from crc32c import crc32c
 
+from batonmq_server.storage.core.compacted import Section
 from batonmq_server.storage.core.delay_queue import ROW as DELAY_ROW
 from batonmq_server.storage.core.keyindex import OpenRun, RunExtent
-from batonmq_server.storage.core.producers import ProducerState, StoredBatch, StoreReceipt
+from batonmq_server.storage.core.producers import (
+    ProducerState,
+    QueueKey,
+    StoredBatch,
+    StoreReceipt,
+)
 
 PATH = "checkpoint"
 MAGIC, OUTPUT_VERSION, VERSION, PLAIN_VERSION, OLD_VERSION = 0x42544E43, 4, 3, 2, 1
+COMPACTED_VERSION = 5
 HEAD = struct.Struct(">IHHqqqqqIIIIIIII")
 CRC = struct.Struct(">I")
 _LENGTH = struct.Struct(">I")
@@ -96,8 +109,25 @@ OLD_BATCH_ROW = np.dtype(
     ]
 )
 BATCH_ROW = np.dtype([*OLD_BATCH_ROW.descr, ("checksum", ">u4")])
+SECTION_ROW = np.dtype(
+    [
+        ("topic_id", ">i8"),
+        ("queue_id", ">u4"),
+        ("first_offset", ">i8"),
+        ("next_offset", ">i8"),
+        ("compacted_to", ">i8"),
+        ("order_position", ">i8"),
+        ("order_bytes", ">u4"),
+        ("data_position", ">i8"),
+        ("data_end", ">i8"),
+        ("message_count", ">u4"),
+        ("bytes_count", ">i8"),
+        ("tombstone_unix_ms", ">i8"),
+    ]
+)
 _ROWS = (QUEUE_ROW, PRODUCER_ROW, PAIR_ROW, BATCH_ROW)
 _ROWS_BY_VERSION = {
+    COMPACTED_VERSION: _ROWS,
     OUTPUT_VERSION: _ROWS,
     VERSION: _ROWS,
     PLAIN_VERSION: _ROWS,
@@ -126,6 +156,7 @@ class Checkpoint:
             none.
         outputs: The remembered outputs, as `OutputTable.restore` reads them; empty if there are
             none.
+        sections: The sections of compacted queues.
     """
 
     position: int
@@ -136,6 +167,7 @@ class Checkpoint:
     waiting: bytes = b""
     transactions: bytes = b""
     outputs: bytes = b""
+    sections: Sequence[tuple[QueueKey, Section]] = field(default_factory=list)
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
@@ -161,11 +193,15 @@ def encode(checkpoint: Checkpoint) -> bytes:
     )  # fmt: skip
     run, at = checkpoint.open_run, checkpoint.open_run.extent
     version, behind = PLAIN_VERSION, checkpoint.transactions
-    if checkpoint.outputs:
+    if checkpoint.outputs or checkpoint.sections:
         version = OUTPUT_VERSION
         behind = _LENGTH.pack(len(behind)) + behind + checkpoint.outputs
     elif behind:
         version = VERSION
+    if checkpoint.sections:
+        version = COMPACTED_VERSION
+        rows = np.array([(*key, *section) for key, section in checkpoint.sections], SECTION_ROW)
+        behind = _LENGTH.pack(rows.nbytes) + rows.tobytes() + behind
     head = HEAD.pack(
         MAGIC, version, 0, checkpoint.position, checkpoint.store_unix_ms, at.first_position,
         at.first_unix_ms, at.last_unix_ms, run.count, run.crc, len(names), *map(len, columns),
@@ -214,10 +250,22 @@ def decode(raw: bytes) -> Checkpoint | None:
     )
 
 
-def _behind(version: int, raw: bytes) -> tuple[bytes, bytes]:
-    """Return transactions and outputs, which are behind the scheduled batches."""
-    if version != OUTPUT_VERSION:
-        return (raw if version == VERSION else b""), b""
+def _behind(
+    version: int, raw: bytes
+) -> tuple[bytes, bytes, list[tuple[QueueKey, Section]]]:
+    """Return transactions, outputs and sections, which are behind the scheduled batches."""
+    if version < OUTPUT_VERSION:
+        return (raw if version == VERSION else b""), b"", []
+    sections: list[tuple[QueueKey, Section]] = []
+    if version == COMPACTED_VERSION:
+        rows, raw = _split(raw)
+        for topic_id, queue_id, *values in np.frombuffer(rows, SECTION_ROW).tolist():
+            sections.append(((topic_id, queue_id), Section(*values)))
+    return *_split(raw), sections
+
+
+def _split(raw: bytes) -> tuple[bytes, bytes]:
+    """Return the part with a length at the begin, and what follows."""
     (length,) = _LENGTH.unpack_from(raw)
     at = _LENGTH.size + length
     return raw[_LENGTH.size : at], raw[at:]

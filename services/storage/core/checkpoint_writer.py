@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from batonmq_server.runtime.descriptor_shortage import is_shortage
 from batonmq_server.storage.core.checkpoint import PATH, Checkpoint, QueueState, encode
 from batonmq_server.storage.core.commitlog import PositionRange, purged_head, segment_path
+from batonmq_server.storage.core.compacted import Section
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, UnsavedEntries, topic_of
 from batonmq_server.storage.core.delay_queue import DelaySnapshot
 from batonmq_server.storage.core.files import Disk
@@ -41,6 +42,7 @@ class CheckpointCapture:
         columns: Keys, first offsets, next offsets and first positions of `queues` at that moment.
         obsolete_paths: Files that the previous checkpoint needs and this one does not.
         purged: Segments to purge.
+        sections: Sections of compacted queues.
         entries: Entries of consume queues that must be made durable.
     """
 
@@ -56,6 +58,7 @@ class CheckpointCapture:
     outputs: OutputSnapshot
     obsolete_paths: tuple[str, ...]
     purged: list[PositionRange]
+    sections: list[tuple[QueueKey, Section]]
     entries: list[tuple[ConsumeQueue, UnsavedEntries]] = field(default_factory=list)
 
 
@@ -84,16 +87,19 @@ class CheckpointWriter:
 
     @property
     def orders_end(self) -> int:
-        """Position after the last purge order that is not carried out; 0 without any.
+        """Position after the last purge or compaction order that is not carried out; 0 without any.
 
         The log must be safe up to here before `begin`.
         """
-        return max((order.next_position for order in self._store.purge_orders), default=0)
+        orders = (*self._store.purge_orders, *self._store.compacted.pending)
+        return max((order.next_position for order in orders), default=0)
 
     def begin(self) -> CheckpointCapture:
         """Capture the state at the present end of the log."""
         store, position = self._store, self._store.log.next_position
         orders = store.purge_orders
+        store.apply_compactions(position)
+        self.remove_later(store.take_unneeded_paths())
         self.remove_later(store.drop_messages({id_ for one in orders for id_ in one.topic_ids}))
         self.remove_later(store.trim(trim for one in orders for trim in one.trims))
         queues = list(store.queues.values())
@@ -115,6 +121,11 @@ class CheckpointWriter:
             store.outputs.snapshot(),
             tuple(self._obsolete_paths),
             due_segments(store.log, orders),
+            [
+                (key, section)
+                for key, part in store.compacted.parts.items()
+                for section in part.sections
+            ],
         )
 
     def collect(self, capture: CheckpointCapture) -> Iterator[None]:
@@ -203,6 +214,7 @@ def _checkpoint(capture: CheckpointCapture) -> Checkpoint:
         capture.waiting.encode(),
         _transactions(capture),
         capture.outputs.encode(),
+        capture.sections,
     )
 
 

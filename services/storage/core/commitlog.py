@@ -150,6 +150,11 @@ class CommitLog:
         return self._end()
 
     @property
+    def segment_bytes(self) -> int:
+        """Size of new segments."""
+        return self._segment_bytes
+
+    @property
     def purged_bytes_count(self) -> int:
         """Bytes of the log that belong to purged segments; they take no space on disk."""
         return sum(segment.size for segment in self._segments if segment.purged)

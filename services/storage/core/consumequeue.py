@@ -355,6 +355,16 @@ class ConsumeQueue:
             return False
         return self._first_from(position)[1] < next_position
 
+    def first_offset_from(self, position: int) -> int:
+        """Return the first offset of a batch at or after `position`; the next one without any.
+
+        Raises:
+            DataLoss: the index can't be read.
+        """
+        if self.first_offset == self.next_offset or self.last_position < position:
+            return self.next_offset
+        return self._first_from(position)[0]
+
     def skip_to(self, offset: int) -> None:
         """Drop all messages; the next one gets `offset`, which is not before the next offset."""
         assert offset >= self.next_offset

@@ -47,6 +47,7 @@ from crc32c import crc32c
 
 from batonmq._columns.batch_columns import key_hashes
 from batonmq._core.records import Header
+from batonmq_server.storage.core.compaction_order import written_unix_ms
 from batonmq_server.storage.core.files import UNREADABLE, BadIndex, Disk, FileCache
 
 FOLDER = "keyindex"
@@ -166,7 +167,7 @@ def rebuilt_run(extent: RunExtent, batches: Iterable[tuple[Header, memoryview]])
     for header, batch in batches:
         keys = key_hashes(batch, header)
         if len(keys[0]):
-            rebuilt.add(header.position, header.topic_id, keys, header.store_unix_ms)
+            rebuilt.add(header.position, header.topic_id, keys, written_unix_ms(header))
     return EndedRun(rebuilt.extent(extent.next_position), rebuilt.rows)
 
 

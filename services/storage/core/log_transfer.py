@@ -8,6 +8,7 @@ from __future__ import annotations
 from batonmq._core.records import MAGIC, Header
 from batonmq.errors import DataLoss, DataLossDetail
 from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC, CommitLog, PositionRange
+from batonmq_server.storage.core.compaction_order import is_relocated
 from batonmq_server.storage.core.epochs import EpochHistory
 from batonmq_server.storage.core.recovery import Recovery
 from batonmq_server.storage.core.scan import END_OF_LOG, LogScan
@@ -103,6 +104,8 @@ def check_received(
         )
     next_offsets: dict[tuple[int, int], int] = {}
     for header, _ in batches:
+        if is_relocated(header):
+            continue
         key = header.topic_id, header.queue_id
         expected = next_offsets.get(key)
         if expected is None:

@@ -77,7 +77,7 @@ def find_passing(
         if passing_batches and bytes_count + header.length > bytes_max:
             room = 0
         section = record_section(batch, header)
-        records = range(scanned_count - first, end - first)
+        records = range(max(scanned_count - first, 0), end - first)  # others are compacted away
         rows = _rows(section, record_lengths(batch, header), records, wanted.names)
         tested = _test_records(
             section, rows, wanted, records, passing_max=room + 1, steps_max=steps

@@ -1,6 +1,7 @@
 """Finds messages by time, key or position. Only safe messages are found.
 
-Store times never decrease on one node, so positions, offsets and times have the same order.
+Store times never decrease on one node, so positions, offsets and times have the same order; but for
+batches that a compaction has written again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from batonmq._core.records import (
     read_header,
 )
 from batonmq.errors import BadBatch, BatonError, DataLoss, DataLossDetail, MessageNotFound
+from batonmq_server.storage.core.compacted import Section
+from batonmq_server.storage.core.compaction_order import is_relocated, written_unix_ms
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, Int64Array
 from batonmq_server.storage.core.keyindex import KeyHits
 from batonmq_server.storage.core.producers import QueueKey
@@ -27,6 +30,7 @@ from batonmq_server.storage.core.store import MessageStore, verified
 
 CANDIDATES_MAX = 2_000
 """Maximum number of messages that one search by key reads; some may only have the same hash."""
+_NEVER_MS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,10 @@ class TimeWindow:
 
     from_unix_ms: int
     to_unix_ms: int
+
+    def contains(self, header: Header) -> bool:
+        """Return whether the messages of a batch were stored in it."""
+        return self.from_unix_ms <= header.store_unix_ms < self.to_unix_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,9 @@ class MessageQueries:
         queue = self._store.queues.get(key)
         if queue is None:
             return 0
+        found = self._search_compacted(key, unix_ms)
+        if found is not None:
+            return found
         low, high = queue.first_offset, queue.visible_offset
         while low < high:
             middle = (low + high) // 2
@@ -120,6 +131,10 @@ class MessageQueries:
         queue, offset = self._store.queues.get(key), header.first_offset
         if queue is None or header.position != position or index >= header.count:
             raise missing
+        if is_relocated(header) or offset < queue.first_offset:
+            if not self._store.is_kept(header):
+                raise missing
+            return header
         if not queue.first_offset <= offset < queue.visible_offset:
             raise missing
         if int(queue.read(offset, offset + 1).positions[0]) != position:
@@ -153,6 +168,8 @@ class MessageQueries:
             if candidate_count >= CANDIDATES_MAX or bytes_count > bytes_max:
                 return KeyMatches(messages, True)
             candidate_count += candidate.count
+            if candidate.indexes and not window.contains(read_header(candidate.batch)):
+                continue
             bytes_count += 0 if candidate.indexes else len(candidate.batch)
             for index in candidate.indexes:
                 bytes_count += len(candidate.batch)
@@ -163,15 +180,24 @@ class MessageQueries:
 
     def _candidates(self, topic_id: int, key: str, window: TimeWindow) -> Iterator[_Candidate]:
         """Yield the batches with messages that have the hash of `key`, newest first."""
+        compacted = any(queue[0] == topic_id for queue in self._store.compacted.parts)
         for hits in self._store.keys.find(topic_id, key_hash(key)):
+            if compacted:  # a relocated batch is younger than its messages
+                yield from self._candidates_of(hits, TimeWindow(0, _NEVER_MS), topic_id, key)
+                continue
             if hits.extent.last_unix_ms < window.from_unix_ms:
                 return
             if hits.extent.first_unix_ms >= window.to_unix_ms:
                 continue
-            for position in reversed(self._within(np.unique(hits.positions), hits, window)):
-                begin, end = np.searchsorted(hits.positions, (position, position + 1))
-                indexes = sorted(set(hits.indexes[begin:end].tolist()))
-                yield self._read_candidate(position, indexes, topic_id, key)
+            yield from self._candidates_of(hits, window, topic_id, key)
+
+    def _candidates_of(
+        self, hits: KeyHits, window: TimeWindow, topic_id: int, key: str
+    ) -> Iterator[_Candidate]:
+        for position in reversed(self._within(np.unique(hits.positions), hits, window)):
+            begin, end = np.searchsorted(hits.positions, (position, position + 1))
+            indexes = sorted(set(hits.indexes[begin:end].tolist()))
+            yield self._read_candidate(position, indexes, topic_id, key)
 
     def _within(self, positions: Int64Array, hits: KeyHits, window: TimeWindow) -> list[int]:
         """Return those of the ascending `positions` that are readable and in the time window."""
@@ -191,8 +217,9 @@ class MessageQueries:
         if header.topic_id != topic_id:
             return _Candidate(b"", 1, [])
         queue = topic_id, header.queue_id
-        if header.first_offset < self._store.offsets(queue).first_offset:
-            return _Candidate(b"", 1, [])  # trimmed: only its bytes remain
+        if header.first_offset < self._store.queues[queue].first_offset or is_relocated(header):
+            if not self._store.is_kept(header):
+                return _Candidate(b"", 1, [])  # trimmed or compacted: only its bytes remain
         batch = verified(self._log.read(position, header.length), position, queue)
         if indexes[-1] >= header.count:
             raise DataLoss(
@@ -207,7 +234,25 @@ class MessageQueries:
         return _Candidate(batch, len(indexes), matches[::-1])
 
     def _store_unix_ms(self, position: int) -> int:
-        return self._header_at(position).store_unix_ms
+        return written_unix_ms(self._header_at(position))
+
+    def _search_compacted(self, key: QueueKey, unix_ms: int) -> int | None:
+        """As `search_offset` in the compacted part of a queue; None if all of it is older."""
+        part = self._store.compacted.get(key)
+        if part is None:
+            return None
+        sections = [section for section in part.sections if section.count]
+        rows = self._store.compacted.rows
+
+        def stored(section: Section, index: int) -> int:
+            return self._header_at(int(rows(section).positions[index])).store_unix_ms
+
+        at = bisect_left(sections, unix_ms, key=lambda one: stored(one, -1))
+        if at == len(sections):
+            return None
+        section = sections[at]
+        index = bisect_left(range(section.count), unix_ms, key=lambda one: stored(section, one))
+        return int(rows(section).offsets[index])
 
     def _header_of(self, queue: ConsumeQueue, offset: int) -> Header:
         """Return the header of the batch that contains `offset`."""

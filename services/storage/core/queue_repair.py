@@ -15,6 +15,7 @@ import numpy.typing as npt
 from batonmq._core.records import check_stamp, read_header
 from batonmq.errors import BatonError, DataLoss
 from batonmq_server.storage.core.commitlog import CommitLog
+from batonmq_server.storage.core.compaction_order import is_relocated
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, batch_entries
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.producers import QueueKey
@@ -105,7 +106,8 @@ def read_log(disk: Disk, repair: QueueRepair) -> None:
             more = True
             while more and scan.position < span.next_position:
                 for header, batch in scan:
-                    if (header.topic_id, header.queue_id) == repair.key:
+                    key = header.topic_id, header.queue_id
+                    if key == repair.key and not is_relocated(header):
                         repair.found[header.first_offset] = batch_entries(header, batch)
                 more = scan.position < span.next_position and scan.find_next()
         finally:

@@ -24,6 +24,7 @@ from batonmq._core.records import Header, read_header
 from batonmq.errors import BatonError, DataLoss, DataLossDetail
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.checkpoint import Checkpoint, QueueState
+from batonmq_server.storage.core.compaction_order import is_relocated, written_unix_ms
 from batonmq_server.storage.core.consumequeue import FOLDER as CONSUMEQUEUE_FOLDER
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, LastEntry
 from batonmq_server.storage.core.files import BadIndex, Disk
@@ -211,9 +212,9 @@ class Recovery:
         """
         key = header.topic_id, header.queue_id
         if header.position > self._indexed_to and self._lacks_before(header.position):
-            self.store.outputs.forget_before(header.store_unix_ms)
+            self.store.outputs.forget_before(written_unix_ms(header))
         self._indexed_to = header.position + header.length
-        if self._is_dropped(header):
+        if is_relocated(header) or self._is_dropped(header):
             self.store.restore_dropped(header, batch)
         else:
             if key not in self.store.queues:
@@ -233,6 +234,8 @@ class Recovery:
     def expected_offset(self, header: Header) -> int:
         """Return the offset that `take` expects as the first one of a batch."""
         key, first_offset = (header.topic_id, header.queue_id), header.first_offset
+        if is_relocated(header):
+            return first_offset
         queue = self.store.queues.get(key)
         expected = queue.next_offset if queue else self._first_offset(key, first_offset)
         last_position = queue.last_position if queue else -1
@@ -278,6 +281,8 @@ class Recovery:
         store.transactions.restore(saved.transactions)
         store.outputs.restore(saved.outputs)
         self._indexed_to = saved.position
+        for key, section in saved.sections:
+            store.compacted.put(key, section)
 
     def _queue(self, state: QueueState, position: int) -> tuple[QueueKey, ConsumeQueue]:
         """Return a queue of a checkpoint at `position`, after a check of its files."""

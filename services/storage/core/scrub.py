@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batonmq_server.storage.core.commitlog import CommitLog, has_purged_head, purged_bytes
+from batonmq_server.storage.core.compaction_order import is_relocated
 from batonmq_server.storage.core.consumequeue import ENTRY, batch_entries
 from batonmq_server.storage.core.files import UNREADABLE, Disk, File
 from batonmq_server.storage.core.producers import QueueKey
@@ -103,7 +104,8 @@ class LogScrub:
             while scan.position < range_.next_position:
                 for header, batch in scan:
                     key = header.topic_id, header.queue_id
-                    range_.add_entries(key, header.first_offset, batch_entries(header, batch))
+                    if not is_relocated(header):
+                        range_.add_entries(key, header.first_offset, batch_entries(header, batch))
                     if header.position + header.length >= range_.next_position:
                         scan.position += header.length
                         break

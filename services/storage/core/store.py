@@ -31,6 +31,7 @@ from batonmq.errors import (
     DataLoss,
     DataLossDetail,
     DiskFull,
+    NotLeader,
     NotReadable,
     NotWritable,
     OffsetAheadOfLog,
@@ -39,7 +40,23 @@ from batonmq.errors import (
     Overloaded,
     QueueNotFound,
 )
-from batonmq_server.storage.core.commitlog import CommitLog, StampedBatch
+from batonmq_server.storage.core.commitlog import CommitLog, PositionRange, StampedBatch
+from batonmq_server.storage.core.compacted import (
+    CompactedPart,
+    CompactedQueues,
+    PendingOrder,
+    Section,
+    section_of,
+)
+from batonmq_server.storage.core.compaction_order import (
+    ORDERS,
+    CompactionOrder,
+    Relocation,
+    is_relocated,
+    written_unix_ms,
+)
+from batonmq_server.storage.core.compaction_order import decode_order as decode_compaction
+from batonmq_server.storage.core.compaction_policy import CompactionPolicy
 from batonmq_server.storage.core.consumequeue import (
     ConsumeQueue,
     Entries,
@@ -49,6 +66,7 @@ from batonmq_server.storage.core.consumequeue import (
 )
 from batonmq_server.storage.core.files import FileCache
 from batonmq_server.storage.core.floors import QueueFloor
+from batonmq_server.storage.core.key_digests import check_keyed
 from batonmq_server.storage.core.keyindex import KeyIndex
 from batonmq_server.storage.core.outputs import OutputBatch, OutputTable, parse_outputs
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
@@ -76,6 +94,7 @@ class LocalTopic:
         writable: Whether producers may write to the topic.
         retention_ms: Retention time of its messages; 0 for that of the broker.
         retention_bytes: Maximum bytes of a queue; 0 for unlimited.
+        compaction: How its queues are compacted; None if they are not.
     """
 
     topic_id: int
@@ -85,6 +104,7 @@ class LocalTopic:
     writable: bool = True
     retention_ms: int = 0
     retention_bytes: int = 0
+    compaction: CompactionPolicy | None = None
 
     def takes(self, queue_id: int) -> bool:
         """Return whether the queue accepts messages."""
@@ -214,12 +234,30 @@ def check_readable(topic: str, queues: LocalTopic) -> None:
         )
 
 
-def check_takes(header: Header, queues: LocalTopic) -> None:
-    """Check that the queue of a batch accepts messages.
+def check_covered(store: MessageStore, queues: LocalTopic, key: QueueKey, offset: int) -> None:
+    """Check that a follower knows which messages a compacted queue keeps at an offset.
+
+    A copy that got segments purged knows it only once it has the order that purged them.
 
     Raises:
-        NotWritable: it does not.
+        NotLeader: it does not know it yet.
     """
+    if queues.compaction is not None and not store.covers(key, offset):
+        raise NotLeader(
+            f"this follower has not got the compaction of offset {offset} yet", retry_after_ms=100
+        )
+
+
+def check_takes(checked: CheckedBatch, queues: LocalTopic) -> None:
+    """Check that the queue of a batch accepts its messages.
+
+    Raises:
+        NotWritable: it accepts no messages.
+        BadBatch: the topic is compacted, and a message has no ordering key.
+    """
+    header = checked.header
+    if queues.compaction is not None:
+        check_keyed(header.topic, checked.batch, header)
     if not queues.takes(header.queue_id):
         which = f"queue {header.queue_id} of " if queues.writable else ""
         raise NotWritable(
@@ -252,7 +290,9 @@ class MessageStore:
         self.transactions = Transactions(producers)
         self.outputs = OutputTable()
         self.purge_orders: list[PurgeOrder] = []
+        self.compacted = CompactedQueues(log)
         self.dropped: Mapping[QueueKey, int] = {}
+        self._unneeded_paths: list[str] = []
         self.cache = cache
         self._queues: dict[QueueKey, ConsumeQueue] = {}
         self._unseen: deque[tuple[int, QueueKey, int]] = deque()
@@ -308,7 +348,7 @@ class MessageStore:
                 else:
                     receipt = self.outputs.check(checked.outputs, self.store_unix_ms)
                 if receipt is None:
-                    check_takes(header, topic)
+                    check_takes(checked, topic)
                     if rejection is not None:
                         raise rejection
                     self.log.check_length(header.length)
@@ -329,6 +369,9 @@ class MessageStore:
             DataLoss: a stored batch is damaged.
         """
         queue = self._queues.get(key)
+        part = self.compacted.get(key)
+        if part is not None and (section := part.find(spec.offset)) is not None:
+            return self._read_section(key, part, section, spec)
         _check_offset(queue, spec.offset)
         if queue is None or spec.offset >= queue.visible_offset:
             return None
@@ -356,21 +399,71 @@ class MessageStore:
             OffsetAheadOfLog, DataLoss: as `read`.
         """
         queue = self._queues.get(key)
-        lost_count = max(0, queue.first_offset - spec.offset) if queue else 0
+        if queue is None or spec.offset >= queue.first_offset:
+            return self.read(key, spec)
+        kept_from = queue.first_offset
+        if (part := self.compacted.get(key)) is not None:
+            covered = part.covered_from(spec.offset)
+            kept_from = kept_from if covered is None else covered
+        lost_count = kept_from - spec.offset
         if not lost_count:
             return self.read(key, spec)
-        kept_from = spec.offset + lost_count
         reading = self.read(key, replace(spec, offset=kept_from))
         return replace(reading or ReadResult([], kept_from, 0, 0), lost_count=lost_count)
 
     def offsets(self, key: QueueKey) -> VisibleRange:
         """Return the offsets that consumers can read; [0, 0) for a queue without messages."""
         queue = self._queues.get(key)
-        return (
-            VisibleRange(queue.first_offset, max(queue.first_offset, queue.visible_offset))
-            if queue
-            else VisibleRange(0, 0)
-        )
+        if queue is None:
+            return VisibleRange(0, 0)
+        first_offset, part = queue.first_offset, self.compacted.get(key)
+        if part is not None:
+            first_offset = min(first_offset, part.first_offset)
+        return VisibleRange(first_offset, max(queue.first_offset, queue.visible_offset))
+
+    def covers(self, key: QueueKey, offset: int) -> bool:
+        """Return whether this copy knows which message, if any, a queue has at `offset`."""
+        queue, part = self._queues.get(key), self.compacted.get(key)
+        if queue is None or offset >= queue.first_offset:
+            return queue is not None or not offset
+        return part is not None and part.find(offset) is not None
+
+    def is_kept(self, header: Header) -> bool:
+        """Return whether a batch of the log is the one that its queue has for its messages.
+
+        Raises:
+            DataLoss, NotLeader: the compacted part of the queue can't be read.
+        """
+        key, offset = (header.topic_id, header.queue_id), header.first_offset
+        queue = self._queues.get(key)
+        if queue is None:
+            return False
+        if is_relocated(header) or offset < queue.first_offset:
+            return self.compacted.position_of(key, offset) == header.position
+        return True
+
+    def needs(self, key: QueueKey, position: int, next_position: int) -> bool:
+        """Return whether a queue needs a part of the log for messages that it keeps.
+
+        Raises:
+            DataLoss: its index can't be read.
+        """
+        if self.compacted.needs(key, position, next_position):
+            return True
+        queue = self._queues.get(key)
+        return queue is not None and queue.has_batch(position, next_position)
+
+    def count_from(self, key: QueueKey, offset: int) -> int:
+        """Return how many messages at or after `offset` a queue has that consumers can read.
+
+        Raises:
+            DataLoss, NotLeader: its compacted part can't be read.
+        """
+        queue = self._queues.get(key)
+        if queue is None:
+            return 0
+        tail = max(0, queue.visible_offset - max(offset, queue.first_offset))
+        return tail + self.compacted.count_from(key, offset)
 
     def synced(self, position: int) -> frozenset[QueueKey]:
         """Record that the log is on disk below `position`; return the queues that have grown.
@@ -396,7 +489,23 @@ class MessageStore:
             grown[key] = next_offset
         for key, next_offset in grown.items():
             self._queues[key].make_visible(next_offset)
+        self.apply_compactions(position)
         return frozenset(grown)
+
+    def apply_compactions(self, position: int) -> None:
+        """Apply the compaction orders before `position`: the log is safe up to there."""
+        pending = self.compacted.pending
+        while pending and pending[0].next_position <= position:
+            order = pending.pop(0)
+            if (queue := self._queues.get(order.key)) is not None:
+                self.compacted.put(order.key, order.section)
+                next_offset = order.section.next_offset
+                self._unneeded_paths += queue.trim_to(next_offset, order.queue_position)
+
+    def take_unneeded_paths(self) -> list[str]:
+        """Return the index files that compactions have made obsolete since the last call."""
+        paths, self._unneeded_paths = self._unneeded_paths, []
+        return paths
 
     def restore(self, header: Header, batch: bytes | memoryview) -> None:
         """Index a batch that recovery has read; batches are passed in log order.
@@ -421,12 +530,15 @@ class MessageStore:
         self._take(key, queue, self._restored(header), header, batch)
 
     def restore_dropped(self, header: Header, batch: bytes | memoryview) -> None:
-        """As `restore`, for a batch that its queue has dropped: it is not readable."""
+        """As `restore`, for a batch that its queue has dropped, or that a compaction has written.
+
+        It is not readable, unless a compaction order refers to it.
+        """
         key = header.topic_id, header.queue_id
         self._take_unqueued(key, self._restored(header), header, batch)
 
     def _restored(self, header: Header) -> StoreReceipt:
-        self.store_unix_ms = max(self.store_unix_ms, header.store_unix_ms)
+        self.store_unix_ms = max(self.store_unix_ms, written_unix_ms(header))
         return StoreReceipt(
             header.first_offset,
             header.position,
@@ -459,6 +571,7 @@ class MessageStore:
     def forget_queue(self, key: QueueKey) -> None:
         """Remove a queue without messages, of a deleted topic."""
         queue = self._queues.pop(key)
+        self.compacted.forget(key)
         assert queue.first_offset == queue.next_offset, (key, queue.first_offset)
 
     def drop_messages(self, topic_ids: Collection[int]) -> list[str]:
@@ -470,8 +583,44 @@ class MessageStore:
         for key, queue in self._queues.items():
             if key[0] in topic_ids:
                 queue.skip_to(queue.next_offset)
+                self.compacted.forget(key)
                 folders.append(queue.folder)
         return folders
+
+    def relocate(self, relocated: Sequence[Relocation], now_unix_ms: int) -> list[int]:
+        """Write messages of compacted queues again; return the positions of the batches.
+
+        Nothing is safe until a sync, and nothing is read from there until an order says so.
+
+        Raises:
+            DiskFull, Overloaded: nothing was written.
+            OSError: the disk has failed; it is unknown what was written.
+        """
+        self.store_unix_ms = max(self.store_unix_ms, now_unix_ms)
+        relocated = [one.finished(self.store_unix_ms) for one in relocated]
+        positions = self.log.place([one.header.length for one in relocated])
+        self.log.append(
+            [
+                StampedBatch(
+                    position,
+                    stamped_head(
+                        one.batch,
+                        position=position,
+                        first_offset=one.header.first_offset,
+                        store_unix_ms=one.header.store_unix_ms,
+                        topic_id=one.header.topic_id,
+                        epoch=self.epoch,
+                        owner=one.header.owner,
+                    ),
+                    memoryview(one.batch)[BODY_FROM:],
+                )
+                for one, position in zip(relocated, positions, strict=True)
+            ]
+        )
+        for one, position in zip(relocated, positions, strict=True):
+            span = position, position + one.header.length
+            self._take_relocated(span, one.header, one.batch)
+        return positions
 
     def trim(self, trims: Iterable[QueueTrim]) -> list[str]:
         """Drop the oldest messages of queues; return the files to remove."""
@@ -543,10 +692,15 @@ class MessageStore:
     def _take_unqueued(
         self, key: QueueKey, receipt: StoreReceipt, header: Header, batch: bytes | memoryview
     ) -> None:
+        if is_relocated(header):
+            self._take_relocated((receipt.position, receipt.next_position), header, batch)
+            return
         span = receipt.position, receipt.next_position
         self.keys.append(span, key[0], key_hashes(batch, header), receipt.store_unix_ms)
         self.producers.record(header, key, receipt)
-        if key in ORDER_QUEUES:
+        if key == ORDERS:
+            self._take_compaction(decode_compaction(header, bytes(batch)), receipt)
+        elif key in ORDER_QUEUES:
             order = decode_order(header, bytes(batch), receipt.next_position)
             self.purge_orders.append(order)
             self._skip_purged(order)
@@ -558,6 +712,26 @@ class MessageStore:
             self.outputs.open(header, receipt, batch)
         elif self.schedule.concerns(header, key):
             self.schedule.take(header, receipt, batch)
+
+    def _take_relocated(
+        self, span: PositionRange, header: Header, batch: bytes | memoryview
+    ) -> None:
+        keys = key_hashes(batch, header)
+        self.keys.append(span, header.topic_id, keys, written_unix_ms(header))
+
+    def _take_compaction(self, order: CompactionOrder, receipt: StoreReceipt) -> None:
+        """Note an order; it is applied once it is safe.
+
+        A copy that got the original messages purged learns from it where the queue goes on, at
+        once: a new leader gives offsets before it applies the order.
+        """
+        if order.key not in self._queues:
+            self.add_queue(order.key, order.topic, order.next_offset)
+        self.skip_to(order.key, order.next_offset, receipt.next_position)
+        section = section_of(order, receipt)
+        self.compacted.pending.append(
+            PendingOrder(receipt.next_position, order.key, order.queue_position, section)
+        )
 
     def _skip_purged(self, order: PurgeOrder) -> None:
         """Raise the next offsets of queues whose last batches this copy got purged.
@@ -580,6 +754,70 @@ class MessageStore:
         if queue.next_offset < offset:
             queue.skip_to(offset)
             self._unseen.append((position, key, offset))
+
+    def _read_section(
+        self, key: QueueKey, part: CompactedPart, section: Section, spec: ReadSpec
+    ) -> ReadResult:
+        """Read from a section of the compacted part; empty ones are passed over."""
+        offset = spec.offset
+        while True:
+            rows = self.compacted.rows(section)
+            begin = int(np.searchsorted(rows.offsets, offset))
+            if begin < len(rows):
+                break
+            offset = section.next_offset
+            if (following := part.find(offset)) is None:
+                return ReadResult([], offset, 0, 0, kept=np.empty(0, np.int64))
+            section = following
+        end = begin + min(len(rows) - begin, max(SCANNED_MAX, spec.messages_max))
+        offsets = rows.offsets[begin:end]
+        entries = Entries(rows.positions[begin:end], rows.sizes[begin:end], rows.tags[begin:end])
+        stop = section.next_offset if end == len(rows) else int(rows.offsets[end])
+        if isinstance(spec.filter, SqlFilter):
+            return self._find_in_rows(key, offsets, entries, stop, spec, spec.filter)
+        selection = select(
+            entries, spec.filter, bytes_max=spec.bytes_max, messages_max=spec.messages_max
+        )
+        self.compacted.check_positions(selection.positions)
+        scanned = selection.scanned_count
+        kept = np.arange(scanned) if selection.kept is None else selection.kept
+        return ReadResult(
+            list(self._read_batches(key, selection.positions, selection.sizes)),
+            stop if scanned == len(offsets) else int(offsets[scanned]),
+            selection.kept_count,
+            scanned - selection.kept_count,
+            kept=offsets[kept] - spec.offset,
+        )
+
+    def _find_in_rows(  # noqa: PLR0913  the parts of one read
+        self,
+        key: QueueKey,
+        offsets: Int64Array,
+        entries: Entries,
+        stop: int,
+        spec: ReadSpec,
+        condition: SqlFilter,
+    ) -> ReadResult:
+        """As `_find`, for messages of which the offsets are not consecutive."""
+        starts = batch_starts(entries.positions)
+        places = entries.positions[starts].tolist(), entries.sizes[starts].tolist()
+        self.compacted.check_positions(places[0])
+        ends = offsets[np.append(starts[1:], len(offsets)) - 1] + 1 - spec.offset
+        matches = find_passing(
+            zip(ends.tolist(), self._read_batches(key, *places), strict=True),
+            spec.offset,
+            condition,
+            bytes_max=spec.bytes_max,
+            messages_max=spec.messages_max,
+        )
+        scanned = int(np.searchsorted(offsets, spec.offset + matches.scanned_count))
+        return ReadResult(
+            matches.batches,
+            stop if scanned == len(offsets) else int(offsets[scanned]),
+            matches.kept_count,
+            scanned - matches.kept_count,
+            kept=np.array(matches.kept, np.int64),
+        )
 
     def _find(
         self, key: QueueKey, entries: Entries, spec: ReadSpec, condition: SqlFilter

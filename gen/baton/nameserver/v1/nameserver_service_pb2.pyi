@@ -639,6 +639,7 @@ class Topic(_message.Message):
     RETENTION_MS_FIELD_NUMBER: _builtins.int
     RETENTION_BYTES_FIELD_NUMBER: _builtins.int
     MESSAGE_TYPE_FIELD_NUMBER: _builtins.int
+    COMPACTION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name; 1 to 127 characters of [A-Za-z0-9_%-]."""
     topic_id: _builtins.int
@@ -663,6 +664,10 @@ class Topic(_message.Message):
     def spread(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueSpread]:
         """Queues by broker, ascending by broker name."""
 
+    @_builtins.property
+    def compaction(self) -> Global___Compaction:
+        """Set if the topic is compacted; all fields of it are set."""
+
     def __init__(
         self,
         *,
@@ -675,14 +680,64 @@ class Topic(_message.Message):
         retention_ms: _builtins.int = ...,
         retention_bytes: _builtins.int = ...,
         message_type: Global___TopicMessageType.ValueType = ...,
+        compaction: Global___Compaction | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compaction", b"compaction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "permission", b"permission", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compaction", b"compaction", "create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "permission", b"permission", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Topic: _TypeAlias = Topic  # noqa: Y015
+
+@_typing.final
+class Compaction(_message.Message):
+    """A compacted topic keeps the newest message of each ordering key. Whether a topic is compacted is
+    fixed when it is created; the fields can be changed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOMBSTONE_RETENTION_MS_FIELD_NUMBER: _builtins.int
+    MIN_LAG_MS_FIELD_NUMBER: _builtins.int
+    DIRTY_PERCENT_FIELD_NUMBER: _builtins.int
+    tombstone_retention_ms: _builtins.int
+    """How long a message with an empty body (a tombstone) is kept after the messages that it deletes are
+    gone, in milliseconds, not negative; unset means 86,400,000 for a new topic.
+    """
+    min_lag_ms: _builtins.int
+    """Minimum age of two messages of a key, in milliseconds, not negative, before the older one is
+    removed; unset means 0 for a new topic.
+    """
+    dirty_percent: _builtins.int
+    """A queue is compacted when at least this percentage of its bytes, 1 to 99, was stored since the last
+    time; unset means 50 for a new topic.
+    """
+    def __init__(
+        self,
+        *,
+        tombstone_retention_ms: _builtins.int | None = ...,
+        min_lag_ms: _builtins.int | None = ...,
+        dirty_percent: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dirty_percent", b"_dirty_percent", "_min_lag_ms", b"_min_lag_ms", "_tombstone_retention_ms", b"_tombstone_retention_ms", "dirty_percent", b"dirty_percent", "min_lag_ms", b"min_lag_ms", "tombstone_retention_ms", b"tombstone_retention_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dirty_percent", b"_dirty_percent", "_min_lag_ms", b"_min_lag_ms", "_tombstone_retention_ms", b"_tombstone_retention_ms", "dirty_percent", b"dirty_percent", "min_lag_ms", b"min_lag_ms", "tombstone_retention_ms", b"tombstone_retention_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dirty_percent: _TypeAlias = _typing.Literal["dirty_percent"]  # noqa: Y015
+    _WhichOneofArgType__dirty_percent: _TypeAlias = _typing.Literal["_dirty_percent", b"_dirty_percent"]  # noqa: Y015
+    _WhichOneofReturnType__min_lag_ms: _TypeAlias = _typing.Literal["min_lag_ms"]  # noqa: Y015
+    _WhichOneofArgType__min_lag_ms: _TypeAlias = _typing.Literal["_min_lag_ms", b"_min_lag_ms"]  # noqa: Y015
+    _WhichOneofReturnType__tombstone_retention_ms: _TypeAlias = _typing.Literal["tombstone_retention_ms"]  # noqa: Y015
+    _WhichOneofArgType__tombstone_retention_ms: _TypeAlias = _typing.Literal["_tombstone_retention_ms", b"_tombstone_retention_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dirty_percent) -> _WhichOneofReturnType__dirty_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_lag_ms) -> _WhichOneofReturnType__min_lag_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tombstone_retention_ms) -> _WhichOneofReturnType__tombstone_retention_ms | None: ...
+
+Global___Compaction: _TypeAlias = Compaction  # noqa: Y015
 
 @_typing.final
 class QueueSpread(_message.Message):
@@ -765,6 +820,7 @@ class CreateTopicRequest(_message.Message):
     RETENTION_MS_FIELD_NUMBER: _builtins.int
     RETENTION_BYTES_FIELD_NUMBER: _builtins.int
     MESSAGE_TYPE_FIELD_NUMBER: _builtins.int
+    COMPACTION_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """Name; 1 to 127 characters of [A-Za-z0-9_%-]. Required."""
     queue_count: _builtins.int
@@ -781,6 +837,13 @@ class CreateTopicRequest(_message.Message):
     """
     message_type: Global___TopicMessageType.ValueType
     """Type of its messages; unspecified for every type, or for that of the existing topic."""
+    @_builtins.property
+    def compaction(self) -> Global___Compaction:
+        """Set to create a compacted topic. It has no retention. An existing topic that is not compacted, or
+        with another value of a field that is set, is an error; so is an existing compacted topic if this
+        is unset.
+        """
+
     def __init__(
         self,
         *,
@@ -789,10 +852,11 @@ class CreateTopicRequest(_message.Message):
         retention_ms: _builtins.int | None = ...,
         retention_bytes: _builtins.int | None = ...,
         message_type: Global___TopicMessageType.ValueType = ...,
+        compaction: Global___Compaction | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_retention_bytes", b"_retention_bytes", "_retention_ms", b"_retention_ms", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retention_bytes", b"_retention_bytes", "_retention_ms", b"_retention_ms", "compaction", b"compaction", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_bytes", b"_retention_bytes", "_retention_ms", b"_retention_ms", "message_type", b"message_type", "queue_count", b"queue_count", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_bytes", b"_retention_bytes", "_retention_ms", b"_retention_ms", "compaction", b"compaction", "message_type", b"message_type", "queue_count", b"queue_count", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__retention_bytes: _TypeAlias = _typing.Literal["retention_bytes"]  # noqa: Y015
     _WhichOneofArgType__retention_bytes: _TypeAlias = _typing.Literal["_retention_bytes", b"_retention_bytes"]  # noqa: Y015
@@ -845,6 +909,7 @@ class UpdateTopicRequest(_message.Message):
     INHERITED_FIELD_NUMBER: _builtins.int
     RETENTION_MS_FIELD_NUMBER: _builtins.int
     RETENTION_BYTES_FIELD_NUMBER: _builtins.int
+    COMPACTION_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """Name. Required."""
     queue_count: _builtins.int
@@ -863,6 +928,10 @@ class UpdateTopicRequest(_message.Message):
     """Maximum bytes of the batches of one queue in the log, not negative; 0 for unlimited; unset leaves
     it unchanged.
     """
+    @_builtins.property
+    def compaction(self) -> Global___Compaction:
+        """New values of the fields that are set, of a compacted topic."""
+
     def __init__(
         self,
         *,
@@ -872,10 +941,11 @@ class UpdateTopicRequest(_message.Message):
         inherited: _builtins.bool | None = ...,
         retention_ms: _builtins.int | None = ...,
         retention_bytes: _builtins.int | None = ...,
+        compaction: Global___Compaction | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_inherited", b"_inherited", "_retention_bytes", b"_retention_bytes", "_retention_ms", b"_retention_ms", "inherited", b"inherited", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_inherited", b"_inherited", "_retention_bytes", b"_retention_bytes", "_retention_ms", b"_retention_ms", "compaction", b"compaction", "inherited", b"inherited", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_inherited", b"_inherited", "_retention_bytes", b"_retention_bytes", "_retention_ms", b"_retention_ms", "inherited", b"inherited", "permission", b"permission", "queue_count", b"queue_count", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_inherited", b"_inherited", "_retention_bytes", b"_retention_bytes", "_retention_ms", b"_retention_ms", "compaction", b"compaction", "inherited", b"inherited", "permission", b"permission", "queue_count", b"queue_count", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__inherited: _TypeAlias = _typing.Literal["inherited"]  # noqa: Y015
     _WhichOneofArgType__inherited: _TypeAlias = _typing.Literal["_inherited", b"_inherited"]  # noqa: Y015

@@ -167,9 +167,10 @@ class NameserverServiceServicer:
     def UpdateTopic(self, request, context):
         """Changes the permission or the number of queues of a topic. Added queues exist at once. To remove
         queues, the last ones become retiring: they take no more messages, and are removed once every
-        group with progress on them has read them to the end.
+        group with progress on them has read them to the end. The number of queues of a compacted topic
+        can't be changed: keys would move to other queues, and leave an old message behind.
 
-        Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
+        Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED; a change that the topic does not allow), NOT_FOUND (TOPIC_NOT_FOUND),
         FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
         NOT_SERVING).
         """

@@ -51,9 +51,10 @@ class NameserverServiceStub:
     UpdateTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.UpdateTopicRequest, _nameserver_service_pb2.UpdateTopicResponse]
     """Changes the permission or the number of queues of a topic. Added queues exist at once. To remove
     queues, the last ones become retiring: they take no more messages, and are removed once every
-    group with progress on them has read them to the end.
+    group with progress on them has read them to the end. The number of queues of a compacted topic
+    can't be changed: keys would move to other queues, and leave an old message behind.
 
-    Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
+    Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED; a change that the topic does not allow), NOT_FOUND (TOPIC_NOT_FOUND),
     FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
     NOT_SERVING).
     """
@@ -207,9 +208,10 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     UpdateTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.UpdateTopicRequest, _nameserver_service_pb2.UpdateTopicResponse]  # type: ignore[assignment]
     """Changes the permission or the number of queues of a topic. Added queues exist at once. To remove
     queues, the last ones become retiring: they take no more messages, and are removed once every
-    group with progress on them has read them to the end.
+    group with progress on them has read them to the end. The number of queues of a compacted topic
+    can't be changed: keys would move to other queues, and leave an old message behind.
 
-    Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
+    Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED; a change that the topic does not allow), NOT_FOUND (TOPIC_NOT_FOUND),
     FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
     NOT_SERVING).
     """
@@ -378,9 +380,10 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_nameserver_service_pb2.UpdateTopicResponse, _abc.Awaitable[_nameserver_service_pb2.UpdateTopicResponse]]:
         """Changes the permission or the number of queues of a topic. Added queues exist at once. To remove
         queues, the last ones become retiring: they take no more messages, and are removed once every
-        group with progress on them has read them to the end.
+        group with progress on them has read them to the end. The number of queues of a compacted topic
+        can't be changed: keys would move to other queues, and leave an old message behind.
 
-        Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
+        Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED; a change that the topic does not allow), NOT_FOUND (TOPIC_NOT_FOUND),
         FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
         NOT_SERVING).
         """

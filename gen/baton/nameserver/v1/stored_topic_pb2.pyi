@@ -35,6 +35,7 @@ class StoredTopic(_message.Message):
     RETENTION_MS_FIELD_NUMBER: _builtins.int
     RETENTION_BYTES_FIELD_NUMBER: _builtins.int
     MESSAGE_TYPE_FIELD_NUMBER: _builtins.int
+    COMPACTION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     topic_id: _builtins.int
@@ -59,6 +60,10 @@ class StoredTopic(_message.Message):
     def spread(self) -> _containers.RepeatedCompositeFieldContainer[_nameserver_service_pb2.QueueSpread]:
         """Queues by broker, ascending by broker name."""
 
+    @_builtins.property
+    def compaction(self) -> _nameserver_service_pb2.Compaction:
+        """Set if the topic is compacted; all fields of it are set."""
+
     def __init__(
         self,
         *,
@@ -72,10 +77,11 @@ class StoredTopic(_message.Message):
         retention_ms: _builtins.int = ...,
         retention_bytes: _builtins.int = ...,
         message_type: _nameserver_service_pb2.TopicMessageType.ValueType = ...,
+        compaction: _nameserver_service_pb2.Compaction | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compaction", b"compaction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "owner", b"owner", "permission", b"permission", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compaction", b"compaction", "create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "owner", b"owner", "permission", b"permission", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -352,7 +352,9 @@ class PullResponse(_message.Message):
     has seen; 0 for none.
     """
     filtered_count: _builtins.int
-    """Messages in [offset, next_offset) that did not pass the filter."""
+    """Messages in [offset, next_offset) that did not pass the filter. Offsets of which a compaction has
+    removed the message count neither here nor in `lost_count`.
+    """
     lost_count: _builtins.int
     """Messages in [offset, next_offset) that retention removed before the group read them."""
     progress_taken: _builtins.bool
@@ -660,6 +662,7 @@ class QueryOffsetsRequest(_message.Message):
 
     QUEUES_FIELD_NUMBER: _builtins.int
     WITH_BYTES_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
     with_bytes: _builtins.bool
     """Whether to count the bytes of each queue. The node then reads 20 bytes of index per message, so
     this is for administration, not for consumers.
@@ -668,19 +671,52 @@ class QueryOffsetsRequest(_message.Message):
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.QueueRef]:
         """Queues, 1 to 10,000. Required."""
 
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CountedOffset]:
+        """Offsets from which to count the messages of a queue, at most 100,000. Only in a compacted topic the
+        number is not the difference of two offsets.
+        """
+
     def __init__(
         self,
         *,
         queues: _abc.Iterable[_queue_pb2.QueueRef] | None = ...,
         with_bytes: _builtins.bool = ...,
+        counts: _abc.Iterable[Global___CountedOffset] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queues", b"queues", "with_bytes", b"with_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "queues", b"queues", "with_bytes", b"with_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___QueryOffsetsRequest: _TypeAlias = QueryOffsetsRequest  # noqa: Y015
+
+@_typing.final
+class CountedOffset(_message.Message):
+    """An offset from which to count the messages of a queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_INDEX_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    queue_index: _builtins.int
+    """Index of the queue in the request."""
+    offset: _builtins.int
+    """First offset to count."""
+    def __init__(
+        self,
+        *,
+        queue_index: _builtins.int = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "queue_index", b"queue_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CountedOffset: _TypeAlias = CountedOffset  # noqa: Y015
 
 @_typing.final
 class QueryOffsetsResponse(_message.Message):
@@ -754,6 +790,7 @@ class QueueOffsets(_message.Message):
     NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     TOPIC_ID_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
     first_offset: _builtins.int
     """First offset that the queue still has, in messages."""
     next_offset: _builtins.int
@@ -764,6 +801,10 @@ class QueueOffsets(_message.Message):
     """Bytes of the batches of the queue in the log of this node, from `first_offset` on. Unset if the
     request does not ask for it, or if the index of the queue is damaged.
     """
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___MessageCount]:
+        """Number of messages, by the offsets of `counts` of the request. One that can't be counted is missing."""
+
     def __init__(
         self,
         *,
@@ -771,16 +812,43 @@ class QueueOffsets(_message.Message):
         next_offset: _builtins.int = ...,
         topic_id: _builtins.int = ...,
         stored_bytes: _builtins.int | None = ...,
+        counts: _abc.Iterable[Global___MessageCount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stored_bytes", b"_stored_bytes", "stored_bytes", b"stored_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stored_bytes", b"_stored_bytes", "first_offset", b"first_offset", "next_offset", b"next_offset", "stored_bytes", b"stored_bytes", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stored_bytes", b"_stored_bytes", "counts", b"counts", "first_offset", b"first_offset", "next_offset", b"next_offset", "stored_bytes", b"stored_bytes", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stored_bytes: _TypeAlias = _typing.Literal["stored_bytes"]  # noqa: Y015
     _WhichOneofArgType__stored_bytes: _TypeAlias = _typing.Literal["_stored_bytes", b"_stored_bytes"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stored_bytes) -> _WhichOneofReturnType__stored_bytes | None: ...
 
 Global___QueueOffsets: _TypeAlias = QueueOffsets  # noqa: Y015
+
+@_typing.final
+class MessageCount(_message.Message):
+    """Number of messages of a queue from an offset on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """First offset that was counted."""
+    count: _builtins.int
+    """Messages at or after it that consumers can read."""
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MessageCount: _TypeAlias = MessageCount  # noqa: Y015
 
 @_typing.final
 class PurgeTopicRequest(_message.Message):
