@@ -12,7 +12,7 @@ from batonmq._core.keyed_queues import KeyedQueues
 from batonmq._core.queue_sender import QueueSender
 from batonmq._core.queues import QueueRef
 from batonmq._producer.receipts import BatchOutcome, SendOptions
-from batonmq.errors import NotWritable, QueueNotFound
+from batonmq.errors import BadBatch, InvalidArgument, NotWritable, QueueNotFound
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ class TopicQueues:
     def _read(self, route: nameserver_pb.Route) -> None:
         self._name, self._all = route.topic.name, frozenset(queues_of(route))
         self.queues = writable_queues_of(route)
+        self._compacted = route.topic.HasField("compaction")
         self._keyed = KeyedQueues(self.queues)
         self.current: QueueSender[BatchOutcome] | None = None
 
@@ -90,7 +91,11 @@ class TopicQueues:
         Raises:
             QueueNotFound: The requested queue does not exist.
             NotWritable: The requested queue, or every queue of the topic, is not writable.
+            BadBatch: The topic is compacted, and the message has no ordering key.
+            InvalidArgument: The topic is compacted, and the requested queue is not that of the key.
         """
+        if self._compacted:
+            self._check_compacted(options)
         if options.queue is not None:
             if options.queue not in self._all:
                 raise QueueNotFound(f"{options.queue} is not a queue of the topic")
@@ -103,3 +108,20 @@ class TopicQueues:
             return self._keyed.of(options.ordering_key)
         self._turn += 1
         return self._brokers.choose(self.queues, self._turn, now_ms)
+
+    def _check_compacted(self, options: SendOptions) -> None:
+        """Check that a message goes to the queue of its key, as a compacted topic demands."""
+        if options.ordering_key is None:
+            raise BadBatch(
+                f"a message for topic {self._name} has no ordering key; the topic is compacted: it "
+                "keeps the newest message of each key",
+                remedy="Send the message with ordering_key=..., or to a topic without compaction.",
+                facts={"field": "ordering_key"},
+            )
+        if options.queue is not None and options.queue != self._keyed.of(options.ordering_key):
+            raise InvalidArgument(
+                f"queue {options.queue} is not that of the ordering key; topic {self._name} is "
+                "compacted, so all messages of a key must be in one queue",
+                remedy="Leave out the queue.",
+                facts={"field": "queue"},
+            )

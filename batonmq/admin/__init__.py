@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     )
     from batonmq.admin.reports import (
         ClusterNodes,
+        Compaction,
         CreatedTopic,
         Lock,
         Node,
@@ -146,6 +147,7 @@ __all__ = [
     "ClusterCheck",
     "ClusterNodes",
     "ClusterState",
+    "Compaction",
     "ConfigDrift",
     "CreatedTopic",
     "Criteria",
@@ -277,6 +279,7 @@ _HOMES = {
     "ClusterCheck": "batonmq.admin.cluster_checks",
     "ClusterNodes": "batonmq.admin.reports",
     "ClusterState": "batonmq.admin.cluster_state",
+    "Compaction": "batonmq.admin.reports",
     "ConfigDrift": "batonmq.admin.config_drift",
     "CreatedTopic": "batonmq.admin.reports",
     "Criteria": "batonmq._core.dead_letters",

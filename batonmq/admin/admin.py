@@ -11,7 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from typing import Any, Literal, Self, TypeVar
 
 import grpc.aio
@@ -43,6 +51,7 @@ from batonmq.admin.group_reports import (
 )
 from batonmq.admin.reports import (
     ClusterNodes,
+    Compaction,
     CreatedTopic,
     Lock,
     MessageType,
@@ -50,6 +59,7 @@ from batonmq.admin.reports import (
     Topic,
     TopicDetail,
     TopicPurge,
+    compaction_to_pb,
     lock_from_pb,
     node_from_pb,
     queue_from_pb,
@@ -116,6 +126,7 @@ class Admin:
         message_type: MessageType = "any",
         retention_ms: int | None = None,
         retention_bytes: int | None = None,
+        compaction: Compaction | None = None,
     ) -> CreatedTopic:
         """Create a topic, or return the existing one if it has the same number of queues.
 
@@ -128,10 +139,14 @@ class Admin:
                 None also returns an existing topic with another one.
             retention_bytes: Maximum bytes of the batches of one queue; 0 for unlimited. None as
                 with `retention_ms`.
+            compaction: Set to create a compacted topic, which keeps the newest message of each
+                ordering key. It can't be changed later to or from None.
 
         Raises:
-            TopicExists: The topic exists with another number of queues, another type or retention.
-            InvalidArgument: A retention is negative.
+            TopicExists: The topic exists with another number of queues, another type, retention or
+                compaction.
+            InvalidArgument: A retention is negative, or the topic is compacted too; or a setting of
+                compaction is out of range.
             InvalidName: The name is not valid, or reserved for the system.
             LimitExceeded: `queue_count` is too large.
             NoBroker: No broker is registered.
@@ -141,6 +156,7 @@ class Admin:
             queue_count=queue_count,
             retention_ms=retention_ms,
             retention_bytes=retention_bytes,
+            compaction=compaction_to_pb(compaction),
         )
         if message_type != "any":
             type_name = f"TOPIC_MESSAGE_TYPE_{message_type.upper()}"
@@ -176,7 +192,7 @@ class Admin:
         extents = tuple(QueueExtent(q, *held.get(q, (None, None))) for q in topic.queues)
         return TopicDetail(topic, extents, problems)
 
-    async def update_topic(
+    async def update_topic(  # noqa: PLR0913  keyword-only from the second on
         self,
         name: str,
         *,
@@ -185,6 +201,7 @@ class Admin:
         inherited: bool | None = None,
         retention_ms: int | None = None,
         retention_bytes: int | None = None,
+        compaction: Compaction | None = None,
     ) -> Topic:
         """Change a topic and return it.
 
@@ -199,10 +216,13 @@ class Admin:
                 None for no change.
             retention_bytes: Maximum bytes of the batches of one queue; 0 for unlimited, None for no
                 change.
+            compaction: New settings of a compacted topic; None for no change.
 
         Raises:
             TopicNotFound: The topic does not exist.
-            InvalidArgument: A retention is negative.
+            InvalidArgument: A retention is negative; or the topic is compacted, and would get
+                another number of queues or a retention; or it is not, and would get settings of
+                compaction.
             LimitExceeded: More than 1,024 queues, or fewer queues than brokers that have some.
         """
         request = pb.UpdateTopicRequest(
@@ -211,6 +231,7 @@ class Admin:
             inherited=inherited,
             retention_ms=retention_ms,
             retention_bytes=retention_bytes,
+            compaction=compaction_to_pb(compaction),
         )
         if permission:
             request.permission = pb.TopicPermission.Value(f"TOPIC_PERMISSION_{permission.upper()}")
@@ -320,7 +341,14 @@ class Admin:
         # Read after the committed offsets, so that no committed offset is above an end.
         extents, away = await self.extents(sorted(queues))
         ends = {queue: next_offset for queue, (_, next_offset) in extents.items()}
-        rows = join_progress(group, queues, progress, locks.result(), ends)
+        compacted = {topic.name for topic in topics if topic.compaction is not None}
+        committed = {
+            queue: entry.committed_offset
+            for entry in progress
+            if (queue := queue_from_pb(entry.queue.queue)).topic in compacted
+        }
+        lags = await self.message_counts(committed)
+        rows = join_progress(group, queues, progress, locks.result(), ends, lags)
         return GroupProgress(group, rows, refused, (*problems, *away))
 
     async def update_group(
@@ -509,6 +537,35 @@ class Admin:
         offsets = {queue: one for task in calls for queue, one in task.result().items()}
         return offsets, tuple(problems)
 
+    async def message_counts(self, offsets: Mapping[QueueRef, int]) -> dict[QueueRef, int]:
+        """Return how many messages queues have at or after an offset each.
+
+        In a compacted topic that is less than the difference of two offsets. Queues of a broker
+        that does not answer are left out.
+        """
+        by_broker: dict[str, list[QueueRef]] = {}
+        for queue in offsets:
+            by_broker.setdefault(queue.broker, []).append(queue)
+        problems: list[str] = []
+        async with asyncio.TaskGroup() as tasks:
+            calls = [
+                tasks.create_task(
+                    _or_problem(
+                        broker,
+                        self._offsets_at(broker, here, with_bytes=False, counted=offsets),
+                        {},
+                        problems,
+                    )
+                )
+                for broker, here in by_broker.items()
+            ]
+        return {
+            queue: one.counts[0].count
+            for task in calls
+            for queue, one in task.result().items()
+            if one.counts
+        }
+
     async def _described(self, name: str) -> tuple[Group, tuple[RefusedClient, ...]]:
         request = pb.DescribeGroupRequest(group=name)
         answer = await self.ask(
@@ -523,13 +580,23 @@ class Admin:
         return group_from_pb(answer.group)
 
     async def _offsets_at(
-        self, broker: str, queues: Sequence[QueueRef], with_bytes: bool
+        self,
+        broker: str,
+        queues: Sequence[QueueRef],
+        with_bytes: bool,
+        counted: Mapping[QueueRef, int] | None = None,
     ) -> dict[QueueRef, storage_pb.QueueOffsets]:
         offsets: dict[QueueRef, storage_pb.QueueOffsets] = {}
         for start in range(0, len(queues), QUEUES_PER_CALL):
             part = queues[start : start + QUEUES_PER_CALL]
             request = storage_pb.QueryOffsetsRequest(
-                queues=map(queue_to_pb, part), with_bytes=with_bytes
+                queues=map(queue_to_pb, part),
+                with_bytes=with_bytes,
+                counts=(
+                    storage_pb.CountedOffset(queue_index=index, offset=counted[queue])
+                    for index, queue in enumerate(part if counted else ())
+                    if counted
+                ),
             )
 
             async def ask(

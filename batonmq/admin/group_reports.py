@@ -266,14 +266,22 @@ def diagnosis_from_pb(diagnosis: pb.Diagnosis) -> QueueDiagnosis:
     )
 
 
+_NO_LAGS: Mapping[QueueRef, int] = {}
+
+
 def join_progress(
     group: Group,
     queues: Collection[QueueRef],
     progress: Iterable[offsets_pb.Progress],
     locks: Iterable[Lock],
     log_ends: Mapping[QueueRef, int],
+    lags: Mapping[QueueRef, int] = _NO_LAGS,
 ) -> tuple[QueueProgress, ...]:
-    """Return one row for each of `queues`, ascending, from the values that are known."""
+    """Return one row for each of `queues`, ascending, from the values that are known.
+
+    Args:
+        lags: Lag of queues of which it is not the difference of two offsets.
+    """
     known = {queue_from_pb(entry.queue.queue): entry for entry in progress}
     owners = {QueueRef(lock.topic, lock.broker, lock.queue_id): lock for lock in locks}
     hosts = {member.client_id: member.host for member in group.members}
@@ -292,7 +300,9 @@ def join_progress(
                 queue_id=queue.queue_id,
                 committed_offset=committed,
                 log_end_offset=end,
-                lag=end - committed if end is not None and committed is not None else None,
+                lag=lags.get(queue, end - committed)
+                if end is not None and committed is not None
+                else None,
                 unacked_count=unacked[0],
                 unacked_count_min=unacked[1],
                 client_id=client_id,

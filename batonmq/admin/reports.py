@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from baton.common.v1 import queue_pb2
@@ -12,6 +12,24 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._core.queues import QueueRef
 
 MessageType = Literal["any", "normal", "fifo", "delay", "transaction"]
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """How a compacted topic is compacted; None leaves a setting unchanged, or at its default.
+
+    Attributes:
+        tombstone_retention_ms: How long a tombstone, a message with an empty body, is kept after
+            the messages that it deletes are gone; 24 h by default.
+        min_lag_ms: Minimum age of two messages of a key before the older one is removed; 0 by
+            default.
+        dirty_percent: A queue is compacted when at least this percentage of its bytes, 1 to 99, was
+            stored since the last time; 50 by default.
+    """
+
+    tombstone_retention_ms: int | None = None
+    min_lag_ms: int | None = None
+    dirty_percent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +46,7 @@ class Topic:
             any.
         retention_ms: Retention time of its messages, in milliseconds; 0 for that of the broker.
         retention_bytes: Maximum bytes of the batches of one queue; 0 for unlimited.
+        compaction: Settings of a compacted topic; None for others.
     """
 
     name: str
@@ -40,6 +59,7 @@ class Topic:
     message_type: str = "any"
     retention_ms: int = 0
     retention_bytes: int = 0
+    compaction: Compaction | None = None
 
     @property
     def queue_count(self) -> int:
@@ -186,7 +206,19 @@ def topic_from_pb(topic: pb.Topic) -> Topic:
         else "any",
         retention_ms=topic.retention_ms,
         retention_bytes=topic.retention_bytes,
+        compaction=Compaction(
+            topic.compaction.tombstone_retention_ms,
+            topic.compaction.min_lag_ms,
+            topic.compaction.dirty_percent,
+        )
+        if topic.HasField("compaction")
+        else None,
     )
+
+
+def compaction_to_pb(compaction: Compaction | None) -> pb.Compaction | None:
+    """Convert settings for a request."""
+    return None if compaction is None else pb.Compaction(**asdict(compaction))
 
 
 def node_from_pb(node: pb.Node) -> Node:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Literal, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import click
 
 from batonmq._core.delays import parse_duration_ms
 from batonmq._core.names import is_system_topic
-from batonmq.admin.reports import MessageType, Topic, TopicPurge
+from batonmq.admin.reports import Compaction, MessageType, Topic, TopicPurge
 from batonmq.cli.arguments import topic_argument
 from batonmq.cli.change_options import check_can_ask, confirm, yes_option
 from batonmq.cli.command_classes import LazyCommand, LazyGroup
@@ -18,6 +19,9 @@ from batonmq.cli.output import Columns, Minor, counted, duration, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.cli.sizes import parse_bytes, size_text
 from batonmq.errors import BatonError, InvalidArgument, TopicNotFound
+
+if TYPE_CHECKING:
+    from batonmq.admin.admin import Admin
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,7 +56,11 @@ _MORE_COLUMNS: Columns = {
     "ID": "topic_id",
     "WRITABLE": lambda item: sum(item["writable_counts"].values()),
     "TYPE": "message_type",
-    "RETENTION": lambda item: _retention_text(item["retention_ms"], item["retention_bytes"]),
+    "RETENTION": lambda item: (
+        "compacted"
+        if item["compaction"]
+        else _retention_text(item["retention_ms"], item["retention_bytes"])
+    ),
     "INHERITED": lambda item: "yes" if item["inherited"] else "no",
 }
 _QUEUE_COLUMNS: Columns = {
@@ -79,6 +87,50 @@ def _retention_options(command: F) -> F:
     )(command)
 
 
+def _compaction_options(command: F) -> F:
+    """Add the settings of a compacted topic as one argument `compaction`; empty without any."""
+    options = (
+        click.option(
+            "--tombstone-retention",
+            metavar="TIME",
+            help="How long a compacted topic keeps a message with an empty body after the messages "
+            "that it deletes are gone, such as 7d; 1d by default.",
+        ),
+        click.option(
+            "--min-lag",
+            metavar="TIME",
+            help="Minimum age of two messages of a key before the older one is removed, such as "
+            "10m; 0s by default.",
+        ),
+        click.option(
+            "--dirty-ratio",
+            type=click.FloatRange(min=0.01, max=0.99),
+            help="Compact a queue when this share of its bytes was stored since the last time; 0.5 "
+            "by default.",
+        ),
+    )
+
+    @wraps(command)
+    def wrapped(
+        *args: Any,
+        tombstone_retention: str | None,
+        min_lag: str | None,
+        dirty_ratio: float | None,
+        **kwargs: Any,
+    ) -> Any:
+        given = Compaction(
+            None if tombstone_retention is None else parse_duration_ms(tombstone_retention),
+            None if min_lag is None else parse_duration_ms(min_lag),
+            None if dirty_ratio is None else round(100 * dirty_ratio),
+        )
+        return command(*args, compaction=None if given == Compaction() else given, **kwargs)
+
+    changed: Any = wrapped
+    for option in options:
+        changed = option(changed)
+    return cast(F, changed)
+
+
 def _parsed_retention(text: str | None, parse: Callable[[str], int]) -> int | None:
     """Return the value of an option of retention; 0 for `default`, None if it is not given.
 
@@ -102,6 +154,16 @@ def _retention_text(retention_ms: int, retention_bytes: int) -> str:
     return ",".join(parts) or "default"
 
 
+def _compaction_text(topic: Topic) -> str:
+    settings = topic.compaction
+    assert settings is not None
+    return (
+        f"tombstones stay {duration(settings.tombstone_retention_ms or 0)}, messages of at least "
+        f"{duration(settings.min_lag_ms or 0)} are compared, a queue is compacted from "
+        f"{settings.dirty_percent} % of new bytes on"
+    )
+
+
 @commands.command()
 @topic_argument("name")
 @click.option(
@@ -119,6 +181,12 @@ def _retention_text(retention_ms: int, retention_bytes: int) -> str:
     type=click.Choice(["any", "normal", "fifo", "delay", "transaction"]),
     help="Which messages clients of RocketMQ 5 may send, at the gateway.",
 )
+@click.option(
+    "--compact",
+    is_flag=True,
+    help="Keep the newest message of each ordering key, and no other. Can't be changed later.",
+)
+@_compaction_options
 @_retention_options
 @cluster_session
 def create(
@@ -128,9 +196,19 @@ def create(
     message_type: MessageType,
     retention: str | None,
     retention_bytes: str | None,
+    compact: bool,
+    compaction: Compaction | None,
 ) -> None:
     """Create a topic. An existing topic with the same number of queues is not an error."""
-    session.run(_create(session, name, queues, message_type, (retention, retention_bytes)))
+    if compaction is not None and not compact:
+        raise click.UsageError(
+            "--tombstone-retention, --min-lag and --dirty-ratio are for a compacted topic: give "
+            "--compact too"
+        )
+    settings = compaction or (Compaction() if compact else None)
+    session.run(
+        _create(session, name, queues, message_type, (retention, retention_bytes), settings)
+    )
 
 
 async def _create(
@@ -139,6 +217,7 @@ async def _create(
     queues: int,
     message_type: MessageType,
     limits: tuple[str | None, str | None],
+    compaction: Compaction | None,
 ) -> None:
     async with session.admin() as admin:
         done = await admin.create_topic(
@@ -147,6 +226,7 @@ async def _create(
             message_type=message_type,
             retention_ms=_parsed_retention(limits[0], parse_duration_ms),
             retention_bytes=_parsed_retention(limits[1], parse_bytes),
+            compaction=compaction,
         )
     if not done.created:
         session.output.note(f"topic {name} exists already")
@@ -197,6 +277,8 @@ async def _describe(session: CommandSession, name: str) -> None:
         session.output.note(f"messages are kept for {duration(topic.retention_ms)}")
     if topic.retention_bytes:
         session.output.note(f"each queue keeps its newest {size_text(topic.retention_bytes)}")
+    if topic.compaction is not None:
+        session.output.note(f"the newest message of each key is kept: {_compaction_text(topic)}")
     session.output.problems(detail.problems)
 
 
@@ -218,6 +300,7 @@ async def _describe(session: CommandSession, name: str) -> None:
     default=None,
     help="Whether topics that are created on demand may copy their settings from this one.",
 )
+@_compaction_options
 @_retention_options
 @cluster_session
 def update(
@@ -228,39 +311,36 @@ def update(
     inherited: bool | None,
     retention: str | None,
     retention_bytes: str | None,
+    compaction: Compaction | None,
 ) -> None:
-    """Change the number of queues of a topic, its permission, retention, or inheritance.
+    """Change the number of queues of a topic, its permission, retention, compaction or inheritance.
 
     A shorter retention removes messages within about a minute; a group that has not read them
     skips them.
     """
-    if (queues, permission, inherited, retention, retention_bytes) == (None,) * 5:
+    if (queues, permission, inherited, retention, retention_bytes, compaction) == (None,) * 6:
         raise click.UsageError(
-            "nothing to change: give --queues, --permission, --retention, --retention-bytes or "
-            "--inherited"
+            "nothing to change: give --queues, --permission, --retention, --retention-bytes, "
+            "--tombstone-retention, --min-lag, --dirty-ratio or --inherited"
         )
-    session.run(
-        _update(session, name, queues or 0, permission, inherited, (retention, retention_bytes))
-    )
 
-
-async def _update(
-    session: CommandSession,
-    name: str,
-    queues: int,
-    permission: str | None,
-    inherited: bool | None,
-    limits: tuple[str | None, str | None],
-) -> None:
-    async with session.admin() as admin:
-        topic = await admin.update_topic(
+    async def change(admin: Admin) -> Topic:
+        return await admin.update_topic(
             name,
-            queue_count=queues,
+            queue_count=queues or 0,
             permission=_PERMISSIONS[permission] if permission is not None else "",
             inherited=inherited,
-            retention_ms=_parsed_retention(limits[0], parse_duration_ms),
-            retention_bytes=_parsed_retention(limits[1], parse_bytes),
+            retention_ms=_parsed_retention(retention, parse_duration_ms),
+            retention_bytes=_parsed_retention(retention_bytes, parse_bytes),
+            compaction=compaction,
         )
+
+    session.run(_update(session, change))
+
+
+async def _update(session: CommandSession, change: Callable[[Admin], Awaitable[Topic]]) -> None:
+    async with session.admin() as admin:
+        topic = await change(admin)
     if topic.queue_counts != topic.writable_counts:
         session.output.note(
             "the last queues take no new messages, and are deleted after every group has read them"
@@ -360,4 +440,5 @@ def _item(topic: Topic) -> dict[str, Any]:
         "message_type": topic.message_type,
         "retention_ms": topic.retention_ms,
         "retention_bytes": topic.retention_bytes,
+        "compaction": None if topic.compaction is None else asdict(topic.compaction),
     }

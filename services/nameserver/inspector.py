@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
@@ -149,24 +149,44 @@ class QueueInspector:
         async with asyncio.TaskGroup() as tasks:
             listing = tasks.create_task(self._queries.locks(one))
             counting = {name: tasks.create_task(self._queries.progress(name)) for name in counted}
-        survey = _Survey(
-            listing.result(),
-            {name: task.result() for name, task in counting.items()},
-            await self._logs({queue for target in targets for queue in target.queues}),
-        )
+        progress = {name: task.result() for name, task in counting.items()}
+        queues = {queue for target in targets for queue in target.queues}
+        counted_from = self._counted_from(queues, progress)
+        survey = _Survey(listing.result(), progress, await self._logs(queues, counted_from))
         evidence: list[QueueEvidence] = []
         for target in targets:
             evidence += self._evidence(target, survey)
             await asyncio.sleep(0)  # Let heartbeats run between two groups.
         return evidence
 
-    async def _logs(self, queues: Iterable[QueueRef]) -> dict[QueueRef, QueryResult[LogExtent]]:
+    def _counted_from(
+        self,
+        queues: Iterable[QueueRef],
+        progress: Mapping[str, QueryResult[dict[QueueRef, ProgressEvidence]]],
+    ) -> dict[QueueRef, set[int]]:
+        """Return the offsets from which to count the messages of queues of compacted topics."""
+        topics = self._catalog.topics
+        counted: dict[QueueRef, set[int]] = {
+            queue: {0}
+            for queue in queues
+            if (topic := topics.get(queue.topic)) is not None and topic.compaction is not None
+        }
+        if counted:
+            for group in progress.values():
+                for queue, one in (group.value or {}).items():
+                    if queue in counted:
+                        counted[queue].add(one.committed_offset)
+        return counted
+
+    async def _logs(
+        self, queues: Iterable[QueueRef], counted: Mapping[QueueRef, Collection[int]]
+    ) -> dict[QueueRef, QueryResult[LogExtent]]:
         by_broker: dict[str, list[QueueRef]] = defaultdict(list)
         for queue in sorted(queues):
             by_broker[queue.broker].append(queue)
         async with asyncio.TaskGroup() as tasks:
             queried = [
-                tasks.create_task(self._queries.logs(broker, part))
+                tasks.create_task(self._queries.logs(broker, part, counted))
                 for broker, part in by_broker.items()
             ]
         return {queue: answer for task in queried for queue, answer in task.result().items()}

@@ -6,8 +6,9 @@ A service that does not answer, or rejects the call, is a result too: no query r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Generic, TypeVar
 
 import grpc.aio
@@ -43,6 +44,9 @@ CALLS_MAX = 32
 """Concurrent calls."""
 QUEUES_MAX = 10_000
 """Queues in one call to a broker."""
+COUNTS_MAX = 100_000
+"""Offsets in one call from which messages are counted."""
+_NOTHING: Mapping[QueueRef, Collection[int]] = {}
 FILTER_READS_MAX = 4
 """Reads of one queue to find a message that passes a filter; each covers thousands of them."""
 
@@ -207,25 +211,33 @@ class QueueQueries:
                 return QueryResult(progress)
 
     async def logs(
-        self, broker: str, queues: Sequence[QueueRef]
+        self,
+        broker: str,
+        queues: Sequence[QueueRef],
+        counted: Mapping[QueueRef, Collection[int]] = _NOTHING,
     ) -> dict[QueueRef, QueryResult[LogExtent]]:
-        """Return the offsets that queues of a broker have, each with its own result."""
+        """Return the offsets that queues of a broker have, each with its own result.
+
+        Args:
+            counted: Offsets from which to count the messages of a queue.
+        """
         extents: dict[QueueRef, QueryResult[LogExtent]] = {}
         for first in range(0, len(queues), QUEUES_MAX):
-            extents |= await self._logs(broker, queues[first : first + QUEUES_MAX])
+            extents |= await self._logs(broker, queues[first : first + QUEUES_MAX], counted)
         return extents
 
     async def message_at(self, queue: QueueRef, offset: int) -> QueryResult[MessageStamp]:
-        """Return the message at an offset; neither value nor failure if it no longer exists."""
+        """Return the first message from an offset on; neither value nor failure if there is none."""
         answer = await self._read(queue, offset, "")
         if answer.value is None or not answer.value.batches:
             return QueryResult(failure=answer.failure)
         header = read_header(answer.value.batches[0])
-        index = offset - header.first_offset
-        if not 0 <= index < header.count:
+        index = max(0, offset - header.first_offset)
+        if index >= header.count:
             return QueryResult()
         message_id = f"{queue.broker}-{header.position:x}-{index:x}"
-        return QueryResult(MessageStamp(offset, message_id, header.store_unix_ms))
+        stamp = MessageStamp(header.first_offset + index, message_id, header.store_unix_ms)
+        return QueryResult(stamp)
 
     async def filtered(self, queue: QueueRef, offset: int, expression: str) -> FilterScan | None:
         """Return the number of messages from `offset` on, if none passes the filter.
@@ -259,9 +271,19 @@ class QueueQueries:
         )
 
     async def _logs(
-        self, broker: str, queues: Sequence[QueueRef]
+        self,
+        broker: str,
+        queues: Sequence[QueueRef],
+        counted: Mapping[QueueRef, Collection[int]],
     ) -> dict[QueueRef, QueryResult[LogExtent]]:
-        request = storage_pb.QueryOffsetsRequest(queues=map(_queue, queues))
+        counts = (
+            storage_pb.CountedOffset(queue_index=index, offset=offset)
+            for index, queue in enumerate(queues)
+            for offset in counted.get(queue, ())
+        )
+        request = storage_pb.QueryOffsetsRequest(
+            queues=map(_queue, queues), counts=islice(counts, COUNTS_MAX)
+        )
         answer = await self._query(
             lambda: self._nodes.storage(broker).QueryOffsets(request, timeout=self._timeout_s)
         )
@@ -362,7 +384,9 @@ def _described(answer: lockmgr_pb.DescribeResponse) -> LockEvidence:
 def _log(outcome: storage_pb.QueryOffsetsOutcome) -> QueryResult[LogExtent]:
     if outcome.HasField("error"):
         return QueryResult(failure=error_from_pb(outcome.error))
-    return QueryResult(LogExtent(outcome.offsets.first_offset, outcome.offsets.next_offset))
+    offsets = outcome.offsets
+    counts = {one.offset: one.count for one in offsets.counts}
+    return QueryResult(LogExtent(offsets.first_offset, offsets.next_offset, counts))
 
 
 def _progress(progress: offsets_pb.Progress) -> ProgressEvidence:

@@ -32,7 +32,7 @@ class CreatedTopic:
 class TopicFeatures(NamedTuple):
     """What a new topic is, beside its queues; see `Topic`.
 
-    None for retention means any. `compaction` has the settings that are given, of a compacted topic.
+    None for retention means any. `compaction` has the given settings of a compacted topic.
     """
 
     permission: str = "READ_WRITE"
@@ -99,9 +99,7 @@ class TopicStore:
                 message_type=wanted.message_type,
                 retention_ms=wanted.retention_ms or 0,
                 retention_bytes=wanted.retention_bytes or 0,
-                compaction=(
-                    None if wanted.compaction is None else Compaction(**wanted.compaction)
-                ),
+                compaction=(None if wanted.compaction is None else Compaction(**wanted.compaction)),
             )
             await delete_progress(name, topic_id)
             key = self._etcd.key("topics", name)

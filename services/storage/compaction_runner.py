@@ -209,7 +209,9 @@ class _QueueRun:
         draft: SectionDraft | None = None
         merged: list[Section] = []
         for section in old:
-            if draft is not None and self._is_full(draft, section.count, section.bytes_count):
+            if draft is not None and self._is_full(
+                draft, section.message_count, section.bytes_count
+            ):
                 await self._finish(draft, merged, rules)
                 draft, merged = None, []
             draft = draft or SectionDraft(section.first_offset, section.next_offset)

@@ -15,8 +15,8 @@ from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.checkpointer import Checkpointer
-from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.compaction_runner import CompactionLimits, CompactionRunner
+from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.core.check_streams import CheckStreams
 from batonmq_server.storage.core.commitlog import PositionRange
 from batonmq_server.storage.core.keyindex import RunExtent

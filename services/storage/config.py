@@ -78,8 +78,8 @@ class StorageSettings(ServiceSettings):
     """Maximum read rate of the background scrub, which re-reads the log to find damage; 0 turns the
     scrub off."""
     compaction_memory_bytes: int = Field(64 * 1024 * 1024, ge=16 * 1024 * 1024)
-    """Memory for the keys of the queue that is being compacted: 96 bytes per key that is new since the
-    last time. A queue with more such keys is compacted in several runs."""
+    """Memory for the keys of the queue that is being compacted: 96 bytes per key that is new since
+    the last time. A queue with more such keys is compacted in several runs."""
     compaction_bytes_per_s: int = Field(16 * 1024 * 1024, ge=0)
     """Maximum read rate of the compaction of topics; 0 turns it off."""
     transaction_check_first_ms: int = Field(6_000, ge=0, le=86_400_000)

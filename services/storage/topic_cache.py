@@ -165,9 +165,7 @@ def _compaction(topic: StoredTopic) -> CompactionPolicy | None:
     if not topic.HasField("compaction"):
         return None
     stored = topic.compaction
-    return CompactionPolicy(
-        stored.tombstone_retention_ms, stored.min_lag_ms, stored.dirty_percent
-    )
+    return CompactionPolicy(stored.tombstone_retention_ms, stored.min_lag_ms, stored.dirty_percent)
 
 
 def _not_found(name: str) -> TopicNotFound:

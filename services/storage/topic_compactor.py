@@ -52,6 +52,9 @@ class BrokerRetention:
     log_bytes_max: int = 0
 
 
+_NOTHING = DirtyBytes(0, 0)
+
+
 @dataclass(slots=True)
 class _QueueState:
     """What is known about a queue between two rounds.
@@ -64,7 +67,7 @@ class _QueueState:
     bytes: QueueBytes = field(default_factory=QueueBytes)
     run_ms: int | None = None
     due_ms: int | None = None
-    needs: DirtyBytes = DirtyBytes(0, 0)
+    needs: DirtyBytes = _NOTHING
 
 
 class TopicCompactor:
@@ -172,7 +175,9 @@ class TopicCompactor:
             self._metrics.forget(name)
         self._shown = set(by_topic)
 
-    def _look(self, key: QueueKey, queue: ConsumeQueue, policy: CompactionPolicy) -> DueQueue | None:
+    def _look(
+        self, key: QueueKey, queue: ConsumeQueue, policy: CompactionPolicy
+    ) -> DueQueue | None:
         """Return a queue if it is due; None otherwise.
 
         Raises:

@@ -62,6 +62,7 @@ from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, batch, open_store
 from tests.storage.test_purge_machine import Crash, CrashingDisk, at_once
 
+EXAMPLES = int(os.environ.get("BATON_TEST_COMPACTIONS", "30"))  # noqa: TID251  a test's own setting
 SEGMENT_BYTES = 2_048
 QUEUES = 2
 TABLE, TABLE_ID = "prices", 11
@@ -456,9 +457,7 @@ class CompactionMachine(RuleBasedStateMachine):
         self, store: MessageStore, queue: int, offset: int, count: int
     ) -> tuple[list[tuple[int, str, bytes]], int]:
         """Read as a consumer does; check each message against the model."""
-        reading = store.pull(
-            (TABLE_ID, queue), ReadSpec(offset, 1 << 30, count, HashFilter(None))
-        )
+        reading = store.pull((TABLE_ID, queue), ReadSpec(offset, 1 << 30, count, HashFilter(None)))
         if reading is None:
             return [], offset
         assert not reading.lost_count
@@ -532,7 +531,7 @@ class CompactionMachine(RuleBasedStateMachine):
 
 
 CompactionMachine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("BATON_COMPACTION_EXAMPLES", "30")),
+    max_examples=EXAMPLES,
     stateful_step_count=30,
     deadline=None,
 )

@@ -6,7 +6,8 @@ or -1, with an error beside it that says why.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from batonmq._core.queues import GroupQueue, QueueRef
@@ -207,10 +208,20 @@ class ProgressEvidence:
 
 @dataclass(frozen=True, slots=True)
 class LogExtent:
-    """The offsets that the queue has: [first_offset, next_offset)."""
+    """The offsets that the queue has: [first_offset, next_offset).
+
+    Attributes:
+        counts: Number of messages from an offset on, where a compaction may have removed some.
+    """
 
     first_offset: int
     next_offset: int
+    counts: Mapping[int, int] = field(default_factory=dict)
+
+    def count_from(self, offset: int) -> int:
+        """Return the number of messages at or after `offset`."""
+        offset = max(offset, self.first_offset)
+        return self.counts.get(offset, max(0, self.next_offset - offset))
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,11 +327,11 @@ class QueueEvidence:
         """Number of messages that are not handled, filtered ones included; -1 if unknown."""
         if self.log is None or self.progress_error:
             return -1
-        kept = self.log.next_offset - self.log.first_offset
+        kept = self.log.count_from(self.log.first_offset)
         if self.progress is None:
             known = self.group.from_first and not self.group.broadcasting
             return kept if known or not kept else -1
-        return max(0, self.log.next_offset - max(self.committed_offset, self.log.first_offset))
+        return self.log.count_from(self.committed_offset)
 
     @property
     def lag_ms(self) -> int:

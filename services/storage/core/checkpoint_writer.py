@@ -91,8 +91,9 @@ class CheckpointWriter:
 
         The log must be safe up to here before `begin`.
         """
-        orders = (*self._store.purge_orders, *self._store.compacted.pending)
-        return max((order.next_position for order in orders), default=0)
+        purges, compactions = self._store.purge_orders, self._store.compacted.pending
+        ends = [order.next_position for order in purges]
+        return max([*ends, *(order.next_position for order in compactions)], default=0)
 
     def begin(self) -> CheckpointCapture:
         """Capture the state at the present end of the log."""

@@ -38,7 +38,7 @@ class Section(NamedTuple):
     Attributes:
         order_position, order_bytes: Place of its order in the log.
         data_position, data_end: Part of the log with its batches; empty if it has no message.
-        count, bytes_count: Its messages, and the bytes of their batches.
+        message_count, bytes_count: Its messages, and the bytes of their batches.
         tombstone_unix_ms: Earliest time of a tombstone in it; 0 without one.
     """
 
@@ -49,19 +49,23 @@ class Section(NamedTuple):
     order_bytes: int
     data_position: int
     data_end: int
-    count: int
+    message_count: int
     bytes_count: int
     tombstone_unix_ms: int
 
     @property
     def first_position(self) -> int:
         """Position from which the log is needed for it."""
-        return min(self.data_position, self.order_position) if self.count else self.order_position
+        return (
+            min(self.data_position, self.order_position)
+            if self.message_count
+            else self.order_position
+        )
 
     def ranges(self) -> Iterator[PositionRange]:
         """Yield the parts of the log that it needs."""
         yield self.order_position, self.order_position + self.order_bytes
-        if self.count:
+        if self.message_count:
             yield self.data_position, self.data_end
 
 
@@ -120,7 +124,7 @@ class CompactedPart:
     @property
     def count(self) -> int:
         """Number of messages."""
-        return sum(section.count for section in self.sections)
+        return sum(section.message_count for section in self.sections)
 
     @property
     def bytes_count(self) -> int:
@@ -209,8 +213,7 @@ class CompactedQueues:
         return {key: tuple(ranges) for key, ranges in needed.items()}
 
     def is_writing(self, next_position: int) -> bool:
-        """Return whether a run may have written batches before a position that no order names yet.
-        """
+        """Return whether a run may have written batches before a position that no order names yet."""
         return self.writing_from is not None and next_position > self.writing_from
 
     def needs(self, key: QueueKey, position: int, next_position: int) -> bool:
@@ -297,8 +300,8 @@ class CompactedQueues:
         part, count = self._parts.get(key), 0
         for section in part.sections if part is not None else ():
             if section.first_offset >= offset:
-                count += section.count
-            elif section.next_offset > offset and section.count:
+                count += section.message_count
+            elif section.next_offset > offset and section.message_count:
                 rows = self.rows(section)
                 count += len(rows) - int(np.searchsorted(rows.offsets, offset))
         return count

@@ -9,7 +9,6 @@ relocated batch means nothing. docs/reference/format.md describes the bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -253,19 +252,11 @@ def decode_order(header: Header, batch: bytes) -> CompactionOrder:
         queue_position=queue_position,
         removed_count=removed_count,
         rows=SectionRows(
-            *(messages[name].astype(np.int64) for name in ("offset", "position", "size", "tag")),
+            messages["offset"].astype(np.int64),
+            messages["position"].astype(np.int64),
+            messages["size"].astype(np.int64),
+            messages["tag"].astype(np.int64),
             tombstones["offset"].astype(np.int64),
             tombstones["since_unix_ms"].astype(np.int64),
         ),
-    )
-
-
-def joined(parts: Sequence[SectionRows]) -> SectionRows:
-    """Return the rows of consecutive sections as one."""
-    names = (
-        "offsets", "positions", "sizes", "tags", "tombstone_offsets", "tombstone_since",
-    )  # fmt: skip
-    none = np.empty(0, np.int64)
-    return SectionRows(
-        *(np.concatenate([none, *(getattr(part, name) for part in parts)]) for name in names)
     )

@@ -143,9 +143,7 @@ def _count_in_chunk(store: MessageStore, entries: Entries, chunk_bytes: int) -> 
     return int(starts[batches]) if batches < len(starts) else len(entries)
 
 
-def _chunk(
-    store: MessageStore, entries: Entries, count: int, offsets: Int64Array
-) -> SourceChunk:
+def _chunk(store: MessageStore, entries: Entries, count: int, offsets: Int64Array) -> SourceChunk:
     starts = batch_starts(entries.positions[:count])
     positions = entries.positions[starts].tolist()
     path, segment_position, segment_end = store.log.segment_of(positions[0])

@@ -164,9 +164,7 @@ def _properties(columns: RecordColumns) -> tuple[npt.NDArray[np.uint8], Int64Arr
     return section[picked], starts
 
 
-def _places(
-    raw: npt.NDArray[np.uint8], starts: Int64Array
-) -> tuple[Int64Array, Int64Array]:
+def _places(raw: npt.NDArray[np.uint8], starts: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Return where names of an ordering key begin in `raw`, ascending, and in which records."""
     room = len(raw) - len(_NEEDLE) + 1
     if room <= 0:

@@ -217,9 +217,8 @@ class MessageQueries:
         if header.topic_id != topic_id:
             return _Candidate(b"", 1, [])
         queue = topic_id, header.queue_id
-        if header.first_offset < self._store.queues[queue].first_offset or is_relocated(header):
-            if not self._store.is_kept(header):
-                return _Candidate(b"", 1, [])  # trimmed or compacted: only its bytes remain
+        if not self._store.is_kept(header):
+            return _Candidate(b"", 1, [])  # trimmed or compacted: only its bytes remain
         batch = verified(self._log.read(position, header.length), position, queue)
         if indexes[-1] >= header.count:
             raise DataLoss(
@@ -241,7 +240,7 @@ class MessageQueries:
         part = self._store.compacted.get(key)
         if part is None:
             return None
-        sections = [section for section in part.sections if section.count]
+        sections = [section for section in part.sections if section.message_count]
         rows = self._store.compacted.rows
 
         def stored(section: Section, index: int) -> int:
@@ -251,7 +250,9 @@ class MessageQueries:
         if at == len(sections):
             return None
         section = sections[at]
-        index = bisect_left(range(section.count), unix_ms, key=lambda one: stored(section, one))
+        index = bisect_left(
+            range(section.message_count), unix_ms, key=lambda one: stored(section, one)
+        )
         return int(rows(section).offsets[index])
 
     def _header_of(self, queue: ConsumeQueue, offset: int) -> Header:

@@ -789,7 +789,7 @@ class MessageStore:
             kept=offsets[kept] - spec.offset,
         )
 
-    def _find_in_rows(  # noqa: PLR0913  the parts of one read
+    def _find_in_rows(
         self,
         key: QueueKey,
         offsets: Int64Array,
