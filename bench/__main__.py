@@ -15,6 +15,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bench import (
     access,
+    compaction,
     consumers,
     core,
     delay,
@@ -63,6 +64,7 @@ BENCHES: dict[str, Callable[[Setup], Awaitable[list[Figure]]]] = {
     "requests": requests.requests,
     "transactions": transactions.transactions,
     "transform": transforms.transforms,
+    "compaction": compaction.compaction,
     "delays": delay.delays,
     "failovers": failovers.failovers,
     "starvation": starvation.starvation,

@@ -227,7 +227,7 @@ class QueueQueries:
         return extents
 
     async def message_at(self, queue: QueueRef, offset: int) -> QueryResult[MessageStamp]:
-        """Return the first message from an offset on; neither value nor failure if there is none."""
+        """Return the first message from an offset on; neither value nor failure without one."""
         answer = await self._read(queue, offset, "")
         if answer.value is None or not answer.value.batches:
             return QueryResult(failure=answer.failure)

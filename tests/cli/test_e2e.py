@@ -168,6 +168,19 @@ def test_topic_update_changes_queues_and_permission(cluster: RunningCluster, lin
     sized = cluster("topic", "update", "change", "--retention-bytes", "1GiB", "--format", "json")
     assert (sized.json["retention_ms"], sized.json["retention_bytes"]) == (648_000_000, 1 << 30)
     assert cluster("topic", "update", "change", "--retention", "0s").code == 1
+    assert cluster("topic", "create", "table", "--min-lag", "1s").code == 2, "without --compact"
+    table = ("topic", "create", "table", "--queues", "1", "--compact", "--min-lag", "1s")
+    assert cluster(*table, "--format", "json").json["compaction"] == {
+        "tombstone_retention_ms": 86_400_000,
+        "min_lag_ms": 1_000,
+        "dirty_percent": 50,
+    }
+    changed = cluster("topic", "update", "table", "--dirty-ratio", "0.2", "--format", "json")
+    assert changed.json["compaction"]["dirty_percent"] == 20
+    assert cluster("topic", "update", "table", "--queues", "2").code == 1
+    assert "tombstones stay" in cluster("topic", "describe", "table").output
+    assert "ordering key" in cluster("produce", "table", "--body", "x").output
+    cluster("topic", "delete", "table", "--yes")
     both = ("--retention", "default", "--retention-bytes", "default")
     reset = cluster("topic", "update", "change", *both, "--format", "json").json
     assert (reset["retention_ms"], reset["retention_bytes"]) == (0, 0)

@@ -118,6 +118,61 @@ async def test_negative_retention_is_refused(nameserver: Replica, field: str) ->
     assert (await refusal(nameserver.route("bad"))).reason == "TOPIC_NOT_FOUND"
 
 
+async def test_compaction_is_fixed_and_its_settings_are_changed_alone(
+    nameserver: Replica,
+) -> None:
+    compaction = pb.Compaction(min_lag_ms=5)
+    request = pb.CreateTopicRequest(topic="table", queue_count=2, compaction=compaction)
+    created = await nameserver.stub.CreateTopic(request, timeout=CALL_TIMEOUT_S)
+    defaults = pb.Compaction(tombstone_retention_ms=86_400_000, min_lag_ms=5, dirty_percent=50)
+    assert created.topic.compaction == defaults
+
+    async def change(**asked: Any) -> pb.Topic:
+        update = pb.UpdateTopicRequest(topic="table", **asked)
+        topic = (await nameserver.stub.UpdateTopic(update, timeout=CALL_TIMEOUT_S)).topic
+        assert topic == (await nameserver.route("table")).topic
+        return topic
+
+    changed = await change(compaction=pb.Compaction(dirty_percent=10))
+    assert changed.compaction == pb.Compaction(
+        tombstone_retention_ms=86_400_000, min_lag_ms=5, dirty_percent=10
+    )
+    assert await change(queue_count=2) == changed
+    for asked, field in (
+        ({"queue_count": 3}, "queue_count"),
+        ({"retention_ms": 1}, "retention"),
+        ({"compaction": pb.Compaction(dirty_percent=100)}, "dirty_percent"),
+        ({"compaction": pb.Compaction(min_lag_ms=-1)}, "min_lag_ms"),
+    ):
+        error = await refusal(change(**asked))
+        assert error.reason == "INVALID_ARGUMENT", asked
+        assert error.facts["field"] == field
+        assert error.remedy
+    assert (await nameserver.route("table")).topic == changed, "refused means: nothing changed"
+
+
+async def test_topic_is_compacted_or_not_for_ever(nameserver: Replica) -> None:
+    async def create(topic: str, **asked: Any) -> pb.CreateTopicResponse:
+        request = pb.CreateTopicRequest(topic=topic, queue_count=8, **asked)
+        return await nameserver.stub.CreateTopic(request, timeout=CALL_TIMEOUT_S)
+
+    await create("table", compaction=pb.Compaction())
+    assert not (await create("table", compaction=pb.Compaction())).created
+    compaction = pb.Compaction(min_lag_ms=1)
+    refused = (
+        create("table"),
+        create("table", compaction=compaction),
+        create("flights", compaction=pb.Compaction()),
+    )
+    for call in refused:
+        assert (await refusal(call)).reason == "TOPIC_EXISTS"
+    error = await refusal(create("both", compaction=pb.Compaction(), retention_ms=1))
+    assert error.reason == "INVALID_ARGUMENT"
+    update = pb.UpdateTopicRequest(topic="flights", compaction=compaction)
+    error = await refusal(nameserver.stub.UpdateTopic(update, timeout=CALL_TIMEOUT_S))
+    assert "not compacted" in error.message
+
+
 async def test_update_without_a_change_writes_nothing(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:

@@ -213,7 +213,7 @@ class CompactedQueues:
         return {key: tuple(ranges) for key, ranges in needed.items()}
 
     def is_writing(self, next_position: int) -> bool:
-        """Return whether a run may have written batches before a position that no order names yet."""
+        """Return whether a part of the log before a position may still wait for its order."""
         return self.writing_from is not None and next_position > self.writing_from
 
     def needs(self, key: QueueKey, position: int, next_position: int) -> bool:

@@ -69,7 +69,9 @@ class SectionDraft:
             since: Since when each tombstone of the chunk counts; 0 if it does not yet.
         """
         kept = kept_messages(chunk, rules, since)
-        for number, (header, raw) in enumerate(chunk.batches):
+        counts = np.add.reduceat(kept, chunk.begins[:-1], dtype=np.int64)
+        for number in np.flatnonzero(counts).tolist():
+            header, raw = chunk.batches[number]
             part = kept[chunk.begins[number] : chunk.begins[number + 1]]
             self.relocations += relocations(raw, header, part)
         tombstones = chunk.tombstones & kept

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from batonmq._columns.batch_columns import columns_of, record_lengths, tag_hashes
-from batonmq._core.records import Header, read_header, record_section
+from batonmq._core.records import Header, record_section
 from batonmq_server.storage.core.compacted import Section
 from batonmq_server.storage.core.consumequeue import Entries, Int64Array
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.key_digests import BoolArray, Digests, KeyDigester, key_bounds
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.scrub import SegmentPart
-from batonmq_server.storage.core.store import GAP_BYTES_MAX, MessageStore, verified
+from batonmq_server.storage.core.store import GAP_BYTES_MAX, MessageStore, verified_header
 from batonmq_server.storage.core.tag_filter import batch_starts
 
 CHUNK_BYTES = 1024 * 1024
@@ -114,7 +114,7 @@ def examine(disk: Disk, key: QueueKey, digester: KeyDigester, chunk: SourceChunk
         FileNotFoundError: the segment is no longer there.
         OSError: the segment can't be opened.
     """
-    batches = [(read_header(raw), raw) for raw in _read(disk, key, chunk)]
+    batches = list(_read(disk, key, chunk))
     lengths = [record_lengths(raw, header) for header, raw in batches]
     sections = [record_section(raw, header) for header, raw in batches]
     bounds = key_bounds(columns_of(b"".join(sections), np.concatenate(lengths)))
@@ -158,8 +158,8 @@ def _chunk(store: MessageStore, entries: Entries, count: int, offsets: Int64Arra
     )
 
 
-def _read(disk: Disk, key: QueueKey, chunk: SourceChunk) -> Iterator[bytes]:
-    """Yield the verified batches of a chunk, with few reads."""
+def _read(disk: Disk, key: QueueKey, chunk: SourceChunk) -> Iterator[tuple[Header, bytes]]:
+    """Yield the verified batches of a chunk and their headers, with few reads."""
     file = disk.open(chunk.path)
     try:
         part = SegmentPart(file, chunk.segment_position, chunk.segment_end, chunk.segment_end)
@@ -174,7 +174,7 @@ def _read(disk: Disk, key: QueueKey, chunk: SourceChunk) -> Iterator[bytes]:
             raw = part.read(first, end - first)
             for position, length in places[begin:last]:
                 at = position - first
-                yield verified(raw[at : at + length], position, key)
+                yield verified_header(batch := raw[at : at + length], position, key), batch
             begin = last
     finally:
         file.close()

@@ -887,6 +887,12 @@ def verified(batch: bytes, position: int, key: QueueKey) -> bytes:
     Raises:
         DataLoss: it is not.
     """
+    verified_header(batch, position, key)
+    return batch
+
+
+def verified_header(batch: bytes, position: int, key: QueueKey) -> Header:
+    """Return the header of `batch`; see `verified`."""
     try:
         header = read_header(batch)
         if (header.position, header.length) != (position, len(batch)):
@@ -899,7 +905,7 @@ def verified(batch: bytes, position: int, key: QueueKey) -> bytes:
         raise DataLoss(
             f"the batch at {position} is damaged: {error}", detail=DataLossDetail(position=position)
         ) from error
-    return batch
+    return header
 
 
 @dataclass(frozen=True, slots=True)
