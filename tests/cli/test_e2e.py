@@ -161,13 +161,10 @@ def test_top_without_a_terminal_prints_one_screen(cluster: RunningCluster, lines
     assert {row["group"]: row["lag"] for row in shown["groups"]}["looked-at"] == 0
 
 
-def test_topic_update_changes_queues_and_permission(cluster: RunningCluster, lines: Path) -> None:
+def test_compacted_topic_is_created_changed_and_needs_keys(
+    cluster: RunningCluster, lines: Path
+) -> None:
     lines.write_bytes(b"a\n")
-    cluster("topic", "create", "change", "--queues", "2", "--retention", "7d12h")
-    assert "messages are kept for 7d12h" in cluster("topic", "describe", "change").out
-    sized = cluster("topic", "update", "change", "--retention-bytes", "1GiB", "--format", "json")
-    assert (sized.json["retention_ms"], sized.json["retention_bytes"]) == (648_000_000, 1 << 30)
-    assert cluster("topic", "update", "change", "--retention", "0s").code == 1
     assert cluster("topic", "create", "table", "--min-lag", "1s").code == 2, "without --compact"
     table = ("topic", "create", "table", "--queues", "1", "--compact", "--min-lag", "1s")
     assert cluster(*table, "--format", "json").json["compaction"] == {
@@ -177,10 +174,21 @@ def test_topic_update_changes_queues_and_permission(cluster: RunningCluster, lin
     }
     changed = cluster("topic", "update", "table", "--dirty-ratio", "0.2", "--format", "json")
     assert changed.json["compaction"]["dirty_percent"] == 20
-    assert cluster("topic", "update", "table", "--queues", "2").code == 1
-    assert "tombstones stay" in cluster("topic", "describe", "table").output
-    assert "ordering key" in cluster("produce", "table", "--body", "x").output
+    refused = cluster("topic", "update", "table", "--queues", "2")
+    assert (refused.code, "can't be changed" in refused.err) == (1, True)
+    assert "tombstones stay 1d" in cluster("topic", "describe", "table").out
+    without_key = cluster("produce", "table", "--file", str(lines))
+    assert (without_key.code, "ordering key" in without_key.err) == (1, True)
     cluster("topic", "delete", "table", "--yes")
+
+
+def test_topic_update_changes_queues_and_permission(cluster: RunningCluster, lines: Path) -> None:
+    lines.write_bytes(b"a\n")
+    cluster("topic", "create", "change", "--queues", "2", "--retention", "7d12h")
+    assert "messages are kept for 7d12h" in cluster("topic", "describe", "change").out
+    sized = cluster("topic", "update", "change", "--retention-bytes", "1GiB", "--format", "json")
+    assert (sized.json["retention_ms"], sized.json["retention_bytes"]) == (648_000_000, 1 << 30)
+    assert cluster("topic", "update", "change", "--retention", "0s").code == 1
     both = ("--retention", "default", "--retention-bytes", "default")
     reset = cluster("topic", "update", "change", *both, "--format", "json").json
     assert (reset["retention_ms"], reset["retention_bytes"]) == (0, 0)

@@ -164,44 +164,58 @@ class CompactionMachine(RuleBasedStateMachine):
         self.node = self.opening.__enter__()
         self.store = self.node.store
 
-    @rule(
-        queue=st.integers(0, QUEUES - 1),
-        batches=st.lists(
-            st.lists(
-                st.tuples(st.sampled_from(KEYS), st.booleans(), st.booleans()),
-                min_size=1,
-                max_size=4,
-            ),
-            min_size=1,
-            max_size=5,
-        ),
-    )
-    def put(self, queue: int, batches: list[list[tuple[str, bool, bool]]]) -> None:
-        """Send messages: key, whether it is a tombstone, whether it has other properties."""
+    @rule(seed=st.integers(0, 1 << 16), count=st.integers(1, 8))
+    def put(self, seed: int, count: int) -> None:
+        """Send batches of random messages; a third of them are tombstones."""
         topics: dict[str, LocalTopic | BatonError] = dict(TwoTopics(CompactionPolicy()).topics)
-        for messages in batches:
-            bodies = []
-            for _, empty, _ in messages:
+        random, now = Random(seed), self.clock.unix_ms()
+        for _ in range(count):
+            queue = random.randrange(QUEUES)
+            messages = []
+            for _ in range(random.randint(1, 4)):
                 self.number += 1
-                bodies.append(b"" if empty else b"%d" % self.number)
+                key, empty = random.choice(KEYS), random.random() < 0.3
+                messages.append((key, b"" if empty else b"%d" % self.number))
             raw = batch(
                 *(
                     with_ordering_key(
-                        Message(body, f"tag-{key[0]}", (key[0],), {"more": "x"} if more else {}),
+                        Message(body, f"tag-{key[0]}", (key[0],), random.choice(({}, {"a": "b"}))),
                         key,
                     )
-                    for (key, _, more), body in zip(messages, bodies, strict=True)
+                    for key, body in messages
                 ),
                 topic=TABLE,
                 queue_id=queue,
             )
-            (receipt,) = self.store.append([check(raw)], topics, self.clock.unix_ms())
+            (receipt,) = self.store.append([check(raw)], topics, now)
             assert isinstance(receipt, StoreReceipt), receipt
             assert receipt.first_offset == len(self.sent[queue]), "offsets go on without a gap"
-            self.sent[queue] += [
-                Sent(key, body, receipt, self.clock.unix_ms())
-                for (key, _, _), body in zip(messages, bodies, strict=True)
-            ]
+            self.sent[queue] += [Sent(key, body, receipt, now) for key, body in messages]
+
+    @rule(
+        seed=st.integers(0, 1 << 16),
+        count=st.integers(1, 12),
+        old=st.booleans(),
+        pause_ms=st.sampled_from((0, TOMBSTONE_RETENTION_MS // 2)),
+    )
+    def compact_while_readers_are_on_their_way(
+        self, seed: int, count: int, old: bool, pause_ms: int
+    ) -> None:
+        """With `old`, the messages are older than the retention time of tombstones."""
+        self.put(seed, 6)
+        if old:
+            self.clock.now_unix_ms += 2 * TOMBSTONE_RETENTION_MS
+        self._sync()
+        readers = [TableReader(queue, self.clock.unix_ms()) for queue in range(QUEUES)]
+        for reader in readers:
+            self._go_on(reader, count)
+        self.compact(0, 32_768, 1 << 20, None)
+        self.clock.now_unix_ms += pause_ms
+        self.put(seed + 1, 1)
+        self.compact(0, 5, 1 << 20, None)
+        for reader in readers:
+            while not self._go_on(reader, count):
+                pass
 
     @rule(count=st.integers(1, 6))
     def send_to_another_topic(self, count: int) -> None:
@@ -215,6 +229,7 @@ class CompactionMachine(RuleBasedStateMachine):
     def wait(self, ms: int) -> None:
         self.clock.now_unix_ms += ms
 
+    @precondition(lambda self: any(self.sent))
     @rule(
         min_lag_ms=st.sampled_from((0, 0, 0, 5_000)),
         rows=st.sampled_from((2, 5, 32_768)),
@@ -284,6 +299,7 @@ class CompactionMachine(RuleBasedStateMachine):
 
         self._work(work, changes)
 
+    @precondition(lambda self: any(self.sent))
     @rule()
     def move_out_of_old_segments(self) -> None:
         """Compact because retention would remove the oldest segment."""
@@ -314,33 +330,42 @@ class CompactionMachine(RuleBasedStateMachine):
     def power_cut(self, data: st.DataObject) -> None:
         self._restart(self.disk.power_cut(lambda size: data.draw(st.integers(0, size))), "")
 
+    @precondition(lambda self: any(self.sent))
     @rule(queue=st.integers(0, QUEUES - 1), count=st.integers(1, 6))
     def read_a_little(self, queue: int, count: int) -> None:
         """A reader of a table goes on; a slow one begins again."""
         now = self.clock.unix_ms()
         if self.reader is None or now - self.reader.begin_unix_ms >= TOMBSTONE_RETENTION_MS:
             self.reader = TableReader(queue, now)
-        reader = self.reader
+        self._go_on(self.reader, count)
+
+    def _go_on(self, reader: TableReader, count: int) -> bool:
+        """Read a few messages; return whether the reader is at the end, with the right table."""
         messages, reader.offset = self._read(self.store, reader.queue, reader.offset, count)
         for _, key, body in messages:
             reader.table[key] = body
             if not body:
                 del reader.table[key]
-        if reader.offset == self.store.offsets((TABLE_ID, reader.queue)).next_offset:
-            assert reader.table == self._table(reader.queue, reader.offset)
+        if reader.offset < self.store.offsets((TABLE_ID, reader.queue)).next_offset:
+            return False
+        assert reader.table == self._table(reader.queue, reader.offset)
+        return True
 
+    @precondition(lambda self: any(self.sent))
     @rule()
     def every_table_is_that_of_the_model(self) -> None:
         self._sync()
         self._check_read(self.store)
         self._check_queries()
 
+    @precondition(lambda self: any(self.sent))
     @rule()
     def fsck_finds_no_problem(self) -> None:
         self._sync()
         report = Fsck(self.disk.killed(), self.store.log.synced_position).run()
         assert report.problem_count == 0, report.problems
 
+    @precondition(lambda self: any(self.sent))
     @rule()
     def scrub_finds_no_damage(self) -> None:
         self._sync()
@@ -350,6 +375,7 @@ class CompactionMachine(RuleBasedStateMachine):
             assert not range_.damaged
             scrub.checked(range_)
 
+    @precondition(lambda self: any(self.sent))
     @rule(bytes_max=st.integers(1, 4_000))
     def a_new_follower_has_the_same_messages(self, bytes_max: int) -> None:
         self._sync()
