@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,20 +127,10 @@ class SegmentExaminer:
 
         def is_unwanted(header: Header, batch: memoryview) -> bool:
             key = header.topic_id, header.queue_id
-            if key == (TOPIC_ID, TRIMMED):
-                order = decode_order(header, bytes(batch), header.position + header.length)
-                keys.update(one[:2] for one in order.trims if one[:2] in first_offsets)
-                return order.next_position <= position
-            if key == (TOPIC_ID, OPENED):
-                return header.position + header.length <= position
-            if key == ORDERS:
-                compaction = decode_compaction(header, bytes(batch))
-                if compaction.key in first_offsets:
-                    keys.add(compaction.key)
-                current = _contains(needed.get(compaction.key, ()), header.position)
-                return not current and header.position + header.length <= position
             if key[0] == TOPIC_ID:
-                return False
+                about, is_settled = _settled(header, batch, position, needed)
+                keys.update(about & first_offsets.keys())
+                return is_settled
             if self._topics.is_gone(header.topic, header.topic_id):
                 return True
             keys.add(key)
@@ -158,6 +148,29 @@ class SegmentExaminer:
         except FileNotFoundError:  # retention has removed it meanwhile
             return None
         return frozenset(keys) if verdicts[0] else None
+
+
+def _settled(
+    header: Header,
+    batch: memoryview,
+    position: int,
+    needed: Mapping[QueueKey, Sequence[PositionRange]],
+) -> tuple[set[QueueKey], bool]:
+    """Return the queues that an order is about, and whether a batch of the system is not needed.
+
+    Args:
+        position: Position of a checkpoint.
+        needed: Parts of the log that compacted queues need.
+    """
+    key, next_position = (header.topic_id, header.queue_id), header.position + header.length
+    if key == (TOPIC_ID, TRIMMED):
+        order = decode_order(header, bytes(batch), next_position)
+        return {one[:2] for one in order.trims}, next_position <= position
+    if key == ORDERS:
+        queue = decode_compaction(header, bytes(batch)).key
+        is_current = _contains(needed.get(queue, ()), header.position)
+        return {queue}, not is_current and next_position <= position
+    return set(), key == (TOPIC_ID, OPENED) and next_position <= position
 
 
 def _contains(ranges: Iterable[PositionRange], position: int) -> bool:

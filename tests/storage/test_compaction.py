@@ -27,6 +27,7 @@ from batonmq.errors import BadBatch
 from batonmq_server.storage.core import checkpoint
 from batonmq_server.storage.core.checkpoint import Checkpoint
 from batonmq_server.storage.core.compacted import CompactedPart, Section
+from batonmq_server.storage.core.compaction_need import compacted_from
 from batonmq_server.storage.core.compaction_order import (
     CompactionOrder,
     SectionRows,
@@ -37,10 +38,13 @@ from batonmq_server.storage.core.compaction_order import (
     written_unix_ms,
 )
 from batonmq_server.storage.core.compaction_policy import CompactionPolicy
+from batonmq_server.storage.core.consumequeue import ConsumeQueue
+from batonmq_server.storage.core.files import FileCache
 from batonmq_server.storage.core.key_digests import KeyDigester, check_keyed, key_bounds
 from batonmq_server.storage.core.keyindex import OpenRun, RunExtent
 from batonmq_server.storage.core.newest_offsets import BYTES_PER_KEY, NewestOffsets
 from batonmq_server.storage.core.store import LocalTopic, check, check_takes
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import TOPIC, batch
 
 _KEY = "baton.ordering_key"
@@ -180,11 +184,21 @@ def test_section_replaces_those_that_it_covers() -> None:
     assert part.covered_from(40) is None
 
 
+def test_run_that_was_interrupted_is_repeated_from_the_end_of_its_sections() -> None:
+    queue = ConsumeQueue(FileCache(MemoryDisk()), "consumequeue/t-1/0", first_offset=20)
+    assert compacted_from(queue, None) == 20
+    part = CompactedPart()
+    part.put(_section(0, 20)._replace(compacted_to=50))
+    assert compacted_from(queue, part) == 20, "the run was to end at 50"
+    part.put(_section(0, 10)._replace(compacted_to=8))
+    assert compacted_from(queue, part) == 8
+
+
 def test_checkpoint_has_the_sections() -> None:
     run = OpenRun(RunExtent(9, 9), 0, 0)
     sections = [((7, 1), _section(0, 10)), ((7, 2), _section(5, 6))]
-    for transactions in (b"", b"as they are"):
-        written = Checkpoint(9, 1, run, [], [], b"", transactions, sections)
+    for transactions, outputs in ((b"", b""), (b"as they are", b""), (b"", b"others")):
+        written = Checkpoint(9, 1, run, [], [], b"", transactions, outputs, sections)
         assert checkpoint.decode(checkpoint.encode(written)) == written
 
 

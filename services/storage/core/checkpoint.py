@@ -250,9 +250,7 @@ def decode(raw: bytes) -> Checkpoint | None:
     )
 
 
-def _behind(
-    version: int, raw: bytes
-) -> tuple[bytes, bytes, list[tuple[QueueKey, Section]]]:
+def _behind(version: int, raw: bytes) -> tuple[bytes, bytes, list[tuple[QueueKey, Section]]]:
     """Return transactions, outputs and sections, which are behind the scheduled batches."""
     if version < OUTPUT_VERSION:
         return (raw if version == VERSION else b""), b"", []

@@ -39,7 +39,8 @@ from batonmq_server.storage.core.scan import HEAD_BYTES_MAX, examine
 TOPIC = "BATON_SYS_SCHEDULE"
 TOPIC_ID = 0
 SCHEDULED, WITHDRAWN = 0, 1
-"""Queues of the system topic; `purge`, `transactions`, `outputs` and `compaction_order` have others."""
+"""Queues of the system topic; `purge`, `transactions`, `outputs` and `compaction_order` have
+others."""
 QUEUE_COUNT = 8
 
 FIRST = -1
