@@ -51,7 +51,7 @@ async def test_stuck_group_is_repaired_by_skipping_the_message_and_the_skip_is_u
         path = f"/change/skip?group=billing&{QUEUE}{await stuck_queue(shown)}"
         plan = await shown.page(path)
         assert "Nothing is changed yet" in plan
-        assert "1 messages that are not acknowledged count as handled" in plan
+        assert "Counted as handled, although not acknowledged: 1 message." in plan
         async with shown.broker.admin() as admin:
             assert (await admin.group_progress("billing")).queues[0].group == "billing"
             assert await Resets(admin).history("billing") == ()

@@ -27,6 +27,7 @@ PACKAGES = {
     "initdb": "postgresql",
     "node": "nodejs",
     "npm": "npm",
+    "chromium": "chromium",
 }
 NEW, OLD = "Client Version: v1.31.0", 'version.Info{Major:"1", Minor:"20", GitVersion:"v1.20.2"}'
 VERBS = ("quick", "lint", "k8s", "test", "coverage", "pythons")

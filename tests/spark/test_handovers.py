@@ -7,7 +7,6 @@ Chromium opens it if it is installed.
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from datetime import UTC, datetime
 from html.parser import HTMLParser
@@ -23,12 +22,10 @@ from batonspark.handover_page import page
 from batonspark.handovers import PHASES, handovers, owners, report
 from batonspark.reports import ReportScope
 from tests.spark.metric_events import NOON, event, rows
+from tests.support.browser import CHROMIUM
 
 QUEUE: dict[str, Any] = {"group": "g", "topic": "orders"}
 MANNERS = ("GRACEFUL", "UNFINISHED", "LEASE_EXPIRED", "DRAIN_TIMED_OUT", "FORCED")
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
 
 
 def at(second: float) -> datetime:

@@ -14,7 +14,6 @@ import pytest
 ALLOWED = {
     "no network of its own can be made here": "a right that a container may not have",
     "no file system may be mounted here": "a right that a container may not have",
-    "NO CHROMIUM ON PATH": "a browser, for one test, takes hundreds of megabytes",
 }
 """Text that the reason of an allowed skip contains, and why the skip is allowed."""
 _Report = TypeVar("_Report", pytest.TestReport, pytest.CollectReport)

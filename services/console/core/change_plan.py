@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from batonmq._core.reset_targets import ResetTarget, ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.admin.resets import ResetStep
 from batonmq.errors import InvalidArgument
+from batonmq_server.console.core.formats import counted
 
 REASON_CHARACTERS_MAX = 1_024
 BY_CHARACTERS_MAX = 255
@@ -118,10 +119,10 @@ def plan_sentence(steps: Sequence[ResetStep]) -> str:
     """Return the sum of the effects on progress as a sentence."""
     replayed = sum(step.replayed_count for step in steps)
     skipped = sum(step.skipped_count for step in steps)
-    queues = f"{len(steps):,} queue" + ("" if len(steps) == 1 else "s")
     return (
-        f"{queues}; {replayed:,} acknowledged messages are delivered again, and {skipped:,} "
-        "messages that are not acknowledged count as handled"
+        f"{counted(len(steps), 'queue')}. Delivered again, although acknowledged: "
+        f"{counted(replayed, 'message')}. Counted as handled, although not acknowledged: "
+        f"{counted(skipped, 'message')}."
     )
 
 

@@ -115,7 +115,7 @@ def handover_view(
     shown = [event for event in events if event.unix_ms >= begin]
     lines = tuple(
         _line(queue, recorded, [e for e in shown if e.queue == queue], (begin, scale), colours)
-        for queue, recorded in sorted(holds.items())
+        for queue, recorded in holds.items()
     )
     drawn = {bar.client_id for line in lines for bar in line.bars if bar.client_id}
     return HandoverView(

@@ -12,6 +12,7 @@ from batonmq.admin.holds import queue_holds
 from batonmq.errors import BatonError
 from batonmq_server.console.core.handover_view import handover_view
 from batonmq_server.console.core.paging import page_of
+from batonmq_server.console.core.topic_view import kind_of
 from batonmq_server.console.visit import PageSpec, Visit
 
 RANGES = {"5m": 300_000, "15m": 900_000, "1h": 3_600_000, "6h": 21_600_000, "24h": 86_400_000}
@@ -37,6 +38,7 @@ async def _show(visit: Visit) -> dict[str, Any]:
     reports, admin = viewer.reports, viewer.admin
     progress = await reports.get(("progress", name), lambda: admin.group_progress(name))
     queues = [QueueRef(q.topic, q.broker, q.queue_id) for q in progress.queues]
+    queues.sort(key=lambda queue: (kind_of(queue.topic) != "topic", queue))
     page = page_of(
         queues,
         str,
