@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from batonmq.admin.message_tracer import GroupTrace, MessageCopy, MessageTracer, TraceReport
     from batonmq.admin.node_reports import NodeReport, ProcessState, node_reports
     from batonmq.admin.operation import Operation
+    from batonmq.admin.outputs import RememberedOutputs, remembered_outputs
     from batonmq.admin.placement import GroupMove, OffsetsPlacement, locate_group, move_group
     from batonmq.admin.quotas import IdentityQuota, QuotaLimits, Quotas
     from batonmq.admin.redriver import RedriveOptions, Redriver, RedriveResult
@@ -206,6 +207,7 @@ __all__ = [
     "Redriver",
     "RefusedClient",
     "ReleasedQueues",
+    "RememberedOutputs",
     "RemoteClient",
     "RemoteClientReport",
     "RemoteClients",
@@ -250,6 +252,7 @@ __all__ = [
     "open_backup_store",
     "read_backup_manifest",
     "read_cluster",
+    "remembered_outputs",
     "replicas",
     "replicas_of",
     "verify_backup",
@@ -319,6 +322,8 @@ _HOMES = {
     "NewToken": "batonmq.admin.access",
     "Node": "batonmq.admin.reports",
     "NodeReport": "batonmq.admin.node_reports",
+    "RememberedOutputs": "batonmq.admin.outputs",
+    "remembered_outputs": "batonmq.admin.outputs",
     "NodeSetting": "batonmq.admin.effective_settings",
     "OffsetsPlacement": "batonmq.admin.placement",
     "Operation": "batonmq.admin.operation",

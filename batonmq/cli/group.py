@@ -38,6 +38,10 @@ commands = LazyGroup(
             "batonmq.cli.group_placement:move",
             "Move a group to another offsets set: its progress, tokens and recorded resets.",
         ),
+        "outputs": LazyCommand(
+            "batonmq.cli.group_outputs:outputs",
+            "Show which outputs of the group's transformers storage remembers, by input queue.",
+        ),
         "reset": LazyCommand("batonmq.cli.group_resets:reset_offsets", hidden=True),
         "reset-offsets": LazyCommand(
             "batonmq.cli.group_resets:reset_offsets",

@@ -28,7 +28,7 @@ from tests.simulation.transactions import BrokerSet
 
 NUMBERS, ITEMS, AUDIT, GROUP = "numbers", "items", "audit", "doubler"
 BROKERS, MEMBERS, KEYS, QUEUES = 2, 3, 9, 6
-FAULTS_S, END_S = 30, 900
+FAULTS_S, END_S = 30, 240
 PRODUCER = ProducerSettings(request_timeout_ms=2_000)
 FAULTS = Faults(loss=0.01, duplicate=0.03, slow=0.02, slow_ms_max=6_000)
 STORAGE: Mapping[str, object] = {"segment_bytes": 65_536}
