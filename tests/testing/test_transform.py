@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.storage.v1 import output_service_pb2 as pb
+from batonmq._common.rpc import error_from_pb
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.handler_results import MessageFailed
@@ -24,12 +26,14 @@ from batonmq._core.reset_targets import ToEarliest
 from batonmq._core.retries import dead_letter_topic
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq.admin.operation import Operation
+from batonmq.admin.outputs import remembered_outputs
 from batonmq.admin.resets import Resets, ResetScope
 from batonmq.errors import InvalidArgument, TopicNotFound
 from batonmq_server.testing import MemoryBroker, run_virtual
 from tests.support.conditions import until
 
 IN, OUT, GROUP = "orders", "items", "doubler"
+SOURCE = pb.OutputSource(group="g", topic_id=1, broker="broker-0", queue_id=0)
 IN_PLACE = ConsumerSettings(consume_from="first", send_back=False)
 
 
@@ -221,5 +225,47 @@ def test_transform_is_refused_where_it_can_not_be_exact() -> None:
                     await consumer.transform(double, to="missing")
                 with pytest.raises(InvalidArgument, match="output topic"):
                     await consumer.transform(double, to=())
+
+    run_virtual(main())
+
+
+def test_brokers_list_what_they_remember_of_a_group() -> None:
+    async def main() -> None:
+        async with orders(8) as broker, transforming(broker, double):
+            await broker.settled(GROUP)
+            async with broker.admin() as admin:
+                found, problems = await remembered_outputs(admin, GROUP)
+                others, _ = await remembered_outputs(admin, "another")
+        assert not problems and not others
+        assert found and {one.group for one in found} == {GROUP}
+        assert all(one.token == 1 and one.forgotten_unix_ms == 0 for one in found)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("owner", "reason"),
+    [
+        (pb.OutputOwner(token=1), "INVALID_NAME"),
+        (pb.OutputOwner(source=SOURCE), "INVALID_ARGUMENT"),
+        (pb.OutputOwner(source=SOURCE, token=1, floor=-1), "INVALID_ARGUMENT"),
+        (pb.OutputOwner(source=SOURCE, token=2), ""),
+    ],
+)
+def test_each_owner_that_opens_outputs_has_its_own_outcome(
+    owner: pb.OutputOwner, reason: str
+) -> None:
+    async def main() -> None:
+        async with orders(0) as broker, broker.admin() as admin:
+            stub = await admin.directory.outputs("broker-0")
+            request = pb.OpenOutputsRequest(owners=[owner])
+            (outcome,) = (await stub.OpenOutputs(request, timeout=5)).outcomes
+            if reason:
+                assert error_from_pb(outcome.error).reason == reason
+                return
+            owner.token = 1
+            again = pb.OpenOutputsRequest(owners=[owner])
+            (outcome,) = (await stub.OpenOutputs(again, timeout=5)).outcomes
+            assert error_from_pb(outcome.error).reason == "PRODUCER_FENCED"
 
     run_virtual(main())
