@@ -48,7 +48,7 @@ SETTLING_MS = 10_000
 """Commits in this time before the newest event are not checked against the deliveries: the event
 of a commit may be published before that of its delivery."""
 ROWS_MAX = 100
-_SERVICES = ("storage", "lockmgr", "offsets")
+_SERVICES = ("storage", "lockmgr", "offsets", "gateway")
 """Services with events that the audit needs."""
 _KINDS = (
     "delivered", "committed", "lock_granted", "lock_forced", "handed_over", "progress_reset",

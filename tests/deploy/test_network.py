@@ -36,7 +36,11 @@ def expected(resources: list[Resource], components: set[str]) -> set[Connection]
     table = page.partition("**Network policies**")[2].partition("**Rights.**")[0]
     present = {one.name for one in workloads(resources)}
     strangers = {"a client", "Prometheus", "any address"}
-    groups = {"a client": {"a client", *CLIENTS & present}, "any address": strangers}
+    groups = {
+        "a client": {"a client", *CLIENTS & present},
+        "a remote client": {"a client"},
+        "any address": strangers,
+    }
     connections = {(name, "DNS", 53) for name in present}
     for caller_cell, component, callee_cell in _ROW.findall(table):
         if component and component not in components:

@@ -165,7 +165,7 @@ def test_expiring_certificates_and_certificates_of_a_former_authority_are_reissu
     assert make_ca(tmp_path).returncode == 0
     after = contents(tmp_path)
     certs = [path for path in after if path.name == "tls.crt"]
-    assert len(certs) == 7
+    assert len(certs) == 8
     assert all(after[path] != before[path] for path in certs)
     for path in tmp_path.glob("ca.*"):
         path.unlink()

@@ -109,6 +109,33 @@ def test_redelivery_of_acked_messages_is_a_bug(spark: SparkSession) -> None:
     assert "graceful duplicates (bugs): 10" in audit.lines
 
 
+def handed_out(second: int, client_id: str, first: int, next_: int) -> pb.MetricEvent:
+    offsets = {"first_offset": first, "next_offset": next_}
+    return event(
+        "remote_delivered", second * 1000, **QUEUE, range=offsets, token=1,
+        client_id=client_id, message_count=next_ - first,
+    )  # fmt: skip
+
+
+def test_repeats_of_remote_clients_are_explained_and_those_of_acked_messages_are_bugs(
+    spark: SparkSession,
+) -> None:
+    gateway = "gateway/gateway-0"
+    first = batch([handed_out(2, "shop-1", 0, 100)], 1, gateway)
+    again = batch([handed_out(32, "shop-2", 95, 98)], 2, gateway)
+    audit = report(spark, [*HISTORY, first, again], ReportScope())
+    assert audit.summary["counts"] == {"crash": 10, "lease": 3}
+    assert audit.ok
+    (row,) = audit.rows.where("cause = 'lease'").collect()
+    assert (row.previous_client_id, row.client_id) == ("shop-1", "shop-2")
+    late = batch([handed_out(33, "shop-2", 80, 92)], 2, gateway)
+    audit = report(spark, [*HISTORY, first, late], ReportScope())
+    assert audit.summary["counts"] == {"crash": 10, "acked": 10, "lease": 2}
+    assert not audit.ok
+    audit = report(spark, [*HISTORY, again], ReportScope())
+    assert "missing" in {one["what"] for one in audit.summary["gaps"]}
+
+
 @pytest.mark.parametrize(
     ("batches", "gap"),
     [
