@@ -57,7 +57,7 @@ async def rebuilt(admin: Admin, nameserver: str) -> tuple[dict[str, bytes], int]
 
 async def main(nameserver: str = NAMESERVER) -> None:
     """Change prices, wait for the compaction, and rebuild the table."""
-    async with Admin(nameserver) as admin, Producer(nameserver) as producer, asyncio.timeout(120):
+    async with Admin(nameserver) as admin, Producer(nameserver) as producer, asyncio.timeout(60):
         topic = (await admin.create_topic(TOPIC, 2, compaction=Compaction(dirty_percent=10))).topic
         table = await change_prices(producer)
         first, read_count = await rebuilt(admin, nameserver)

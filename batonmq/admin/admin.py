@@ -189,8 +189,13 @@ class Admin:
         )
         topic = topic_from_pb(answer.topic)
         held, problems = await self.extents(topic.queues)
-        extents = tuple(QueueExtent(q, *held.get(q, (None, None))) for q in topic.queues)
-        return TopicDetail(topic, extents, problems)
+        firsts = {queue: first for queue, (first, _) in held.items()}
+        kept = await self.message_counts(firsts) if topic.compaction is not None else {}
+        extents = []
+        for queue in topic.queues:
+            first, end = held.get(queue, (None, None))
+            extents.append(QueueExtent(queue, first, end, kept.get(queue)))
+        return TopicDetail(topic, tuple(extents), problems)
 
     async def update_topic(  # noqa: PLR0913  keyword-only from the second on
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -80,6 +80,7 @@ class TopicBackup:
 
     Attributes:
         topic_id: With `create_unix_ms` it tells whether the topic is still the same.
+        compaction: Settings of a compacted topic, in the order of `Compaction`; None for others.
     """
 
     name: str
@@ -91,6 +92,7 @@ class TopicBackup:
     retention_ms: int
     retention_bytes: int
     inherited: bool
+    compaction: Sequence[int | None] | None = None
 
     @property
     def queue_count(self) -> int:

@@ -40,7 +40,7 @@ from batonmq.admin.backup_manifest import (
 from batonmq.admin.backup_store import BackupStore, in_thread
 from batonmq.admin.operation import Operation
 from batonmq.admin.quotas import QuotaLimits, Quotas
-from batonmq.admin.reports import MessageType, queue_to_pb
+from batonmq.admin.reports import Compaction, MessageType, queue_to_pb
 from batonmq.admin.resets import ResetPlan, Resets
 from batonmq.errors import (
     BatonError,
@@ -239,6 +239,7 @@ class BackupRestorer:
             message_type=cast(MessageType, topic.message_type),
             retention_ms=topic.retention_ms,
             retention_bytes=topic.retention_bytes,
+            compaction=None if topic.compaction is None else Compaction(*topic.compaction),
         )
 
     # ---- messages

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import query_service_pb2 as query_pb
@@ -318,7 +318,10 @@ class BackupWriter:
                         if copy.size >= CHUNK_BYTES:
                             chunks += await self._flush(queue, copy)
                     if not answer.batches:
-                        break
+                        if answer.next_offset <= copy.offset:
+                            break
+                        chunks += await self._flush(queue, copy)  # a compaction has removed some
+                        copy.offset = answer.next_offset
             except TopicNotFound:
                 self._notes.append(f"topic {queue.topic} was deleted during the snapshot")
             chunks += await self._flush(queue, copy)
@@ -432,6 +435,7 @@ def _topic_backup(topic: Topic) -> TopicBackup:
         retention_ms=topic.retention_ms,
         retention_bytes=topic.retention_bytes,
         inherited=topic.inherited,
+        compaction=None if topic.compaction is None else astuple(topic.compaction),
     )
 
 

@@ -86,11 +86,24 @@ class CreatedTopic:
 
 @dataclass(frozen=True, slots=True)
 class QueueExtent:
-    """The offsets [first_offset, next_offset) of a queue; None if its broker did not answer."""
+    """The offsets [first_offset, next_offset) of a queue; None if its broker did not answer.
+
+    Attributes:
+        kept_count: Number of its messages in a compacted topic, which has offsets without messages;
+            None in others, or if it is unknown.
+    """
 
     queue: QueueRef
     first_offset: int | None
     next_offset: int | None
+    kept_count: int | None = None
+
+    @property
+    def count(self) -> int | None:
+        """Number of messages; None if the broker did not answer."""
+        if self.first_offset is None or self.next_offset is None:
+            return None
+        return self.next_offset - self.first_offset if self.kept_count is None else self.kept_count
 
 
 @dataclass(frozen=True, slots=True)

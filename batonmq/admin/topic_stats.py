@@ -26,6 +26,7 @@ class QueueStats:
         stored_bytes: Bytes of its batches in the log of the leader, compressed as they are, without
             indexes; each follower has as many. None if the broker does not answer, or the index is
             damaged.
+        count: Number of stored messages; None if the broker does not answer.
     """
 
     queue: QueueRef
@@ -34,13 +35,7 @@ class QueueStats:
     last_store_unix_ms: int | None
     per_s: float | None
     stored_bytes: int | None = None
-
-    @property
-    def count(self) -> int | None:
-        """Number of stored messages; None if the broker does not answer."""
-        if self.first_offset is None or self.next_offset is None:
-            return None
-        return self.next_offset - self.first_offset
+    count: int | None = None
 
 
 class TopicStats:
@@ -83,6 +78,7 @@ class TopicStats:
                 calls[held.queue].result(),
                 self._rate(held.queue, held.next_offset, now_s),
                 stored_bytes.get(held.queue),
+                held.count,
             )
             for held in detail.queues
         )

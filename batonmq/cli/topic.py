@@ -264,9 +264,7 @@ async def _describe(session: CommandSession, name: str) -> None:
         | {
             "first_offset": extent.first_offset,
             "next_offset": extent.next_offset,
-            "count": None
-            if extent.first_offset is None or extent.next_offset is None
-            else extent.next_offset - extent.first_offset,
+            "count": extent.count,
         }
         for extent in detail.queues
     ]

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 10
 QUEUES_AT_ONCE = 64
-SMALL_BYTES, SMALL_INTERVAL_MS = 1024 * 1024, 60_000
+SMALL_BYTES, SMALL_INTERVAL_MS = 1024 * 1024, 20_000
 """A queue with fewer new bytes is compacted once in this time, at most."""
 
 

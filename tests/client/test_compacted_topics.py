@@ -15,7 +15,7 @@ import pytest
 
 from batonmq import Consumer, ConsumerSettings, Producer, ReceivedMessage
 from batonmq._core.queues import QueueRef
-from batonmq.admin import Admin, Compaction
+from batonmq.admin import Admin, Compaction, TopicStats
 from batonmq.errors import BadBatch, InvalidArgument
 from batonmq_server.testing import MemoryBroker, run_virtual
 
@@ -83,6 +83,11 @@ def test_group_gets_the_newest_messages_and_its_lag_counts_messages() -> None:
             found = await consume(broker, KEYS)
             assert found == [(number, b"%d" % number) for number in range(95, 100)]
             assert (await lag(admin))[0] == 0, "the removed messages are no work"
+            (extent,) = (await admin.describe_topic(TOPIC)).queues
+            assert (extent.first_offset, extent.next_offset, extent.count) == (0, 100, KEYS)
+            ((stats,), problems) = await TopicStats(admin, TOPIC).look()
+            assert (stats.count, problems) == (KEYS, ())
+            assert stats.stored_bytes is not None and stats.stored_bytes < KEYS * 300
             await send(producer, *range(100, 200))
             await wait_for_count(admin, KEYS)
             assert (await lag(admin))[0] == KEYS

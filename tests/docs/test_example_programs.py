@@ -23,6 +23,7 @@ CLAIMED = "idempotent(bank.book, store, claim_ms=CLAIM_MS, done_ms=DONE_MS, key=
 BROKEN = {
     "cache.py": ('model="broadcasting", offsets_file=offsets_file, ', ""),
     "idempotent_payments.py": (CLAIMED, "bank.book"),
+    "latest_prices.py": (", compaction=Compaction(dirty_percent=10)", ""),
     "ledger.py": ('order="queue"', "send_back=False, queue_concurrency=20"),
     "mails.py": ('order="key", ', 'order="queue", '),
     "order_lines.py": ("    order = int(message.body)", "    order = int(message.body) // 2"),
