@@ -225,9 +225,12 @@ class OutputTable:
                 head, f"input {int(keys.min()) >> NUMBER_BITS} is acknowledged: the floor is "
                 f"{known.floor}", known,
             )  # fmt: skip
+        if not len(known.rows) or int(keys.min()) > int(known.rows["key"][-1]):
+            self._check_room(len(keys), 0, now_unix_ms)
+            return None  # inputs behind all others, as most are
         at = np.searchsorted(known.rows["key"], keys)
         at[at == len(known.rows)] = 0
-        found = known.rows["key"][at] == keys if len(known.rows) else np.zeros(len(keys), np.bool_)
+        found = known.rows["key"][at] == keys
         if not found.any():
             self._check_room(len(keys), 0, now_unix_ms)
             return None
@@ -249,8 +252,11 @@ class OutputTable:
         rows["stored_offset"] = np.arange(receipt.first_offset, receipt.first_offset + header.count)
         if outputs.head.floor < source.floor:
             rows = rows[rows["key"] >= np.uint64(source.floor << NUMBER_BITS)]
+        ascending = not len(source.rows) or bool((rows["key"] > source.rows["key"][-1]).all())
+        ascending = ascending and bool((outputs.keys[1:] > outputs.keys[:-1]).all())
         rows = np.concatenate((source.rows, rows))
-        rows = rows[np.argsort(rows["key"], kind="stable")]
+        if not ascending:
+            rows = rows[np.argsort(rows["key"], kind="stable")]
         self._count += len(rows) - len(source.rows)
         source.rows = rows
         self._forget_some()
