@@ -255,7 +255,7 @@ class CompactionMachine(RuleBasedStateMachine):
 
     @rule(changes=st.one_of(st.none(), st.integers(0, 12)))
     def trim_and_purge(self, changes: int | None) -> None:
-        """Purge a segment of which no message is kept, and trim the ordinary topic."""
+        """Purge segments of which no message is kept, and trim the ordinary topic."""
         self._sync()
 
         async def work(flusher: Flusher, checkpointer: Checkpointer) -> bool:
@@ -266,9 +266,11 @@ class CompactionMachine(RuleBasedStateMachine):
                 TopicLimits(self.store, topics, 0),
                 SegmentExaminer(self.disk, self.store, topics, checkpointer.position, at_once),
             )
-            if await trimmer.trim():
-                await flusher.wait_until_safe(self.store.log.next_position)
-            return await checkpointer.take()
+            for _ in range(4):  # each round examines one segment
+                if await trimmer.trim():
+                    await flusher.wait_until_safe(self.store.log.next_position)
+                await checkpointer.take()
+            return True
 
         self._work(work, changes)
 
