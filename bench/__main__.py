@@ -21,6 +21,7 @@ from bench import (
     delay,
     events,
     failovers,
+    gateway,
     growth,
     memory,
     order_by_key,
@@ -77,6 +78,7 @@ BENCHES: dict[str, Callable[[Setup], Awaitable[list[Figure]]]] = {
     "streams": streams.streams,
     "tls": tls.tls,
     "access": access.access,
+    "gateway": gateway.gateway,
 }
 
 

@@ -27,7 +27,7 @@ from bench.peers.downloads import (
 )
 from bench.peers.steps import GROUPS
 
-_READY_S = 90.0
+_READY_S = 240.0
 _STOP_S = 15.0
 _CLUSTER_ID = "YmF0b25tcS1iZW5jaC1wZQ"
 _JAVA = ("java", "-XX:+UseG1GC")

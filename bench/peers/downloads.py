@@ -67,7 +67,7 @@ async def jars(peer: str) -> Path:
             remedy="Install Maven and a JDK of Java 17 or later.",
         )  # fmt: skip
 
-    folder = await _kept(peer, pom, download)
+    folder = await kept(peer, pom, download)
     expected = checksums((HERE / peer / "jars.sha256").read_text())
     await asyncio.to_thread(check, folder, expected)
     return folder
@@ -88,7 +88,7 @@ async def nats_server() -> Path:
             env={"CGO_ENABLED": "0"}, remedy="Install Go 1.26 or later.",
         )  # fmt: skip
 
-    return await _kept("nats", source / "go.sum", build) / "nats-server"
+    return await kept("nats", source / "go.sum", build) / "nats-server"
 
 
 async def python_libraries() -> Path:
@@ -105,10 +105,10 @@ async def python_libraries() -> Path:
             "--require-hashes", "--no-deps", "--target", str(folder), "-r", str(lock),
         )  # fmt: skip
 
-    return await _kept("python", lock, install)
+    return await kept("python", lock, install)
 
 
-async def _kept(name: str, source: Path, make: Callable[[Path], Awaitable[None]]) -> Path:
+async def kept(name: str, source: Path, make: Callable[[Path], Awaitable[None]]) -> Path:
     """Return a folder of the cache for the content of `source`; make it if it does not exist."""
     folder = _folder_for(name, source)
     if not folder.exists():

@@ -54,12 +54,18 @@ def test_same_seed_is_the_same_run() -> None:
 
 
 def acks_are_answered_before_they_are_durable(patch: pytest.MonkeyPatch) -> None:
-    """An acknowledgement is answered while its commit is in flight."""
+    """An acknowledgement is answered at once, and committed 2 s later."""
     end = GroupConsumer._end
 
-    def broken(self: Any, pool: Any, offset: int, serial: int) -> asyncio.Future[None]:
-        end(self, pool, offset, serial)
-        done = asyncio.get_running_loop().create_future()
+    def broken(self: Any, pool: Any, offset: int, serial: int, **more: Any) -> asyncio.Future[None]:
+        loop = asyncio.get_running_loop()
+
+        def commit() -> None:
+            if offset in pool.held and self._held is not None:
+                end(self, pool, offset, serial, **more)
+
+        loop.call_later(2, commit)
+        done = loop.create_future()
         done.set_result(None)
         return done
 

@@ -1,0 +1,73 @@
+"""The official Java client of RocketMQ 5, which fills and drains topics of a gateway or a proxy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.peers.downloads import PeerFailed, command, kept
+
+SOURCES = Path(__file__).parent / "java"
+_CALL_S = 300
+
+
+class Drained(NamedTuple):
+    """What one program did."""
+
+    message_count: int
+    seconds: float
+
+
+class JavaClient:
+    """The compiled program `Drain`.
+
+    Args:
+        folder: Its class, and the jars in `lib`.
+    """
+
+    def __init__(self, folder: Path, home: Path) -> None:
+        self._folder, self._home = folder, home
+
+    @classmethod
+    async def compiled(cls, home: Path) -> JavaClient:
+        """Return the client, downloaded and compiled; it writes its logs to `home`.
+
+        Raises:
+            PeerFailed: There is no JDK or Maven, or a download fails.
+        """
+        pom, source = SOURCES / "pom.xml", SOURCES / "Drain.java"
+
+        async def build(folder: Path) -> None:
+            await command(
+                "mvn", "--batch-mode", "--quiet", "--file", str(pom),
+                "dependency:copy-dependencies", f"-DoutputDirectory={folder / 'lib'}",
+                remedy="Install Maven and a JDK of Java 17 or later.",
+            )  # fmt: skip
+            await command("javac", "-cp", f"{folder / 'lib'}/*", "-d", str(folder), str(source))
+
+        return cls(await kept("java-client", source, build), home)
+
+    async def fill(self, endpoints: str, topic: str, count: int) -> Drained:
+        """Send messages of 100 bytes."""
+        return await self._run("fill", endpoints, topic, "-", count)
+
+    async def drain(self, endpoints: str, topic: str, group: str, count: int) -> Drained:
+        """Receive and acknowledge messages.
+
+        Raises:
+            PeerFailed: Some did not come.
+        """
+        done = await self._run("drain", endpoints, topic, group, count)
+        if done.message_count < count:
+            raise PeerFailed(f"{done.message_count} of {count} messages were received")
+        return done
+
+    async def _run(self, work: str, endpoints: str, topic: str, group: str, count: int) -> Drained:
+        text = await command(
+            "java", f"-Duser.home={self._home}", "-cp", f"{self._folder / 'lib'}/*:{self._folder}",
+            "Drain", work, endpoints, topic, group, str(count),
+            env={"PATH": os.environ["PATH"]}, timeout_s=_CALL_S,
+        )  # fmt: skip
+        done, milliseconds = map(int, text.split()[-2:])
+        return Drained(done, milliseconds / 1_000)
