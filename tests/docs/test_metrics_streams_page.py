@@ -24,6 +24,7 @@ _WHERE = {
     "offsets": "services/offsets",
     "lockmgr": "services/lockmgr",
     "nameserver": "services/nameserver",
+    "gateway": "services/gateway",
     "clients": "batonmq",
     "each service": "services/runtime",
 }
