@@ -62,7 +62,7 @@ from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, batch, open_store
 from tests.storage.test_purge_machine import Crash, CrashingDisk, at_once
 
-EXAMPLES = int(os.environ.get("BATON_TEST_COMPACTIONS", "30"))  # noqa: TID251  a test's own setting
+EXAMPLES = int(os.environ.get("BATON_TEST_COMPACTIONS", "15"))  # noqa: TID251  a test's own setting
 SEGMENT_BYTES = 2_048
 QUEUES = 2
 TABLE, TABLE_ID = "prices", 11
