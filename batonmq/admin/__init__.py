@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from batonmq._core.dead_letters import Criteria, DeadLetter
-    from batonmq._core.message_trace import MessageState, MessageTrace, TraceEvent, TraceEventKind
+    from batonmq._core.message_trace import (
+        Hold,
+        MessageState,
+        MessageTrace,
+        TraceEvent,
+        TraceEventKind,
+    )
     from batonmq._core.reset_targets import ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
     from batonmq.admin.access import (
         AccessBlock,
@@ -71,6 +77,7 @@ if TYPE_CHECKING:
         StagedSubscriptions,
         Subscription,
     )
+    from batonmq.admin.holds import queue_holds
     from batonmq.admin.locks import Denial, ForcedRelease, LockDetail, Locks, ReleasedQueues
     from batonmq.admin.message_queries import (
         KeyMatches,
@@ -169,6 +176,7 @@ __all__ = [
     "GroupTrace",
     "HeldMessage",
     "HeldMessageReport",
+    "Hold",
     "IdentityGrants",
     "IdentityQuota",
     "IssuedAccessKey",
@@ -250,6 +258,7 @@ __all__ = [
     "node_reports",
     "node_settings",
     "open_backup_store",
+    "queue_holds",
     "read_backup_manifest",
     "read_cluster",
     "remembered_outputs",
@@ -303,6 +312,7 @@ _HOMES = {
     "GroupTrace": "batonmq.admin.message_tracer",
     "HeldMessage": "batonmq.admin.remote_clients",
     "HeldMessageReport": "batonmq.admin.remote_clients",
+    "Hold": "batonmq._core.message_trace",
     "IdentityGrants": "batonmq.admin.access",
     "IdentityQuota": "batonmq.admin.quotas",
     "IssuedAccessKey": "batonmq.admin.access",
@@ -385,6 +395,7 @@ _HOMES = {
     "node_reports": "batonmq.admin.node_reports",
     "node_settings": "batonmq.admin.effective_settings",
     "open_backup_store": "batonmq.admin.backup_store",
+    "queue_holds": "batonmq.admin.holds",
     "read_backup_manifest": "batonmq.admin.backup_writer",
     "read_cluster": "batonmq.admin.cluster_reader",
     "replicas": "batonmq.admin.replication",

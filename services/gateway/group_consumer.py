@@ -605,9 +605,9 @@ class GroupConsumer:
     ) -> None:
         if ending.answer.done():
             return  # the queue was lost meanwhile
-        if committed.cancelled() or (error := committed.exception()) is not None:
-            lost = Fenced("the queue was lost")
-            ending.answer.set_exception(lost if committed.cancelled() else error)
+        error = Fenced("the queue was lost") if committed.cancelled() else committed.exception()
+        if error is not None:
+            ending.answer.set_exception(error)
             return  # its pools are dropped
         pool.ending.pop(offset, None)
         lease, held = pool.leases.get(offset), pool.held.pop(offset, None)
