@@ -89,7 +89,7 @@ CHECKS: tuple[ClusterCheck, ...] = (
     ClusterCheck(
         "versions",
         "Are all nodes of one version?",
-        "Finish the rolling upgrade: docs/how-to/operator-tasks.md.",
+        "Finish the rolling upgrade: the CHANGELOG says in which order.",
         ("nodes",),
         _cluster_findings.find_versions,
     ),
@@ -180,7 +180,7 @@ CHECKS: tuple[ClusterCheck, ...] = (
     ClusterCheck(
         "topic-balance",
         "Are the queues of each topic spread evenly over the brokers?",
-        "Move queues to the brokers with fewer: baton topic move.",
+        "Spread the queues evenly: baton topic update --queues.",
         ("topics",),
         _cluster_findings.find_topic_balance,
     ),
