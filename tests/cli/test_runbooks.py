@@ -25,7 +25,7 @@ from batonmq._blocking import BlockingProducer
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
-from tests.cli.baton import RunningCluster
+from tests.cli.baton import RunningCluster, up
 from tests.storage.batches import batch
 from tests.storage.test_fsck import node_in, write
 from tests.support.conditions import until_now
@@ -70,6 +70,8 @@ EXPECTED_TEXTS: Mapping[str, str] = {
     "dlq": GROUP,
     "dlq show": f"{TOPIC}/broker-0/0@0",
     "fsck": "clean",
+    "gateway clients": "LIBRARY",
+    "gateway messages": "LEASE-LEFT",
     "group delete": SPARE,
     "group resets": "reset",
     "group": GROUP,
@@ -104,6 +106,14 @@ class RunbookScene:
         return (
             [*filled, "--yes"] if "delete" in command else filled
         )  # a terminal would need a confirmation
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """A cluster with a gateway."""
+    with up(tmp_path_factory.mktemp("up") / "data", "--gateway") as running:
+        yield running
+        assert running.interrupt() == 0
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,12 @@ def leases_expire_early(patch: pytest.MonkeyPatch) -> None:
 
 def leases_never_expire(patch: pytest.MonkeyPatch) -> None:
     """A message of a client that died is never leased again."""
-    patch.setattr(QueueLeases, "expire", lambda *_: [])
+
+    def broken(self: Any, *_: Any) -> list[MessageLease]:
+        self._expiries.clear()
+        return []
+
+    patch.setattr(QueueLeases, "expire", broken)
 
 
 def dead_clients_count_as_alive(patch: pytest.MonkeyPatch) -> None:
