@@ -157,11 +157,11 @@ def test_relocated_batches_have_the_kept_messages_at_their_offsets(
 
 
 def test_order_is_read_as_it_was_written() -> None:
-    columns = [np.arange(5) * n for n in (1, 100, 7, -3)]
+    offsets, positions, sizes, tags = (np.arange(5) * n for n in (1, 100, 7, -3))
     order = CompactionOrder(
         topic=TOPIC, topic_id=7, queue_id=2, first_offset=0, next_offset=50, compacted_to=40,
         data_position=100, data_end=900, queue_position=1_000, removed_count=45,
-        rows=SectionRows(*columns, np.array([3]), np.array([1 << 41])),
+        rows=SectionRows(offsets, positions, sizes, tags, np.array([3]), np.array([1 << 41])),
     )  # fmt: skip
     raw = encode_order(order)
     again = decode_order(read_header(raw), raw)
