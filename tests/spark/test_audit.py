@@ -132,7 +132,8 @@ def test_repeats_of_remote_clients_are_explained_and_those_of_acked_messages_are
     audit = report(spark, [*HISTORY, first, late], ReportScope())
     assert audit.summary["counts"] == {"crash": 10, "acked": 10, "lease": 2}
     assert not audit.ok
-    audit = report(spark, [*HISTORY, again], ReportScope())
+    later = batch([handed_out(32, "shop-2", 95, 98)], 3, gateway)
+    audit = report(spark, [*HISTORY, first, later], ReportScope())
     assert "missing" in {one["what"] for one in audit.summary["gaps"]}
 
 
