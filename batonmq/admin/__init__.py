@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from batonmq.admin.cluster_checks import CheckVerdict, ClusterCheck, cluster_verdicts
     from batonmq.admin.cluster_reader import read_cluster
     from batonmq.admin.cluster_state import BrokerDisk, CheckFinding, CheckLevel, ClusterState
-    from batonmq.admin.config_drift import ConfigDrift, config_drift
     from batonmq.admin.dead_letters import DeadLetters, DeadLetterSummaries, DeadLetterSummary
     from batonmq.admin.diagnostics import Diagnostics
     from batonmq.admin.effective_settings import NodeSetting, node_settings
@@ -87,7 +86,7 @@ if TYPE_CHECKING:
         StoreTimeRange,
     )
     from batonmq.admin.message_tracer import GroupTrace, MessageCopy, MessageTracer, TraceReport
-    from batonmq.admin.node_reports import NodeReport, ProcessState, node_reports
+    from batonmq.admin.node_state import NodeReport, ProcessState, node_reports
     from batonmq.admin.operation import Operation
     from batonmq.admin.outputs import RememberedOutputs, remembered_outputs
     from batonmq.admin.placement import GroupMove, OffsetsPlacement, locate_group, move_group
@@ -128,6 +127,7 @@ if TYPE_CHECKING:
         ResetScope,
         ResetStep,
     )
+    from batonmq.admin.setting_drift import ConfigDrift, config_drift
     from batonmq.admin.topic_stats import QueueStats, TopicStats
     from batonmq.admin.transactions import TransactionDetail, Transactions
 
@@ -292,7 +292,7 @@ _HOMES = {
     "ClusterNodes": "batonmq.admin.reports",
     "ClusterState": "batonmq.admin.cluster_state",
     "Compaction": "batonmq.admin.reports",
-    "ConfigDrift": "batonmq.admin.config_drift",
+    "ConfigDrift": "batonmq.admin.setting_drift",
     "CreatedTopic": "batonmq.admin.reports",
     "Criteria": "batonmq._core.dead_letters",
     "DeadLetter": "batonmq._core.dead_letters",
@@ -331,14 +331,14 @@ _HOMES = {
     "NewAccessKey": "batonmq.admin.access_keys",
     "NewToken": "batonmq.admin.access",
     "Node": "batonmq.admin.reports",
-    "NodeReport": "batonmq.admin.node_reports",
+    "NodeReport": "batonmq.admin.node_state",
     "RememberedOutputs": "batonmq.admin.outputs",
     "remembered_outputs": "batonmq.admin.outputs",
     "NodeSetting": "batonmq.admin.effective_settings",
     "OffsetsPlacement": "batonmq.admin.placement",
     "Operation": "batonmq.admin.operation",
     "Pause": "batonmq.admin.group_reports",
-    "ProcessState": "batonmq.admin.node_reports",
+    "ProcessState": "batonmq.admin.node_state",
     "QueueBackup": "batonmq.admin.backup_manifest",
     "QueueDiagnosis": "batonmq.admin.group_reports",
     "QueueExtent": "batonmq.admin.reports",
@@ -386,13 +386,13 @@ _HOMES = {
     "TransactionDetail": "batonmq.admin.transactions",
     "Transactions": "batonmq.admin.transactions",
     "cluster_verdicts": "batonmq.admin.cluster_checks",
-    "config_drift": "batonmq.admin.config_drift",
+    "config_drift": "batonmq.admin.setting_drift",
     "elect": "batonmq.admin.replication",
     "group_lags": "batonmq.admin.group_lag",
     "list_snapshots": "batonmq.admin.backup_writer",
     "locate_group": "batonmq.admin.placement",
     "move_group": "batonmq.admin.placement",
-    "node_reports": "batonmq.admin.node_reports",
+    "node_reports": "batonmq.admin.node_state",
     "node_settings": "batonmq.admin.effective_settings",
     "open_backup_store": "batonmq.admin.backup_store",
     "queue_holds": "batonmq.admin.holds",

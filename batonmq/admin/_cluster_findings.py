@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from batonmq._common.health import SERVING
 from batonmq._core.names import is_system_topic
 from batonmq.admin.cluster_state import CheckFinding, CheckLevel, ClusterState
-from batonmq.admin.config_drift import config_drift
-from batonmq.admin.node_reports import NodeReport
+from batonmq.admin.node_state import NodeReport
 from batonmq.admin.quotas import DEFAULT_IDENTITY
+from batonmq.admin.setting_drift import config_drift
 
 SERVICES = ("lockmgr", "nameserver", "offsets", "storage")
 CLOCK_SKEW_MS_MAX = 500

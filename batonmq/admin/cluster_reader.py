@@ -18,7 +18,7 @@ from batonmq.admin.cluster_state import BrokerDisk, ClusterState
 from batonmq.admin.dead_letters import DeadLetters, DeadLetterSummary
 from batonmq.admin.group_lag import GroupLag, group_lags
 from batonmq.admin.group_reports import Group
-from batonmq.admin.node_reports import NODE_TIMEOUT_S, node_reports
+from batonmq.admin.node_state import NODE_TIMEOUT_S, node_reports
 from batonmq.admin.quotas import Quotas
 from batonmq.admin.replication import Replica, replicas
 from batonmq.admin.reports import Node

@@ -10,7 +10,7 @@ from batonmq.admin.access import IdentityGrants
 from batonmq.admin.dead_letters import DeadLetterSummary
 from batonmq.admin.group_lag import GroupLag
 from batonmq.admin.group_reports import Group
-from batonmq.admin.node_reports import NodeReport, ProcessState
+from batonmq.admin.node_state import NodeReport, ProcessState
 from batonmq.admin.quotas import IdentityQuota
 from batonmq.admin.replication import Replica
 from batonmq.admin.reports import Topic

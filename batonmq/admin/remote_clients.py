@@ -26,7 +26,7 @@ class RemoteClient:
         kind: producer, push_consumer, simple_consumer or pull_consumer; empty without settings.
         namespace: Namespace of its names; empty for none.
         identity: Its identity; empty while access control is off.
-        groups: Groups that it consumes for; at most 64.
+        group_names: Groups that it consumes for; at most 64.
         in_flight_count: Messages that it holds by this gateway; of one group, if one was asked for.
         oldest_lease_ms: Time since the oldest delivery that it holds; None if it holds none.
         silent_ms: Time since its last call began; None if the gateway has forgotten the client.
@@ -41,7 +41,7 @@ class RemoteClient:
     kind: str
     namespace: str
     identity: str
-    groups: tuple[str, ...]
+    group_names: tuple[str, ...]
     in_flight_count: int
     oldest_lease_ms: int | None
     silent_ms: int | None
@@ -202,7 +202,7 @@ def _client(gateway: str, client: pb.RemoteClient) -> RemoteClient:
         kind="" if kind == "unspecified" else kind,
         namespace=client.namespace,
         identity=client.identity,
-        groups=tuple(client.groups),
+        group_names=tuple(client.groups),
         in_flight_count=client.in_flight_count,
         oldest_lease_ms=client.oldest_lease_ms if client.in_flight_count else None,
         silent_ms=client.silent_ms if client.silent_ms >= 0 else None,

@@ -9,8 +9,8 @@ from click.exceptions import Exit
 
 from batonmq.admin.cluster_checks import CHECKS, CheckVerdict, cluster_verdicts
 from batonmq.admin.cluster_reader import read_cluster
-from batonmq.admin.config_drift import ConfigDrift, config_drift, masked_settings
-from batonmq.admin.node_reports import NodeReport, node_reports
+from batonmq.admin.node_state import NodeReport, node_reports
+from batonmq.admin.setting_drift import ConfigDrift, config_drift, masked_settings
 from batonmq.cli.command_classes import command
 from batonmq.cli.output import Columns, Prose, counted
 from batonmq.cli.session import CommandSession, cluster_session

@@ -42,13 +42,13 @@ MORE_CLIENT_COLUMNS: Columns = {
     "OPEN-CALLS": "open_call_count",
     "NAMESPACE": "namespace",
     "IDENTITY": "identity",
-    "GROUPS": lambda item: ",".join(item["groups"]),
+    "GROUPS": lambda item: ",".join(item["group_names"]),
 }
 _MESSAGE_COLUMNS: Columns = {
     "GATEWAY": Minor("gateway"),
-    "TOPIC": lambda item: item["queue"]["topic"],
-    "BROKER": lambda item: item["queue"]["broker"],
-    "QUEUE": lambda item: item["queue"]["queue_id"],
+    "TOPIC": "topic",
+    "BROKER": "broker",
+    "QUEUE": "queue_id",
     "OFFSET": "offset",
     "STATE": "state",
     "ATTEMPT": "attempt",
@@ -101,6 +101,8 @@ async def _messages(session: CommandSession, name: str, client_id: str) -> None:
     async with session.admin() as admin:
         report = await RemoteClients(admin).held_messages(name, client_id=client_id)
     session.output.items(
-        [asdict(message) for message in report.messages], _MESSAGE_COLUMNS, _MORE_MESSAGE_COLUMNS
+        [asdict(message) | asdict(message.queue) for message in report.messages],
+        _MESSAGE_COLUMNS,
+        _MORE_MESSAGE_COLUMNS,
     )
     session.output.problems(report.problems)

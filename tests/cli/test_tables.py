@@ -35,6 +35,7 @@ _LISTS: dict[str, Any] = {
     "subscriptions": [{"topic": NAME, "expression": "*"}] * 2,
     "waiters": [NAME] * 2,
     "keys": [NAME] * 2,
+    "group_names": [NAME] * 2,
     "steps": [{"replayed_count": NUMBER, "skipped_count": NUMBER}],
     "scopes": [{"role": "consumer", "resource": f"topic:{NAME}"}],
     "queue_counts": {NAME: 8},

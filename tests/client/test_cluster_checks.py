@@ -15,15 +15,15 @@ from batonmq.admin._cluster_findings import ETCD_BYTES_MAX
 from batonmq.admin.access import IdentityGrants, IssuedAccessKey, IssuedToken
 from batonmq.admin.cluster_checks import CHECKS, CheckVerdict, cluster_verdicts
 from batonmq.admin.cluster_state import BrokerDisk, CheckLevel, ClusterState
-from batonmq.admin.config_drift import config_drift, masked_settings
 from batonmq.admin.dead_letters import DeadLetterSummary
 from batonmq.admin.effective_settings import NodeSetting
 from batonmq.admin.group_lag import GroupLag
 from batonmq.admin.group_reports import Group, Member, Pause
-from batonmq.admin.node_reports import NodeReport, ProcessState, clock_skew_ms
+from batonmq.admin.node_state import NodeReport, ProcessState, clock_skew_ms
 from batonmq.admin.quotas import IdentityQuota, QuotaLimits
 from batonmq.admin.replication import Replica
 from batonmq.admin.reports import Node, Topic
+from batonmq.admin.setting_drift import config_drift, masked_settings
 from batonmq.admin.transactions import TransactionDetail
 
 NOW = 1_800_000_000_000

@@ -93,6 +93,7 @@ NO_PANEL_LIMIT = {
     "BatonOffsetsUnreachable": "it counts a minute, the panel is a rate",
     "BatonPublishStalls": "it has the limit of BatonPublishSlow",
     "BatonOidcKeysStale": "it counts the age of the issuer's keys, which no panel shows",
+    "BatonCompactionOverdue": "it counts the time for which a queue is due, which no panel shows",
     "BatonCertificateExpires": "the panel has the limit of BatonCertificateExpiresSoon",
 }
 """The alerts with a limit other than 0 that no panel draws, and why."""

@@ -184,7 +184,7 @@ def test_expiring_certificates_and_certificates_of_a_former_authority_are_reissu
 def test_certificate_is_valid_for_clocks_that_are_behind(tmp_path: Path) -> None:
     assert make_ca(tmp_path).returncode == 0
     files = list(tmp_path.rglob("*.crt"))
-    assert len(files) == 14
+    assert len(files) == 16
     for cert in (x509.load_pem_x509_certificate(file.read_bytes()) for file in files):
         begin_unix_ms = cert.not_valid_before_utc.timestamp() * 1_000
         assert 59 * 60_000 < Clock().unix_ms() - begin_unix_ms < 65 * 60_000

@@ -106,7 +106,7 @@ async def clients_are_listed_with_what_they_hold(operator: Operator) -> None:
     assert (seen[KIOSK]["host"], seen[KIOSK]["kind"]) == ("127.0.0.1", "")
     assert [seen[name]["in_flight_count"] for name in (SHOP, KIOSK)] == [2, 1]
     assert seen[SHOP]["open_call_count"] == 1, "its telemetry stream"
-    assert seen[SHOP]["groups"] == ["billing"]
+    assert seen[SHOP]["group_names"] == ["billing"]
     assert 0 <= seen[SHOP]["oldest_lease_ms"] < HOUR_MS
 
 

@@ -45,6 +45,7 @@ TOPIC = StoredTopic(
     message_type=pb.TOPIC_MESSAGE_TYPE_FIFO,
     retention_ms=604_800_000,
     retention_bytes=2**40,
+    compaction=pb.Compaction(tombstone_retention_ms=5, min_lag_ms=6, dirty_percent=7),
 )
 GROUP = StoredGroup(
     name="g",
@@ -118,7 +119,7 @@ RECORDS = {
     "topic": (
         TOPIC,
         "0a07666c696768747310071a150a0862726f6b65722d611005180322056e6f7274682080d095ffbc31280230"
-        "01408088b2a00248808080808020c00202",
+        "01408088b2a00248808080808020c00202920306080510061807",
     ),
     "group": (
         GROUP,

@@ -217,9 +217,10 @@ class MessageQueries:
         if header.topic_id != topic_id:
             return _Candidate(b"", 1, [])
         queue = topic_id, header.queue_id
+        # Checked first: a damaged header could look like that of a removed batch.
+        batch = verified(self._log.read(position, header.length), position, queue)
         if not self._store.is_kept(header):
             return _Candidate(b"", 1, [])  # trimmed or compacted: only its bytes remain
-        batch = verified(self._log.read(position, header.length), position, queue)
         if indexes[-1] >= header.count:
             raise DataLoss(
                 f"the key index refers to message {indexes[-1]} of the batch at {position}, which "

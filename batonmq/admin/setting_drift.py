@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from batonmq.admin.node_reports import NodeReport
+from batonmq.admin.node_state import NodeReport
 
 OF_NODE = frozenset(
     {
