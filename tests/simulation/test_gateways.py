@@ -26,7 +26,7 @@ from tests.support.run_counts import note_runs
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
 
 BUNCH = 4
-GATEWAY_SEEDS = SEEDS[: max(1, len(SEEDS) // 25)]
+GATEWAY_SEEDS = SEEDS[: max(1, len(SEEDS) // 50)]
 LEAST = {
     "deliveries": 10_000, "repeated deliveries": 1_500, "acks": 8_000, "acks refused": 1_000,
     "changes": 500, "repeated sends": 3_000, "client deaths": 1_000, "gateway killed": 40,
