@@ -184,16 +184,16 @@ async def test_delay_recall_and_filters(tmp_path: Path, language: str) -> None:
     async with scene(tmp_path) as at:
         now_s = Clock().unix_ms() // 1_000
         messages: list[dict[str, Any]] = [
-            {"body": "later", "deliver_at_s": now_s + 4, "tag": "a", "properties": {"price": "9"}},
-            {"body": "never", "deliver_at_s": now_s + 5, "tag": "a", "recall": True},
+            {"body": "later", "deliver_at_s": now_s + 12, "tag": "a", "properties": {"price": "9"}},
+            {"body": "never", "deliver_at_s": now_s + 13, "tag": "a", "recall": True},
             {"body": "now", "tag": "b", "properties": {"price": "2"}},
         ]
         sent = await at.run(language, "send", messages=messages)
         assert sent[1]["recalled"] == sent[1]["id"]
         async with asyncio.TaskGroup() as tasks:
-            every = tasks.create_task(at.run(language, "simple", group="all", count=3, seconds=9))
+            every = tasks.create_task(at.run(language, "simple", group="all", count=3, seconds=16))
             tagged = tasks.create_task(
-                at.run(language, "simple", group="tagged", filter="a||c", count=1, seconds=9)
+                at.run(language, "simple", group="tagged", filter="a||c", count=1, seconds=16)
             )
         assert [one["body"] for one in every.result()] == ["now", "later"]
         assert bodies(tagged.result()) == ["later"]
