@@ -14,6 +14,7 @@ SETUP := $(VENV)/.installed
 LOCAL := $(or $(wildcard $(SETUP)),$(VENV)/.local)
 MAIN ?= main
 
+.NOTPARALLEL:
 .PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults fuzz clients check bench bench-quick bench-peers demo examples docs up clean \
   etcd observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
@@ -89,26 +90,27 @@ proto-check: $(SETUP) ## check that gen/ and services/etcd_api/ match protos/
 breaking: $(SETUP) ## check that protos/ is compatible with MAIN (default main)
 	buf breaking --against '.git#ref=$(MAIN)'
 
-# Half of the tests wait most of their time: five workers keep two cores busy.
-test: $(SETUP)  ## every test that CI runs, on two cores
-	pytest -q -n 5 --dist loadfile --no-loadscope-reorder --durations=40 $(if $(CI),--required)
+# One kind after another: what computes gets a worker per core, what waits for processes a few more. More workers only
+# make every process late. `make -k test` goes on after a kind that fails.
+PYTEST = pytest -q --dist loadfile --no-loadscope-reorder --durations=20 $(if $(CI),--required)
+test: $(if $(CI),coverage,quick) e2e sim spark ## every test that CI runs, on two cores
 
 # No test that waits for another process: under three minutes on two cores.
 QUICK := not sim and not e2e and not spark and not etcd
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
-	pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=20 -m "$(QUICK)"
+	$(PYTEST) -n 3 -m "$(QUICK)"
 
 pythons: $(SETUP) ## tests of the client library on every supported Python of this machine
 	python -m tools.pythons
 
-sim: $(SETUP)   ## seeded cluster simulations only
-	pytest -q -m sim
+e2e: $(SETUP)   ## real processes only, also those that need only an etcd
+	$(PYTEST) -n 3 -m "(e2e or etcd) and not spark"
 
-e2e: $(SETUP)   ## real processes only
-	pytest -q -m e2e
+sim: $(SETUP)   ## seeded cluster simulations only
+	$(PYTEST) -n 2 -m sim
 
 spark: $(SETUP) ## tests of the sources, sinks and jobs of Spark; uses JAVA_HOME or the JVM of a wheel
-	pytest -q -n 2 --dist loadscope tests/spark
+	$(PYTEST) -n 2 -m spark
 
 spark-demo: $(SETUP) ## run the demo with the Spark jobs and check their results
 	python spark-jobs/demo.py
@@ -128,7 +130,7 @@ clients: $(SETUP) ## official clients of more languages, pinned: every producer 
 
 coverage: $(SETUP) ## lines and branches covered by the quick tests, per folder
 	coverage erase
-	pytest -q -n 3 -m "$(QUICK)" --cov --cov-report= tests
+	$(PYTEST) -n 3 -m "$(QUICK)" --cov --cov-report=
 	python -m tools.coverage_by_folder
 
 audit: $(SETUP) ## known vulnerabilities of the locked dependencies

@@ -53,25 +53,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the scopes by their expected time, so that no worker starts a long one at the end.
-
-    Simulated runs never wait, and other tests mostly wait. So the runs are spread among the others:
-    they use the processors while the others wait.
-    """
+    """Order the scopes by their expected time, so that no worker starts a long one at the end."""
     total_s: defaultdict[str, float] = defaultdict(float)
     for item in items:
         total_s[scope_of(item.nodeid)] += expected_s(item)
     items.sort(key=lambda item: -total_s[scope_of(item.nodeid)])
-    runs = [item for item in items if item.get_closest_marker("sim")]
-    others = [item for item in items if not item.get_closest_marker("sim")]
-    places: dict[str, float] = {}
-    start_s = 0.0
-    for item in others:
-        places.setdefault(scope_of(item.nodeid), start_s)
-        start_s += expected_s(item)
-    for index, item in enumerate(runs):
-        places[scope_of(item.nodeid)] = start_s * index / len(runs)
-    items.sort(key=lambda item: places[scope_of(item.nodeid)])
 
 
 class FilesAndSpark(LoadFileScheduling):  # type: ignore[misc]

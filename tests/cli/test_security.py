@@ -125,7 +125,7 @@ def test_failed_token_creation_leaves_no_file(tmp_path: Path) -> None:
     assert f"FILE_EXISTS: {file} exists already" in refused.err
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_no_command_shows_a_secret(
     contexts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -331,6 +331,7 @@ async def test_new_filter_applies_from_the_next_pull_under_the_same_token() -> N
     async with twins(1) as at, running_consumer(at, expression="old") as running:
         at.nameserver.assign("a", [0])
         at.storage.send(0, "old:1", "new:2")
+        await until(lambda: running.ended == ["old:1"])
         await wait_for_held_pulls(at, 0)
         at.nameserver.subscribe("new")
         await until(lambda: at.storage.pulls[-1].expression == "new")

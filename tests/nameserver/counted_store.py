@@ -40,7 +40,7 @@ async def counted_store(
     endpoint: str, cluster: str, queue_count: int = 64, *, write_bytes_per_s: int = 1_000_000_000
 ) -> AsyncIterator[tuple[CountingSession, GroupStore]]:
     """A store of groups, and a topic."""
-    async with CountingSession(endpoint, cluster, Clock()) as session:
+    async with CountingSession(endpoint, cluster, Clock(), timeout_ms=60_000) as session:
         swap = CompareAndSwap(Random(1))
         topics = TopicStore(session, swap)
         await topics.create("flights", queue_count, {"broker-a": ""}, _no_progress)
