@@ -5,14 +5,22 @@ Method: Debian's chromium with Playwright, a console on a cluster in memory.
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import Page, expect
 
 from batonmq.admin.resets import Resets
 from tests.console.busy_cluster import busy_cluster
-from tests.support.browser import TIMEOUT_MS, chromium, page_of
+from tests.support.browser import chromium, page_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+async def opened(page: Page, url: str | re.Pattern[str]) -> None:
+    """Wait until a page is there with its program, which reads the keys."""
+    await expect(page).to_have_url(url)
+    await page.wait_for_load_state()
 
 
 async def test_stuck_group_is_repaired_by_clicks_and_the_page_follows() -> None:
@@ -21,7 +29,7 @@ async def test_stuck_group_is_repaired_by_clicks_and_the_page_follows() -> None:
         async with page_of(browser) as page, cluster.broker.admin() as admin:
             await page.goto(f"{cluster.url}/groups")
             verdict = page.locator("tr", has_text="warehouse")
-            await expect(verdict).to_contain_text("HEAD_OF_LINE", timeout=TIMEOUT_MS)
+            await expect(verdict).to_contain_text("HEAD_OF_LINE")
             await verdict.get_by_role("link").click()
             stuck = page.locator("article.stuck").first
             await expect(stuck).to_contain_text("warehouse-1 has been handling offset")
@@ -49,7 +57,7 @@ async def test_stuck_group_is_repaired_by_clicks_and_the_page_follows() -> None:
 
             # What another person does appears without a reload.
             await admin.pause_group("warehouse", "bob", "lunch")
-            await expect(page.locator("main")).to_contain_text("Paused by bob", timeout=TIMEOUT_MS)
+            await expect(page.locator("main")).to_contain_text("Paused by bob")
             await page.get_by_role("link", name="Resume the group").first.click()
             await page.get_by_label("Reason").fill("lunch is over")
             await page.get_by_role("button", name="Resume the group").click()
@@ -68,13 +76,14 @@ async def test_keyboard_opens_pages_and_rows_and_finds_topics() -> None:
             await page.keyboard.press("Escape")
             await page.keyboard.press("g")
             await page.keyboard.press("t")
-            await expect(page).to_have_url(f"{cluster.url}/topics")
+            await opened(page, f"{cluster.url}/topics")
             await page.keyboard.press("n")
             await expect(page.locator(".pager")).to_contain_text("page 2 of 2")
             await expect(page.locator("tbody tr")).to_have_count(10)
             await page.keyboard.press("/")
             await page.keyboard.type("pic-4")
             await page.keyboard.press("Enter")
+            await opened(page, re.compile("pic-4"))
             await expect(page.locator("tbody tr")).to_have_count(10)
             await page.keyboard.press("j")
             await page.keyboard.press("j")

@@ -143,7 +143,7 @@ async def test_owner_frozen_beyond_its_lease_is_fenced(
         await until_owned(paused, 1)
         await send(cluster.nameserver, TOPIC, range(400))
         await until(lambda: len(workers.done()) > 50, timeout_s=60)
-        paused.freeze()
+        await paused.freeze()
         successor = await workers.join("heir", parallel=4)
         await until_owned(successor, 1)
         old = paused.ownerships()[-1].token

@@ -16,6 +16,7 @@ from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Receipt
 from batonmq_server.local.child_process import ChildProcess, Program
 from tests.support.cluster import fork_server
+from tests.support.conditions import until, waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +128,14 @@ class Worker:
         """Kill the process as `kill -9` does."""
         self.process.send(signal.SIGKILL)
 
-    def freeze(self) -> None:
-        """Pause the process as `kill -STOP` does."""
+    async def freeze(self) -> None:
+        """Pause the process as `kill -STOP` does, while it waits.
+
+        Else it might be paused between its look at the clock and the first line of a handler.
+        """
+        pid = self.process.pid
+        assert pid is not None
+        await until(lambda: waits(pid))
         self.process.send(signal.SIGSTOP)
 
     def thaw(self) -> None:

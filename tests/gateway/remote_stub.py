@@ -126,7 +126,7 @@ class RemoteStub:
         )
         status, messages = pb.Status(), list[pb.Message]()
         frames = self.stub.ReceiveMessage(
-            request, timeout=wait_ms / 1_000 + 3, metadata=self.metadata
+            request, timeout=wait_ms / 1_000 + 30, metadata=self.metadata
         )
         async for frame in frames:
             if frame.HasField("status"):

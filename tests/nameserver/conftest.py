@@ -6,12 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc.aio
 import pytest_asyncio
 
 from batonmq._common.clock import Clock
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import OffsetsUnreachable
 from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import Direct, Replica, offsets_service, register_broker, replica
+from tests.support.conditions import until
 
 
 @pytest_asyncio.fixture
@@ -39,8 +43,19 @@ async def etcd(session: EtcdSession, offsets: OffsetsEpoch) -> EtcdSession:
 async def nameserver(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIterator[Replica]:
     """A replica with the topic `flights`."""
     async with replica(etcd_endpoint, cluster) as running:
-        await running.create("flights", 8)
+        await until(lambda: is_created(running, "flights", 8))
         yield running
+
+
+async def is_created(running: Replica, topic: str, queue_count: int) -> bool:
+    """Create a topic; return whether offsets answered in time, which a busy disk may prevent."""
+    try:
+        await running.create(topic, queue_count)
+    except grpc.aio.AioRpcError as failure:
+        if isinstance(from_rpc_error(failure), OffsetsUnreachable):
+            return False
+        raise
+    return True
 
 
 @pytest_asyncio.fixture

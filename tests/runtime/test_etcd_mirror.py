@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from batonmq._common.clock import Clock
+from batonmq.errors import NoQuorum
 from batonmq_server.etcd_api import kv_pb2
 from batonmq_server.etcd_api import rpc_pb2 as pb
 from batonmq_server.local.etcd import EtcdProcess
@@ -297,6 +298,15 @@ async def test_watch_before_the_first_read_waits_for_it(etcd: EtcdSession) -> No
 # ---- outages
 
 
+async def is_written(session: EtcdSession, key: str, value: bytes) -> bool:
+    """Write a value; return whether etcd was reached."""
+    try:
+        await session.put(key, value)
+    except NoQuorum:
+        return False
+    return True
+
+
 @pytest.mark.e2e
 async def test_mirror_keeps_its_values_over_a_restart_of_etcd_and_follows_again(
     tmp_path: Path,
@@ -314,7 +324,7 @@ async def test_mirror_keeps_its_values_over_a_restart_of_etcd_and_follows_again(
             assert shown(mirror) == {"a": b"1", "b": b"1"}, "the last known values stay"
             await process.start()
             async with EtcdSession(process.endpoint, "c", Clock()) as other:
-                await other.put("topics/a", b"2")
+                await until(lambda: is_written(other, "topics/a", b"2"))
                 await other.delete("topics/b")
                 revision = await other.put("topics/c", b"3")
             await reached(mirror, revision)

@@ -75,7 +75,8 @@ UNDERWAY = RunOptions(
 FAILING = RunOptions(steps=40, fails=0.5, faults=Faults(loss=0.05))
 FAILOVER = RunOptions(steps=40, service_kills=8, service_pauses=4, joins=6, leaves=2)
 FRAMES_OF_TWO_EPOCHS = RunOptions(
-    steps=160, service_kills=16, faults=Faults(slow=0.2, slow_ms_max=2_000), queues=6
+    steps=160, service_kills=24, joins=1, leaves=1, consumers=2, queues=16, commit_on_pull=False,
+    faults=Faults(slow=0.5, slow_ms_max=1_000),
 )  # fmt: skip
 HANGING = RunOptions(
     steps=120, queues=1, consumers=2, slow_handlers=0.6, forces=4, leaves=4, joins=4
@@ -221,7 +222,7 @@ MUTANTS = (
         broken_clients.gap_after_a_dropped_frame,
         FRAMES_OF_TWO_EPOCHS,
         ("V1", "V4", "L1", "L2"),
-        first=6,
+        first=11,
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
     Mutant("renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",)),

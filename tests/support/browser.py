@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Page, async_playwright
+from playwright.async_api import Browser, Page, async_playwright, expect
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -23,6 +23,7 @@ async def chromium() -> AsyncIterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("NO CHROMIUM ON PATH: the console was not opened in a browser")
     arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    expect.set_options(timeout=TIMEOUT_MS)
     async with async_playwright() as driver:
         browser = await driver.chromium.launch(
             executable_path=CHROMIUM, args=arguments, timeout=TIMEOUT_MS

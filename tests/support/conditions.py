@@ -47,8 +47,17 @@ def until_now(condition: Callable[[], object], timeout_s: float = WAIT_S) -> Non
 
 def lives(pid: int) -> bool:
     """Return whether a process runs; a zombie process does not."""
+    return _state(pid) not in ("", "Z")
+
+
+def waits(pid: int) -> bool:
+    """Return whether the main thread of a process waits, and is in the middle of nothing."""
+    return _state(pid) == "S"
+
+
+def _state(pid: int) -> str:
+    """Return the letter of proc(5) for the state of the main thread; "" if there is no process."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return False
-    return state != "Z"
+        return ""
