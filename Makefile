@@ -107,10 +107,10 @@ e2e: $(SETUP)   ## real processes only, also those that need only an etcd
 	$(PYTEST) -n 3 -m "(e2e or etcd) and not spark"
 
 sim: $(SETUP)   ## seeded cluster simulations only
-	$(PYTEST) -n 2 -m sim
+	$(PYTEST) -n 2 -m sim tests/simulation
 
 spark: $(SETUP) ## tests of the sources, sinks and jobs of Spark; uses JAVA_HOME or the JVM of a wheel
-	$(PYTEST) -n 2 -m spark
+	$(PYTEST) -n 2 -m spark tests/spark
 
 spark-demo: $(SETUP) ## run the demo with the Spark jobs and check their results
 	python spark-jobs/demo.py
