@@ -60,27 +60,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -total_s[scope_of(item.nodeid)])
 
 
-class FilesAndSpark(LoadFileScheduling):  # type: ignore[misc]
+class FilesAndRuns(LoadFileScheduling):  # type: ignore[misc]
     """Assign a scope to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesAndSpark | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesAndRuns | None:
     """Return the scheduler of `--dist loadfile`."""
-    return FilesAndSpark(config, log) if config.getvalue("dist") == "loadfile" else None
+    return FilesAndRuns(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def scope_of(nodeid: str) -> str:
-    """Return the file of a test; for Spark the folder; for a simulated run the test itself.
-
-    A Spark session costs 1 GB and 30 s. Simulated runs share nothing.
-    """
+    """Return the file of a test; for a simulated run the test itself, since runs share nothing."""
     file = nodeid.partition("::")[0]
-    if file.startswith("tests/simulation/"):
-        return nodeid
-    return "tests/spark" if file.startswith("tests/spark/") else file
+    return nodeid if file.startswith("tests/simulation/") else file
 
 
 def expected_s(item: pytest.Item) -> float:

@@ -1,4 +1,4 @@
-"""Goal: scopes whose tests take long come first, and no Spark test leaves the scope of Spark.
+"""Goal: scopes whose tests take long come first.
 
 Method: the functions of `conftest` with marks and items of this run.
 """
@@ -27,11 +27,12 @@ def test_test_without_a_mark_has_no_limit() -> None:
     assert time_limit_s(None) == 0
 
 
-def test_files_are_scopes_except_those_of_spark() -> None:
+def test_files_are_scopes_and_each_simulated_run_is_one() -> None:
     assert (
         scope_of("tests/core/test_clock.py::TestClock::test_a[x::y]") == "tests/core/test_clock.py"
     )
-    assert scope_of("tests/spark/test_sink.py::test_a") == scope_of("tests/spark/test_app.py::test")
+    run = "tests/simulation/test_simulation.py::test_run[1-20]"
+    assert scope_of(run) == run
 
 
 class ListedTest(pytest.Item):
