@@ -25,15 +25,17 @@ from batonmq._consumer.consumer_settings import retry_policy
 from batonmq._consumer.handler_adapters import HandlerAdapter, SingleMessageAdapter
 from batonmq._consumer.handler_deadlines import HandlerCall, HandlerDeadlines
 from batonmq._consumer.handler_results import MessageFailed
-from batonmq._consumer.handler_runs import Accept, HandlerRuns, RunPace, StartedCall
+from batonmq._consumer.handler_runs import HandlerRuns, RunPace, StartedCall
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_batch import MessageBatch
+from batonmq._consumer.output_encoder import dead_letter_of
+from batonmq._consumer.pending_inputs import PendingInputs
 from batonmq._consumer.reply_sender import ReplySender
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
 from batonmq._consumer.running_calls import RunningCall
 from batonmq._consumer.session import Session
-from batonmq._consumer.transform_adapter import TransformAdapter, dead_letter_of
-from batonmq._consumer.transformer import PendingInput, Transformer
+from batonmq._consumer.transform_adapter import TransformAdapter
+from batonmq._consumer.transformer import Transformer
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import HandlingFailure, RetryInPlace, SendBack, SkipMessage, StopConsumer
 
@@ -82,11 +84,8 @@ class MessageDispatcher:
         self.deadlines = HandlerDeadlines(settings.handle_timeout_ms)
         self._runs: HandlerRuns | None = None
         if self._threads is None and isinstance(adapter, SingleMessageAdapter):
-            accept: Accept | None = None
-            if transformer is not None and isinstance(adapter, TransformAdapter):
-                accept = partial(transformer.accept_now, adapter.encode)
             self._runs = HandlerRuns(
-                session, adapter.handler, self.deadlines, inline=plain, accept=accept
+                session, adapter.handler, self.deadlines, inline=plain, transformer=transformer
             )
 
     def begin(self, queue: AssignedQueue) -> None:
@@ -188,9 +187,8 @@ class MessageDispatcher:
         result = await self._transformer.accept(queue, message, outputs)
         if isinstance(result, HandlingFailure):
             return result
-        if result is not None:
-            await result.stored()
-        return True
+        failure = None if result is None else await result.stored()
+        return failure or True
 
     async def _resolve(
         self,
@@ -322,9 +320,9 @@ class MessageDispatcher:
             client_id = self._session.incarnation.client_id
             letter = dead_letter_of(message, failure, self._transformer.dead_letters, client_id)
             result = await self._transformer.accept(queue, message, [letter])
-            if isinstance(result, PendingInput):
-                await result.stored()
-            return not isinstance(result, HandlingFailure)
+            if isinstance(result, PendingInputs):
+                return await result.stored() is None
+            return result is None
         progress = queue.progress
         reset_epoch = progress.reset_epoch if progress is not None else 0
         return await self._retry_sender.send(

@@ -249,6 +249,7 @@ def test_brokers_list_what_they_remember_of_a_group() -> None:
         (pb.OutputOwner(token=1), "INVALID_NAME"),
         (pb.OutputOwner(source=SOURCE), "INVALID_ARGUMENT"),
         (pb.OutputOwner(source=SOURCE, token=1, floor=-1), "INVALID_ARGUMENT"),
+        (pb.OutputOwner(source=SOURCE, token=1, floor=1 << 48), "LIMIT_EXCEEDED"),
         (pb.OutputOwner(source=SOURCE, token=2), ""),
     ],
 )
