@@ -32,7 +32,7 @@ from batonmq._consumer.output_encoder import dead_letter_of
 from batonmq._consumer.pending_inputs import PendingInputs
 from batonmq._consumer.reply_sender import ReplySender
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
-from batonmq._consumer.running_calls import RunningCall
+from batonmq._consumer.running_calls import FailedCall, RunningCall
 from batonmq._consumer.session import Session
 from batonmq._consumer.transform_adapter import TransformAdapter
 from batonmq._consumer.transformer import Transformer
@@ -97,6 +97,7 @@ class MessageDispatcher:
         """Cancel the handlers of a queue that is released; their results do not count any more."""
         if self._transformer is not None:
             self._transformer.drop(ref)
+        self._session.running.forget_failed(ref)
         for task in self._by_queue.pop(ref, ()):
             task.cancel()
 
@@ -264,6 +265,7 @@ class MessageDispatcher:
         await self._slots.acquire()
         if self._ended or queue.stopped or not queue.counts(message):
             self._slots.release()
+            self._session.running.forget_failed(queue.ref, message.offset)
             return False
         message.attempts += 1
         message.token = queue.token  # it may be from an earlier grant
@@ -284,6 +286,9 @@ class MessageDispatcher:
         decision = self._policy.decide(message.attempts, failure.delay_ms)
         if isinstance(decision, RetryInPlace):
             self._count_failed(message, dead=False)
+            now_ms = self._session.clock.monotonic_ms()
+            call = FailedCall(message.offset, message.attempts, now_ms, failure.refused)
+            self._session.running.fail(queue.ref, call)
             return decision
         if isinstance(decision, StopConsumer):
             self._on_stop(MessageFailed(f"{message!r} failed: {failure.error}"))

@@ -466,7 +466,8 @@ class Transformer:
         log.error("outputs of %r refused: %s", message, error)
         if self._session.metrics is not None:
             self._session.metrics.output_refused(message.topic, error.reason)
-        return HandlingFailure("failed", f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        return HandlingFailure("failed", text, refused=error.reason)
 
 
 def _compare(

@@ -106,6 +106,19 @@ class OutputRow(NamedTuple):
     digest: int
 
 
+class OutputOrigin(NamedTuple):
+    """The input from which a transformer has made a message.
+
+    Attributes:
+        offset: Offset of the input.
+        number: See `OutputRow`.
+    """
+
+    source: OutputSource
+    offset: int
+    number: int
+
+
 def digest_of(topic: str, record: bytes) -> int:
     """Return the digest of an encoded message to a topic, 64 bits."""
     return digests_of(topic, (record,))[0]
@@ -196,6 +209,18 @@ def head_of(batch: bytes | memoryview, header: Header) -> OutputHead:
     """
     at = column_starts(header).outputs
     return decode_head(bytes(batch[at : at + header.output_head_bytes]))
+
+
+def origins_of(batch: bytes, header: Header) -> Sequence[OutputOrigin | None]:
+    """Return the input of each message of a batch; None for messages that are not outputs.
+
+    Raises:
+        BadBatch: The head is damaged.
+    """
+    if not header.output_head_bytes:
+        return [None] * header.count
+    source = head_of(batch, header).source
+    return [OutputOrigin(source, row.offset, row.number) for row in rows_of(batch, header)]
 
 
 def rows_of(batch: bytes | memoryview, header: Header) -> Sequence[OutputRow]:
