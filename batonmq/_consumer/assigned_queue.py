@@ -232,14 +232,20 @@ class AssignedQueue:
             return None
         return self.buffer.peek(count_max, progress.waits)
 
-    def note_run(self, handled_count: int, *, started: bool, finished: bool = True) -> None:
+    def note_run(
+        self, handled_count: int, *, started: bool, finished: bool = True
+    ) -> Sequence[Range]:
         """Note that of the messages that `peek` has returned, the first ones were handled.
 
         Args:
             started: Whether the message behind these was started, and is not handled yet.
-            finished: Whether those that were handled are finished; else `finish` follows.
+            finished: Whether those that were handled are finished; else `finish_ranges` follows.
+
+        Returns:
+            The offsets of those that were handled.
         """
         progress, buffer = self.progress, self.buffer
+        ranges: Sequence[Range] = ()
         assert progress is not None and isinstance(buffer, MessageBuffer)
         if handled_count:
             ranges, room_freed = buffer.remove(handled_count)
@@ -253,6 +259,7 @@ class AssignedQueue:
             ((first, end),), room_freed = buffer.remove(1)
             progress.start(first, end)
             self._taken(room_freed=room_freed)
+        return ranges
 
     def _startable(self) -> QueueProgress | None:
         if not self.buffer.ready or self.paused or not self.may_start():
@@ -277,11 +284,18 @@ class AssignedQueue:
     def finish(self, messages: MessageBatch | Sequence[ReceivedMessage]) -> None:
         """Note that messages that were taken together are handled."""
         if isinstance(messages, MessageBatch):
-            self._finish(messages, messages.ranges)
+            self.finish_ranges(messages, messages.ranges)
         elif messages:
-            self._finish(messages[0], of_sorted(message.offset for message in messages))
+            self.finish_ranges(messages[0], of_sorted(message.offset for message in messages))
 
-    def _finish(self, messages: MessageBatch | ReceivedMessage, ranges: Sequence[Range]) -> None:
+    def finish_ranges(
+        self, messages: MessageBatch | ReceivedMessage, ranges: Sequence[Range]
+    ) -> None:
+        """As `finish`, of the offsets of messages of one lineage.
+
+        Args:
+            messages: They, or one of them.
+        """
         progress = self.progress
         if progress is not None and self.counts(messages):
             for first, end in ranges:

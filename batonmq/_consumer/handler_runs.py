@@ -18,10 +18,9 @@ from batonmq._consumer.handler_deadlines import HandlerCall, HandlerDeadlines
 from batonmq._consumer.handler_results import RetryLater, Suspend
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import Session
+from batonmq._consumer.transformer import RunOutputs, Transformer
 from batonmq._core.requests import Reply
 
-Accept = Callable[[AssignedQueue, ReceivedMessage, object], bool | None]
-"""Returns whether outputs are to be stored; None if that is not known without waiting."""
 RUN_MESSAGES_MAX: Final = 64
 """Messages of a run, at most: then other tasks run."""
 RUN_S_MAX: Final = 0.005
@@ -119,7 +118,7 @@ class HandlerRuns:
 
     Args:
         handler: Takes one message: a coroutine function, or a plain one if `inline`.
-        accept: Takes the outputs in a result without waiting; None if results have no outputs.
+        transformer: Stores the outputs in the results; None if results have none.
 
     Attributes:
         ended: Whether the consumer starts no more messages.
@@ -132,10 +131,10 @@ class HandlerRuns:
         deadlines: HandlerDeadlines,
         *,
         inline: bool,
-        accept: Accept | None = None,
+        transformer: Transformer | None = None,
     ) -> None:
         self._session, self._handler, self._inline = session, handler, inline
-        self._accept = accept
+        self._transformer = transformer
         self._deadlines, self._time_s = deadlines, deadlines.loop.time
         self._counts = [one for one in (session.metrics, session.event_counter) if one is not None]
         self.ended = False
@@ -150,7 +149,9 @@ class HandlerRuns:
         messages = queue.peek(RUN_MESSAGES_MAX)
         if messages is None:
             return False
-        run = _Run(HandlerCall(self._deadlines))
+        transformer = self._transformer
+        outputs = None if transformer is None else transformer.collect(queue)
+        run = _Run(HandlerCall(self._deadlines), outputs)
         calls = self._call_each(queue, run, messages)
         last: StartedCall | None = None
         try:
@@ -168,12 +169,11 @@ class HandlerRuns:
             last = StartedCall(run.message, run.call).wait_for(calls, awaited)
             last.waits_first = not run.handled_count
         finally:  # also when a handler ends the program
-            queue.note_run(
-                run.handled_count,
-                started=run.message is not None,
-                finished=self._accept is None,
+            ranges = queue.note_run(
+                run.handled_count, started=run.message is not None, finished=transformer is None
             )
-            queue.finish(run.without_outputs)
+            if outputs is not None:
+                outputs.end(ranges)
             self._count(run)
         return last or True
 
@@ -185,7 +185,8 @@ class HandlerRuns:
         Returns:
             The result of the call of `run.message`, if that is set.
         """
-        handler, inline, accept, time_s = self._handler, self._inline, self._accept, self._time_s
+        handler, inline, time_s = self._handler, self._inline, self._time_s
+        outputs, has_outputs = run.outputs, self._transformer is not None
         call, extend, counted = run.call, run.call.extend, bool(self._counts)
         boot_s, deadline_boot_s = self._session.clock.boot_s, self._deadline_boot_s(queue)
         begin_s, count = call.begin_s, 0
@@ -202,12 +203,9 @@ class HandlerRuns:
             result = handler(message) if inline else await handler(message)
             if run.has_waited:
                 return result
-            if accept is not None:
-                accepted = accept(queue, message, result)
-                if accepted is None:
+            if has_outputs:
+                if outputs is None or not outputs.add(message, result):
                     return result
-                if not accepted:
-                    run.without_outputs.append(message)
             elif result is not None and (
                 isinstance(result, _WITH_EFFECT) or (inline and isawaitable(result))
             ):
@@ -251,17 +249,16 @@ class _Run:
         handled_count: Calls that were plain successes.
         handled: Their messages and when their calls ended, if they are counted.
         has_waited: Whether the call of `message` waits, or has waited.
-        without_outputs: Messages of which nothing is to be stored.
+        outputs: Takes the outputs in results; None if results have none, or must wait.
     """
 
     __slots__ = (
-        "begin_s", "call", "handled", "handled_count", "has_waited", "message", "without_outputs",
+        "begin_s", "call", "handled", "handled_count", "has_waited", "message", "outputs",
     )  # fmt: skip
 
-    def __init__(self, call: HandlerCall) -> None:
-        self.call, self.begin_s = call, call.begin_s
+    def __init__(self, call: HandlerCall, outputs: RunOutputs | None) -> None:
+        self.call, self.begin_s, self.outputs = call, call.begin_s, outputs
         self.message: ReceivedMessage | None = None
         self.handled_count = 0
         self.handled: list[tuple[ReceivedMessage, float]] = []
         self.has_waited = False
-        self.without_outputs: list[ReceivedMessage] = []

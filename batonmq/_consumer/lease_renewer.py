@@ -15,6 +15,7 @@ from batonmq._consumer.batched_calls import BatchedCalls
 from batonmq._consumer.key_schedule import FailedMessage
 from batonmq._consumer.lock_watch import LockWatch
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.running_calls import FailedCall
 from batonmq._consumer.session import Session, queue_of, queue_to_pb
 from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError
@@ -109,8 +110,12 @@ class LeaseRenewer:
         if queue is not None and queue.keyed is not None:
             own, failed = running.lowest_of_queue(ref), queue.keyed.lowest_failed
             if failed is not None and (own is None or failed[0].offset < own.offset):
-                return _failed(*failed, now_ms)
+                return _failed_of_key(*failed, now_ms, running.failed_at(ref, failed[0].offset))
             call = own or call
+        elif (waits := running.lowest_failed(ref)) is not None:
+            own = running.lowest_of_queue(ref)
+            if own is None or waits.offset < own.offset:
+                return _failed(ref, waits, now_ms)
         if call is None:
             return None
         return lockmgr_pb.RunningHandler(
@@ -122,14 +127,26 @@ class LeaseRenewer:
         )
 
 
-def _failed(
-    message: ReceivedMessage, failed: FailedMessage[Any], now_ms: int
+def _failed(ref: QueueRef, failed: FailedCall, now_ms: int) -> lockmgr_pb.RunningHandler:
+    """Describe a message that waits to be handled again, and delays its queue."""
+    return lockmgr_pb.RunningHandler(
+        queue=queue_to_pb(ref),
+        offset=failed.offset,
+        running_ms=now_ms - failed.failed_ms,
+        failed_count=failed.count,
+        failed_reason=failed.refused,
+    )
+
+
+def _failed_of_key(
+    message: ReceivedMessage, failed: FailedMessage[Any], now_ms: int, call: FailedCall | None
 ) -> lockmgr_pb.RunningHandler:
-    """Describe a message that waits to be handled again."""
+    """Describe a message that waits to be handled again, and delays its key."""
     return lockmgr_pb.RunningHandler(
         queue=queue_to_pb(message.queue),
         offset=message.offset,
         running_ms=now_ms - failed.failed_ms,
         ordering_key=(failed.key or "")[:KEY_CHARACTERS_MAX],
         failed_count=message.attempts,
+        failed_reason="" if call is None else call.refused,
     )

@@ -25,15 +25,17 @@ from batonmq._consumer.consumer_settings import retry_policy
 from batonmq._consumer.handler_adapters import HandlerAdapter, SingleMessageAdapter
 from batonmq._consumer.handler_deadlines import HandlerCall, HandlerDeadlines
 from batonmq._consumer.handler_results import MessageFailed
-from batonmq._consumer.handler_runs import Accept, HandlerRuns, RunPace, StartedCall
+from batonmq._consumer.handler_runs import HandlerRuns, RunPace, StartedCall
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_batch import MessageBatch
+from batonmq._consumer.output_encoder import dead_letter_of
+from batonmq._consumer.pending_inputs import PendingInputs
 from batonmq._consumer.reply_sender import ReplySender
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
-from batonmq._consumer.running_calls import RunningCall
+from batonmq._consumer.running_calls import FailedCall, RunningCall
 from batonmq._consumer.session import Session
-from batonmq._consumer.transform_adapter import TransformAdapter, dead_letter_of
-from batonmq._consumer.transformer import PendingInput, Transformer
+from batonmq._consumer.transform_adapter import TransformAdapter
+from batonmq._consumer.transformer import Transformer
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import HandlingFailure, RetryInPlace, SendBack, SkipMessage, StopConsumer
 
@@ -82,11 +84,8 @@ class MessageDispatcher:
         self.deadlines = HandlerDeadlines(settings.handle_timeout_ms)
         self._runs: HandlerRuns | None = None
         if self._threads is None and isinstance(adapter, SingleMessageAdapter):
-            accept: Accept | None = None
-            if transformer is not None and isinstance(adapter, TransformAdapter):
-                accept = partial(transformer.accept_now, adapter.encode)
             self._runs = HandlerRuns(
-                session, adapter.handler, self.deadlines, inline=plain, accept=accept
+                session, adapter.handler, self.deadlines, inline=plain, transformer=transformer
             )
 
     def begin(self, queue: AssignedQueue) -> None:
@@ -98,6 +97,7 @@ class MessageDispatcher:
         """Cancel the handlers of a queue that is released; their results do not count any more."""
         if self._transformer is not None:
             self._transformer.drop(ref)
+        self._session.running.forget_failed(ref)
         for task in self._by_queue.pop(ref, ()):
             task.cancel()
 
@@ -188,9 +188,8 @@ class MessageDispatcher:
         result = await self._transformer.accept(queue, message, outputs)
         if isinstance(result, HandlingFailure):
             return result
-        if result is not None:
-            await result.stored()
-        return True
+        failure = None if result is None else await result.stored()
+        return failure or True
 
     async def _resolve(
         self,
@@ -266,6 +265,7 @@ class MessageDispatcher:
         await self._slots.acquire()
         if self._ended or queue.stopped or not queue.counts(message):
             self._slots.release()
+            self._session.running.forget_failed(queue.ref, message.offset)
             return False
         message.attempts += 1
         message.token = queue.token  # it may be from an earlier grant
@@ -286,6 +286,9 @@ class MessageDispatcher:
         decision = self._policy.decide(message.attempts, failure.delay_ms)
         if isinstance(decision, RetryInPlace):
             self._count_failed(message, dead=False)
+            now_ms = self._session.clock.monotonic_ms()
+            call = FailedCall(message.offset, message.attempts, now_ms, failure.refused)
+            self._session.running.fail(queue.ref, call)
             return decision
         if isinstance(decision, StopConsumer):
             self._on_stop(MessageFailed(f"{message!r} failed: {failure.error}"))
@@ -322,9 +325,9 @@ class MessageDispatcher:
             client_id = self._session.incarnation.client_id
             letter = dead_letter_of(message, failure, self._transformer.dead_letters, client_id)
             result = await self._transformer.accept(queue, message, [letter])
-            if isinstance(result, PendingInput):
-                await result.stored()
-            return not isinstance(result, HandlingFailure)
+            if isinstance(result, PendingInputs):
+                return await result.stored() is None
+            return result is None
         progress = queue.progress
         reset_epoch = progress.reset_epoch if progress is not None else 0
         return await self._retry_sender.send(

@@ -1,4 +1,7 @@
-"""The handler calls of one consumer that have not returned, each with the slot that it takes."""
+"""The handler calls of one consumer that have not returned, each with the slot that it takes.
+
+And the messages that have failed and wait to be handled again in place.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,22 @@ class RunningCall:
     ordering_key: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FailedCall:
+    """The last call of a message that waits to be handled again.
+
+    Attributes:
+        count: Calls that have failed.
+        failed_ms: When the last one failed, by the monotonic clock.
+        refused: See `HandlingFailure`.
+    """
+
+    offset: int
+    count: int
+    failed_ms: int
+    refused: str
+
+
 class RunningCalls:
     """The handler calls that run, by queue, oldest first.
 
@@ -38,12 +57,14 @@ class RunningCalls:
         self.slots = 1
         self._count = 0
         self._by_queue: dict[QueueRef, dict[RunningCall, None]] = {}
+        self._failed: dict[QueueRef, dict[int, FailedCall]] = {}
 
     def __len__(self) -> int:
         return self._count
 
     def begin(self, queue: QueueRef, offset: int, now_ms: int) -> RunningCall:
         """Add a call."""
+        self.forget_failed(queue, offset)
         call = RunningCall(queue, offset, now_ms)
         self._by_queue.setdefault(queue, {})[call] = None
         self._count += 1
@@ -56,6 +77,29 @@ class RunningCalls:
         self._count -= 1
         if not calls:
             del self._by_queue[call.queue]
+
+    def fail(self, queue: QueueRef, failed: FailedCall) -> None:
+        """Note that a message waits to be handled again, until its next call begins."""
+        self._failed.setdefault(queue, {})[failed.offset] = failed
+
+    def forget_failed(self, queue: QueueRef, offset: int | None = None) -> None:
+        """Note that a message of a queue, or none of them, waits to be handled again any more."""
+        failed = self._failed.get(queue)
+        if failed is None:
+            return
+        if offset is not None:
+            failed.pop(offset, None)
+        if offset is None or not failed:
+            del self._failed[queue]
+
+    def failed_at(self, queue: QueueRef, offset: int) -> FailedCall | None:
+        """Return the last call of a message that waits to be handled again."""
+        return self._failed.get(queue, {}).get(offset)
+
+    def lowest_failed(self, queue: QueueRef) -> FailedCall | None:
+        """Return the last call of the first message that waits to be handled again."""
+        failed = self._failed.get(queue)
+        return failed[min(failed)] if failed else None
 
     def abandon(self, queue: QueueRef) -> int:
         """Note that the results of a queue's calls are discarded; return how many there were."""

@@ -10,19 +10,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from batonmq._connection.routes import follow_route, wait_for_route, writable_queues_of
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.output_encoder import OutputEncoder, Pending
 from batonmq._consumer.output_opener import KnownOutputs, OutputOpener
 from batonmq._consumer.output_sender import BrokerOutputs
+from batonmq._consumer.pending_inputs import PendingInputs
 from batonmq._consumer.session import Session
 from batonmq._core.compression import RecordCompressor
-from batonmq._core.output_lanes import OutputLane, OutputQueue, PendingOutput, TopicQueues
-from batonmq._core.outputs import DEAD_LETTER_NUMBER, OutputHead, OutputSource
+from batonmq._core.output_lanes import OutputLane, OutputQueue, TopicQueues
+from batonmq._core.outputs import DEAD_LETTER_NUMBER, OutputHead, OutputSource, row_of
+from batonmq._core.queue_progress import QueueProgress
 from batonmq._core.queues import QueueRef
+from batonmq._core.ranges import Range
 from batonmq._core.retries import HandlingFailure
 from batonmq.errors import (
     BatonError,
@@ -40,49 +45,19 @@ log = logging.getLogger(__name__)
 CLOCK_SKEW_MS = 60_000
 """An input counts as older than forgotten outputs if it was stored at most so long after them: the
 clocks of brokers differ."""
+GROW_MESSAGES, GROW_BYTES, GROW_S = 500, 256 * 1024, 0.02
+"""A batch waits for more outputs while more inputs wait for the handler: up to these sizes, and at
+most so long after the first."""
 PENDING_BYTES_MAX = 64 * 1024 * 1024
 """Bytes of outputs that wait; then no further input is accepted."""
-
-
-class PendingInput:
-    """An input whose outputs are not all stored."""
-
-    __slots__ = ("_stored", "bytes_count", "left", "message", "outputs")
-
-    def __init__(
-        self, message: ReceivedMessage, outputs: Sequence[PendingOutput[Any]], left: int
-    ) -> None:
-        self.message, self.outputs, self.left = message, outputs, left
-        self.bytes_count = 0
-        for one in outputs:
-            one.input = self
-            self.bytes_count += len(one.record)
-        self._stored: asyncio.Event | None = None
-
-    async def stored(self) -> None:
-        """Wait until all outputs are stored."""
-        if self.left:
-            self._stored = self._stored or asyncio.Event()
-            await self._stored.wait()
-
-    @property
-    def awaited(self) -> bool:
-        """Whether a caller of `stored` waits, which then finishes the input."""
-        return self._stored is not None
-
-    def note_stored(self, count: int = 1) -> bool:
-        """Note that outputs are stored; return whether they were the last ones."""
-        self.left -= count
-        if not self.left and self._stored is not None:
-            self._stored.set()
-        return not self.left
 
 
 class _QueueOutputs:
     """The outputs of one assigned queue.
 
     Attributes:
-        pending: Inputs with outputs that are not stored, by offset, in the order of handling.
+        pending: Inputs with outputs that are not stored, by their first offset, in the order of
+            handling.
         token: Token under which the lane sends; another one than that of the queue means that the
             queue was acquired anew.
         known: What storage has, and the token under which it was opened.
@@ -93,14 +68,53 @@ class _QueueOutputs:
 
     def __init__(self, queue: AssignedQueue, topics: dict[str, TopicQueues]) -> None:
         self.queue = queue
-        self.lane: OutputLane[PendingInput] = OutputLane(topics)
-        self.pending: dict[int, PendingInput] = {}
+        self.lane: OutputLane[PendingInputs] = OutputLane(topics)
+        self.pending: dict[int, PendingInputs] = {}
         self.token = queue.token
         self.known: tuple[int, KnownOutputs] = (0, KnownOutputs())
         self.topic_id = 0
         self.opening = asyncio.Lock()
         self.answered, self.settled = asyncio.Event(), asyncio.Event()
         self.settled.set()
+
+
+class RunOutputs:
+    """The outputs of handler calls that are made one after the other, without waiting.
+
+    Args:
+        store: Called with the inputs, their offsets and their outputs when the calls have ended.
+    """
+
+    def __init__(
+        self,
+        progress: QueueProgress,
+        topics: Sequence[str],
+        store: Callable[[Sequence[ReceivedMessage], Sequence[Range], Sequence[Pending]], None],
+    ) -> None:
+        self._encoder, self._store = OutputEncoder(topics), store
+        self._messages: list[ReceivedMessage] = []
+        self._is_redelivered = progress.is_redelivered if progress.has_redelivered else None
+
+    def add(self, message: ReceivedMessage, result: object) -> bool:
+        """Add the outputs of an input; return False if that can't be done without waiting.
+
+        It is False, too, if the result asks for a retry.
+
+        Raises:
+            InvalidArgument, LimitExceeded: See `OutputEncoder.add`.
+        """
+        is_redelivered = self._is_redelivered
+        if message.redelivered or (is_redelivered is not None and is_redelivered(message.offset)):
+            return False
+        if not self._encoder.add(message, result):
+            return False
+        self._messages.append(message)
+        return True
+
+    def end(self, ranges: Sequence[Range]) -> None:
+        """Store the outputs of the inputs, which have these offsets."""
+        if self._messages:
+            self._store(self._messages, ranges, self._encoder.end())
 
 
 class Transformer:
@@ -119,7 +133,7 @@ class Transformer:
         dead_letters: str,
         spawn: Callable[[Coroutine[object, object, None]], object],
     ) -> None:
-        self._session, self._spawn = session, spawn
+        self._session, self._spawn, self._names = session, spawn, topics
         self.dead_letters = dead_letters
         names = [*topics, dead_letters] if dead_letters else list(topics)
         self._topics = {name: TopicQueues() for name in names}
@@ -130,6 +144,8 @@ class Transformer:
         self._compressor = RecordCompressor()
         self._bytes, self._room = 0, asyncio.Event()
         self._room.set()
+        self._growing: dict[OutputQueue[Any], None] = {}
+        self._grown_timer: asyncio.TimerHandle | None = None
 
     async def begin(self) -> None:
         """Learn the queues of the output topics, and follow them from then on.
@@ -146,14 +162,18 @@ class Transformer:
     @property
     def pending_count(self) -> int:
         """Number of inputs whose outputs are not all stored."""
-        return sum(len(state.pending) for state in list(self._queues.values()))
+        return sum(
+            len(pending.messages)
+            for state in list(self._queues.values())
+            for pending in list(state.pending.values())
+        )
 
     async def accept(
         self,
         queue: AssignedQueue,
         message: ReceivedMessage,
-        outputs: Sequence[PendingOutput[ReceivedMessage]],
-    ) -> PendingInput | HandlingFailure | None:
+        outputs: Sequence[Pending],
+    ) -> PendingInputs | HandlingFailure | None:
         """Send the outputs of an input that is handled; the input is finished when they are stored.
 
         Returns:
@@ -163,63 +183,70 @@ class Transformer:
         state = self._state(queue)
         state.topic_id = message.topic_id
         await self._room.wait()
-        missing: Sequence[PendingOutput[Any]] | None = None
+        missing: Sequence[Pending] | None = None
         try:
             while missing is None or not state.settled.is_set():
                 await state.settled.wait()
                 missing = await self._missing(state, message, outputs)
         except (OutputMismatch, OutputsForgotten) as error:
-            self._report(message, error)
-            return HandlingFailure("failed", f"{type(error).__name__}: {error}")
+            return self._report(message, error)
         if not missing or not queue.counts(message):
             return None
-        return self._begin(state, message, outputs, missing)
+        ranges = ((message.offset, message.offset + 1),)
+        pending = PendingInputs((message,), ranges, outputs, missing)
+        self._begin(state, pending)
+        for one in missing:
+            queue_of = state.lane.add(one)
+            if queue_of is not None and not queue_of.scheduled:
+                self.wake(queue_of)
+        return pending
 
-    def accept_now(
-        self,
-        encode: Callable[[object, ReceivedMessage], Sequence[PendingOutput[Any]] | None],
-        queue: AssignedQueue,
-        message: ReceivedMessage,
-        result: object,
-    ) -> bool | None:
-        """As `accept`, of the result of a handler call, without waiting.
-
-        Returns:
-            Whether outputs are to be stored; None if that can't be said now, or the result asks for
-            a retry. Then nothing was done.
-        """
-        state = self._queues.get(queue.ref)
-        progress = queue.progress
-        if (
-            state is None
-            or progress is None
-            or message.redelivered
-            or progress.is_redelivered(message.offset)
-            or not (self._room.is_set() and state.settled.is_set())
-        ):
+    def collect(self, queue: AssignedQueue) -> RunOutputs | None:
+        """As `accept`, for calls that do not wait; None if their outputs can't be taken now."""
+        state, progress = self._queues.get(queue.ref), queue.progress
+        if state is None or progress is None:
             return None
-        outputs = encode(result, message)
-        if outputs:
-            self._begin(state, message, outputs, outputs)
-        return None if outputs is None else bool(outputs)
+        if not (self._room.is_set() and state.settled.is_set()):
+            return None
+        return RunOutputs(progress, self._names, partial(self._store_run, state))
 
-    def _begin(
+    def _store_run(
         self,
         state: _QueueOutputs,
-        message: ReceivedMessage,
-        outputs: Sequence[PendingOutput[Any]],
-        missing: Sequence[PendingOutput[Any]],
-    ) -> PendingInput:
-        pending = PendingInput(message, outputs, len(missing))
-        state.pending[message.offset] = pending
+        messages: Sequence[ReceivedMessage],
+        ranges: Sequence[Range],
+        outputs: Sequence[Pending],
+    ) -> None:
+        if not outputs:
+            state.queue.finish_ranges(messages[0], ranges)
+            return
+        self._begin(state, PendingInputs(messages, ranges, outputs, outputs))
+        more = state.queue.buffer.ready
+        for one in outputs:
+            queue = state.lane.add(one)
+            if queue is None or queue.scheduled:
+                continue
+            if more and queue.waiting_count < GROW_MESSAGES and queue.waiting_bytes < GROW_BYTES:
+                self._wake_later(queue)
+            else:
+                self.wake(queue)
+
+    def _begin(self, state: _QueueOutputs, pending: PendingInputs) -> None:
+        state.pending[pending.first_offset] = pending
         self._bytes += pending.bytes_count
         if self._bytes >= PENDING_BYTES_MAX:
             self._room.clear()
-        for one in missing:
-            queue = state.lane.add(one)
-            if queue is not None and not queue.scheduled:
-                self.wake(queue)
-        return pending
+
+    def _wake_later(self, queue: OutputQueue[Any]) -> None:
+        """Let a batch grow, as more inputs of its queue wait; send it after `GROW_S` anyway."""
+        self._growing[queue] = None
+        if self._grown_timer is None:
+            loop = asyncio.get_running_loop()
+            self._grown_timer = loop.call_later(GROW_S, self._wake_grown)
+
+    def _wake_grown(self) -> None:
+        growing, self._growing, self._grown_timer = self._growing, {}, None
+        self._wake_all(growing)
 
     def drop(self, ref: QueueRef) -> None:
         """Forget the outputs of a queue that is gone, or whose work does not count any more.
@@ -252,7 +279,8 @@ class Transformer:
         """See `OutputResults`."""
         outputs = queue.stored()
         if self._session.metrics is not None:
-            self._session.metrics.outputs_stored(queue.queue.topic, len(outputs))
+            count = sum(map(len, outputs))
+            self._session.metrics.outputs_stored(queue.queue.topic, count)
         state = self._by_lane.get(queue.lane)
         if state is not None:
             state.answered.set()
@@ -308,8 +336,8 @@ class Transformer:
         self,
         state: _QueueOutputs,
         message: ReceivedMessage,
-        outputs: Sequence[PendingOutput[Any]],
-    ) -> Sequence[PendingOutput[Any]]:
+        outputs: Sequence[Pending],
+    ) -> Sequence[Pending]:
         """Return the outputs of an input that are not stored.
 
         Raises:
@@ -351,21 +379,20 @@ class Transformer:
         source = OutputSource(self._session.group, state.topic_id, ref.broker, ref.queue_id)
         return OutputHead(source, progress.reset_epoch, queue.token, progress.committed)
 
-    def _finish(self, state: _QueueOutputs, outputs: Iterable[PendingOutput[PendingInput]]) -> None:
+    def _finish(self, state: _QueueOutputs, outputs: Iterable[Pending]) -> None:
         """Finish the inputs whose last outputs these are."""
-        finished: list[ReceivedMessage] = []
         for one in outputs:
-            pending, message = one.input, one.input.message
-            if not pending.note_stored() or state.pending.get(message.offset) is not pending:
+            pending: PendingInputs = one.inputs
+            if not pending.note_stored(len(one)):
                 continue
-            del state.pending[message.offset]
+            if state.pending.get(pending.first_offset) is not pending:
+                continue
+            del state.pending[pending.first_offset]
             self._free(pending)
-            if not pending.awaited and state.queue.counts(message):
-                finished.append(message)
-        finished.sort(key=lambda message: message.offset)
-        state.queue.finish(finished)
+            if not pending.awaited:
+                state.queue.finish_ranges(pending.messages[0], pending.ranges)
 
-    def _free(self, pending: PendingInput) -> None:
+    def _free(self, pending: PendingInputs) -> None:
         self._bytes -= pending.bytes_count
         if self._bytes < PENDING_BYTES_MAX:
             self._room.set()
@@ -386,7 +413,9 @@ class Transformer:
                 state.answered.clear()
                 await state.answered.wait()
             state.lane.clear()
-            for pending in list(state.pending.values()):
+            inputs = [one for pending in state.pending.values() for one in pending.split()]
+            state.pending = {one.first_offset: one for one in inputs}
+            for pending in inputs:
                 await self._renew_one(state, pending)
         finally:
             state.settled.set()
@@ -394,15 +423,18 @@ class Transformer:
             state.token, state.lane.closed = queue.token, False
             self._wake_all(state.lane.queues)
 
-    async def _renew_one(self, state: _QueueOutputs, pending: PendingInput) -> None:
-        queue, message = state.queue, pending.message
+    async def _renew_one(self, state: _QueueOutputs, pending: PendingInputs) -> None:
+        queue, (message,) = state.queue, pending.messages
         try:
             missing = await self._missing(state, message, pending.outputs)
         except (OutputMismatch, OutputsForgotten) as error:
-            self._report(message, error)
+            failure = self._report(message, error)
             if state.pending.pop(message.offset, None):
                 self._free(pending)
-                queue.give_up(message)
+                if pending.awaited:
+                    pending.fail(failure)
+                else:
+                    queue.give_up(message)
             return
         if state.pending.get(message.offset) is not pending:
             return
@@ -413,7 +445,7 @@ class Transformer:
             if queue.counts(message) and not pending.awaited:
                 queue.finish([message])
             return
-        pending.left = len(missing)
+        pending.wait_for(missing)
         for one in missing:
             state.lane.add(one)
 
@@ -429,15 +461,18 @@ class Transformer:
         for queue in queues:
             self.wake(queue)
 
-    def _report(self, message: ReceivedMessage, error: BatonError) -> None:
+    def _report(self, message: ReceivedMessage, error: BatonError) -> HandlingFailure:
+        """Report an input whose outputs are refused; return its failure."""
         log.error("outputs of %r refused: %s", message, error)
         if self._session.metrics is not None:
             self._session.metrics.output_refused(message.topic, error.reason)
+        text = f"{type(error).__name__}: {error}"
+        return HandlingFailure("failed", text, refused=error.reason)
 
 
 def _compare(
-    message: ReceivedMessage, outputs: Sequence[PendingOutput[Any]], known: KnownOutputs
-) -> Sequence[PendingOutput[Any]]:
+    message: ReceivedMessage, outputs: Sequence[Pending], known: KnownOutputs
+) -> Sequence[Pending]:
     """Return the outputs of an input that storage does not have.
 
     Raises:
@@ -452,14 +487,19 @@ def _compare(
             f"outputs of {message!r} may have been stored and forgotten",
             facts={"offset": message.offset, "forgotten_unix_ms": known.forgotten_unix_ms},
         )
-    rows = {one.row.number: one.row.digest for one in outputs}
-    if DEAD_LETTER_NUMBER in rows:
+    rows = [[row_of(*row) for row in zip(one.keys, one.digests, strict=True)] for one in outputs]
+    digests = {row.number: row.digest for of_queue in rows for row in of_queue}
+    if DEAD_LETTER_NUMBER in digests:
         return outputs
     for number, digest in sorted(stored.items()):
-        if rows.get(number) != digest:
-            made = "made no such output" if number not in rows else "made another output"
+        if digests.get(number) != digest:
+            made = "made no such output" if number not in digests else "made another output"
             raise OutputMismatch(
                 f"output {number} of {message!r} is stored, and the handler {made}",
                 facts={"offset": message.offset, "number": number},
             )
-    return [one for one in outputs if one.row.number not in stored]
+    parts = [
+        one.part([index for index, row in enumerate(of_queue) if row.number not in stored])
+        for one, of_queue in zip(outputs, rows, strict=True)
+    ]
+    return [part for part in parts if len(part)]

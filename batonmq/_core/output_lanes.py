@@ -1,7 +1,8 @@
 """The outputs of one input queue on their way to storage. Pure.
 
 A lane has the outputs of one input queue, an output queue those of them that go to one queue of a
-topic, in order, with at most one batch in flight. So no batch overtakes a repeated one.
+topic, in order, with at most one batch in flight. So no batch overtakes a repeated one. Outputs
+that were made together and go to one queue stay together, as columns: an output is no object.
 
 Outputs with an ordering key go to the queue of their key. If the queues of the topic change, such
 outputs wait in the lane until all earlier ones are stored. Outputs without a key fill one batch
@@ -13,11 +14,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Generic, TypeVar
 
 from batonmq._core.compression import RecordCompressor
 from batonmq._core.keyed_queues import KeyedQueues
-from batonmq._core.outputs import OutputHead, OutputRow, encode_head, encode_rows
+from batonmq._core.outputs import OutputHead, encode_head, encode_rows
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder, Message
 
@@ -25,33 +27,68 @@ Input = TypeVar("Input")
 
 BATCH_BYTES = 1024 * 1024
 BATCH_MESSAGES_MAX = 5_000
+PIECE_BYTES = 256 * 1024
+PIECE_MESSAGES_MAX = 1_024
+"""Outputs that are made together are sent together up to these sizes: a batch has room for them and
+one more output of any size."""
 _BARE = Message(b"")
 
 
-class PendingOutput(Generic[Input]):
-    """An output that is not known to be stored.
+class PendingOutputs(Generic[Input]):
+    """Outputs that are not known to be stored and go to one queue, one behind the other.
 
     Attributes:
-        input: What the caller knows its input by.
-        topic: Topic to which it goes.
-        row: Which output it is.
-        record: The encoded message.
-        message: Its tag and keys, for a message that has any; else None.
+        inputs: What the caller knows their inputs by.
+        topic: Topic to which they go.
+        ordering_key: The ordering key of each of them.
+        keys: `row_key` of each.
+        digests: Digest of each; set when there are no more.
+        records: Each one, encoded.
+        messages: Tag and keys of the first ones; the others have none.
+        bytes_count: Bytes of the records.
     """
 
-    __slots__ = ("input", "message", "ordering_key", "record", "row", "topic")
+    __slots__ = (
+        "bytes_count", "digests", "inputs", "keys", "messages", "ordering_key", "records", "topic",
+    )  # fmt: skip
 
-    def __init__(
-        self,
-        input: Input,
-        row: OutputRow,
-        topic: str,
-        ordering_key: str | None,
-        message: Message | None,
-        record: bytes,
-    ) -> None:
-        self.input, self.row, self.topic = input, row, topic
-        self.ordering_key, self.message, self.record = ordering_key, message, record
+    def __init__(self, inputs: Input, topic: str, ordering_key: str | None = None) -> None:
+        self.inputs, self.topic, self.ordering_key = inputs, topic, ordering_key
+        self.keys: list[int] = []
+        self.digests: list[int] = []
+        self.records: list[bytes] = []
+        self.messages: list[Message] = []
+        self.bytes_count = 0
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def full(self) -> bool:
+        """Whether no more are added: they are sent together."""
+        return self.bytes_count >= PIECE_BYTES or len(self.keys) >= PIECE_MESSAGES_MAX
+
+    def add(self, key: int, record: bytes, message: Message | None = None) -> None:
+        """Add an output.
+
+        Args:
+            message: Its tag and keys, if it has any.
+        """
+        if message is not None:
+            self.messages += [_BARE] * (len(self.keys) - len(self.messages))
+            self.messages.append(message)
+        self.keys.append(key)
+        self.records.append(record)
+        self.bytes_count += len(record)
+
+    def part(self, indexes: Sequence[int]) -> PendingOutputs[Input]:
+        """Return those at `indexes`, ascending."""
+        part = PendingOutputs(self.inputs, self.topic, self.ordering_key)
+        for index in indexes:
+            message = self.messages[index] if index < len(self.messages) else None
+            part.add(self.keys[index], self.records[index], message)
+            part.digests.append(self.digests[index])
+        return part
 
 
 class TopicQueues:
@@ -93,14 +130,15 @@ class OutputQueue(Generic[Input]):
 
     lane: OutputLane[Input]
     queue: QueueRef
-    waiting: deque[PendingOutput[Input]] = field(default_factory=deque)
-    in_flight: list[PendingOutput[Input]] = field(default_factory=list)
+    waiting: deque[PendingOutputs[Input]] = field(default_factory=deque)
+    in_flight: list[PendingOutputs[Input]] = field(default_factory=list)
     unsure: bool = False
     sending: bool = False
     backing_off: bool = False
     scheduled: bool = False
     failures: int = 0
     waiting_bytes: int = 0
+    waiting_count: int = 0
 
     @property
     def ready(self) -> bool:
@@ -108,10 +146,11 @@ class OutputQueue(Generic[Input]):
         idle = not self.sending and not self.backing_off
         return idle and not self.lane.closed and bool(self.in_flight or self.waiting)
 
-    def add(self, output: PendingOutput[Input]) -> None:
-        """Add an output behind the others."""
-        self.waiting.append(output)
-        self.waiting_bytes += len(output.record)
+    def add(self, outputs: PendingOutputs[Input]) -> None:
+        """Add outputs behind the others."""
+        self.waiting.append(outputs)
+        self.waiting_bytes += outputs.bytes_count
+        self.waiting_count += len(outputs)
 
     def take(self, head: OutputHead, born_unix_ms: int, compressor: RecordCompressor) -> bytes:
         """Return the next batch, which is then in flight; a repeated one has the same outputs.
@@ -120,31 +159,41 @@ class OutputQueue(Generic[Input]):
             head: Head of the batch, as of now. A repeated batch may have a newer one.
         """
         assert self.ready
-        outputs = self.in_flight
-        if not outputs:
-            size = 0
-            while self.waiting and len(outputs) < BATCH_MESSAGES_MAX:
-                size += len(self.waiting[0].record)
-                if outputs and size > BATCH_BYTES:
-                    break
-                outputs.append(self.waiting.popleft())
-            self.waiting_bytes -= sum(len(one.record) for one in outputs)
-            self.lane.turn_over(self)
+        if not self.in_flight:
+            self._fill()
         self.sending = True
-        builder = BatchBuilder(compressor)
-        if all(one.message is None for one in outputs):
-            builder.add_many([one.record for one in outputs])
-        else:
-            for one in outputs:
-                builder.add(one.message or _BARE, one.record)
+        builder, keys, digests = BatchBuilder(compressor), list[int](), list[int]()
+        for outputs in self.in_flight:
+            keys += outputs.keys
+            digests += outputs.digests
+            if not outputs.messages:
+                builder.add_many(outputs.records)
+                continue
+            messages = chain(outputs.messages, repeat(_BARE))
+            for record, message in zip(outputs.records, messages, strict=False):
+                builder.add(message, record)
         return builder.encode(
             topic=self.queue.topic,
             queue_id=self.queue.queue_id,
             born_unix_ms=born_unix_ms,
-            outputs=(encode_head(head), encode_rows([one.row for one in outputs], head.floor)),
+            outputs=(encode_head(head), encode_rows(keys, digests, head.floor)),
         )
 
-    def stored(self) -> Sequence[PendingOutput[Input]]:
+    def _fill(self) -> None:
+        """Put the next outputs in flight."""
+        size = count = 0
+        while self.waiting:
+            outputs = self.waiting[0]
+            size += outputs.bytes_count
+            count += len(outputs)
+            if self.in_flight and (size > BATCH_BYTES or count > BATCH_MESSAGES_MAX):
+                break
+            self.in_flight.append(self.waiting.popleft())
+            self.waiting_bytes -= outputs.bytes_count
+            self.waiting_count -= len(outputs)
+        self.lane.turn_over(self)
+
+    def stored(self) -> Sequence[PendingOutputs[Input]]:
         """Note that the batch in flight is stored, and return its outputs."""
         outputs, self.in_flight = self.in_flight, []
         self.sending = self.unsure = False
@@ -158,12 +207,12 @@ class OutputQueue(Generic[Input]):
         self.failures += 1
         self.unsure = self.unsure or unsure
 
-    def clear(self) -> Sequence[PendingOutput[Input]]:
+    def clear(self) -> Sequence[PendingOutputs[Input]]:
         """Remove all outputs, and return them in order."""
         outputs = [*self.in_flight, *self.waiting]
         self.in_flight = []
         self.waiting.clear()
-        self.waiting_bytes = self.failures = 0
+        self.waiting_bytes = self.waiting_count = self.failures = 0
         self.unsure = False
         self.lane.settled(outputs)
         return outputs
@@ -185,7 +234,7 @@ class OutputLane(Generic[Input]):
         self._turns: dict[str, OutputQueue[Input]] = {}
         self._versions: dict[str, int] = {}
         self._keyed_counts: dict[str, int] = {}
-        self._held: dict[str, deque[PendingOutput[Input]]] = {}
+        self._held: dict[str, deque[PendingOutputs[Input]]] = {}
         self.closed = False
 
     @property
@@ -193,26 +242,26 @@ class OutputLane(Generic[Input]):
         """Whether a call with outputs of the lane is under way."""
         return any(one.sending for one in self._queues.values())
 
-    def add(self, output: PendingOutput[Input]) -> OutputQueue[Input] | None:
-        """Add an output behind the others; return its queue, or None if it waits for others."""
-        topic = self._topics[output.topic]
-        if output.ordering_key is None:
-            queue = self._turns.get(output.topic)
+    def add(self, outputs: PendingOutputs[Input]) -> OutputQueue[Input] | None:
+        """Add outputs behind the others; return their queue, or None if they wait for others."""
+        topic = self._topics[outputs.topic]
+        if outputs.ordering_key is None:
+            queue = self._turns.get(outputs.topic)
             if queue is None and topic.queues:
-                queue = self._turns[output.topic] = self._queue(topic.next())
+                queue = self._turns[outputs.topic] = self._queue(topic.next())
         else:
-            queue = self._queue_of_key(output, topic)
+            queue = self._queue_of_key(outputs, topic)
         if queue is None:
-            self._held.setdefault(output.topic, deque()).append(output)
+            self._held.setdefault(outputs.topic, deque()).append(outputs)
         else:
-            queue.add(output)
+            queue.add(outputs)
         return queue
 
     def _queue_of_key(
-        self, output: PendingOutput[Input], topic: TopicQueues
+        self, outputs: PendingOutputs[Input], topic: TopicQueues
     ) -> OutputQueue[Input] | None:
-        assert output.ordering_key is not None
-        name = output.topic
+        assert outputs.ordering_key is not None
+        name = outputs.topic
         if self._held.get(name):
             return None
         if self._versions.get(name) != topic.version:
@@ -222,7 +271,7 @@ class OutputLane(Generic[Input]):
         if topic.keyed is None:
             return None
         self._keyed_counts[name] = self._keyed_counts.get(name, 0) + 1
-        return self._queue(topic.keyed.of(output.ordering_key))
+        return self._queue(topic.keyed.of(outputs.ordering_key))
 
     def _queue(self, ref: QueueRef) -> OutputQueue[Input]:
         queue = self._queues.get(ref)
@@ -235,7 +284,7 @@ class OutputLane(Generic[Input]):
         if self._turns.get(queue.queue.topic) is queue:
             del self._turns[queue.queue.topic]
 
-    def settled(self, outputs: Iterable[PendingOutput[Input]]) -> None:
+    def settled(self, outputs: Iterable[PendingOutputs[Input]]) -> None:
         """Note that outputs have left their queue."""
         if self._keyed_counts:
             for one in outputs:
@@ -272,9 +321,9 @@ class OutputLane(Generic[Input]):
             queues |= dict.fromkeys(self.release_held(topic))
         return list(queues)
 
-    def clear(self) -> list[PendingOutput[Input]]:
+    def clear(self) -> list[PendingOutputs[Input]]:
         """Remove all outputs that are not being sent, and return them; those of a key in order."""
-        outputs: list[PendingOutput[Input]] = []
+        outputs: list[PendingOutputs[Input]] = []
         for queue in self._queues.values():
             if not queue.sending:
                 outputs += queue.clear()

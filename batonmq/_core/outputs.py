@@ -34,7 +34,8 @@ OUTPUTS_MAX = 1_024
 """Maximum number of outputs of one input."""
 DEAD_LETTER_NUMBER = 0xFFFF
 """Number of the output that is the dead letter of its input."""
-OFFSET_SPAN_MAX = 1 << 48
+OFFSET_MAX = 1 << 48
+"""Offsets of inputs are below it: offset and number of an output are one number of 64 bits."""
 DIGEST_BYTES = 8
 _HEAD = struct.Struct(">qqqqIBB")
 _ROW = struct.Struct(">QQ")
@@ -105,14 +106,31 @@ class OutputRow(NamedTuple):
     digest: int
 
 
+class OutputOrigin(NamedTuple):
+    """The input from which a transformer has made a message.
+
+    Attributes:
+        offset: Offset of the input.
+        number: See `OutputRow`.
+    """
+
+    source: OutputSource
+    offset: int
+    number: int
+
+
 def digest_of(topic: str, record: bytes) -> int:
     """Return the digest of an encoded message to a topic, 64 bits."""
-    return int.from_bytes(blake2b(_prefix(topic) + record, digest_size=DIGEST_BYTES).digest())
+    return digests_of(topic, (record,))[0]
 
 
-@lru_cache(maxsize=256)
-def _prefix(topic: str) -> bytes:
-    return topic.encode("ascii") + b"\0"
+def digests_of(topic: str, records: Sequence[bytes]) -> list[int]:
+    """Return the digest of each of several encoded messages to a topic."""
+    prefix, number_of = topic.encode("ascii") + b"\0", int.from_bytes
+    return [
+        number_of(blake2b(prefix + record, digest_size=DIGEST_BYTES).digest(), "big")
+        for record in records
+    ]
 
 
 def encode_head(head: OutputHead) -> bytes:
@@ -144,6 +162,8 @@ def decode_head(raw: bytes) -> OutputHead:
         raise _bad("the names of an output head have other lengths than it says")
     if min(reset_epoch, floor, topic_id) < 0 or token < 1:
         raise _bad(f"reset epoch {reset_epoch}, token {token} or floor {floor} is too small")
+    if floor >= OFFSET_MAX:
+        raise _bad(f"floor {floor} is not below {OFFSET_MAX}")
     group, broker = _names(raw[_HEAD.size :], group_bytes)
     return OutputHead(OutputSource(group, topic_id, broker, queue_id), reset_epoch, token, floor)
 
@@ -159,14 +179,25 @@ def _names(raw: bytes, group_bytes: int) -> tuple[str, str]:
     return text[:group_bytes], text[group_bytes:]
 
 
-def encode_rows(rows: Sequence[OutputRow], floor: int) -> bytes:
-    """Return the output rows of a batch."""
-    base = floor << _NUMBER_BITS
-    numbers = [
-        part
-        for offset, number, digest in rows
-        for part in ((offset << _NUMBER_BITS | number) - base, digest)
-    ]
+def row_key(offset: int, number: int) -> int:
+    """Return the offset of an input and the number of an output as one number."""
+    return offset << _NUMBER_BITS | number
+
+
+def row_of(key: int, digest: int) -> OutputRow:
+    """Return the row of a `row_key`."""
+    return OutputRow(key >> _NUMBER_BITS, key & DEAD_LETTER_NUMBER, digest)
+
+
+def encode_rows(keys: Sequence[int], digests: Sequence[int], floor: int) -> bytes:
+    """Return the output rows of a batch.
+
+    Args:
+        keys: `row_key` of each output.
+    """
+    base, numbers = row_key(floor, 0), [0] * (2 * len(keys))
+    numbers[::2] = [key - base for key in keys]
+    numbers[1::2] = digests
     return struct.pack(f">{len(numbers)}Q", *numbers)
 
 
@@ -180,6 +211,18 @@ def head_of(batch: bytes | memoryview, header: Header) -> OutputHead:
     return decode_head(bytes(batch[at : at + header.output_head_bytes]))
 
 
+def origins_of(batch: bytes, header: Header) -> Sequence[OutputOrigin | None]:
+    """Return the input of each message of a batch; None for messages that are not outputs.
+
+    Raises:
+        BadBatch: The head is damaged.
+    """
+    if not header.output_head_bytes:
+        return [None] * header.count
+    source = head_of(batch, header).source
+    return [OutputOrigin(source, row.offset, row.number) for row in rows_of(batch, header)]
+
+
 def rows_of(batch: bytes | memoryview, header: Header) -> Sequence[OutputRow]:
     """Return the output rows of a batch of outputs, without numpy.
 
@@ -189,10 +232,8 @@ def rows_of(batch: bytes | memoryview, header: Header) -> Sequence[OutputRow]:
     floor = head_of(batch, header).floor
     at = column_starts(header).outputs + header.output_head_bytes
     raw = bytes(batch[at : at + OUTPUT_ROW_BYTES * header.count])
-    return [
-        OutputRow(floor + (key >> _NUMBER_BITS), key & DEAD_LETTER_NUMBER, digest)
-        for key, digest in _ROW.iter_unpack(raw)
-    ]
+    base = row_key(floor, 0)
+    return [row_of(base + key, digest) for key, digest in _ROW.iter_unpack(raw)]
 
 
 def _bad(problem: str) -> BadBatch:

@@ -41,11 +41,13 @@ class HandlingFailure:
             long.
         error: Message of the error, or the reason that the handler gave.
         delay_ms: Delay that the handler asked for; None leaves the delay to the policy.
+        refused: Reason of the error, if storage refuses the outputs of the message; else empty.
     """
 
     reason: Reason
     error: str = ""
     delay_ms: int | None = None
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.storage.v1 import query_service_pb2 as pb
+from batonmq._core.outputs import OutputOrigin, origins_of
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, Record, check_batch, decode_records, record_lengths
 from batonmq._core.transactions import COMMITTED_PRODUCER_ID
@@ -28,6 +29,7 @@ class StoredMessage:
             negative for a scheduled message or one of a transaction.
         record_bytes: Size of the whole message in its batch before compression.
         batch_count: Number of messages in the batch.
+        made_from: The input from which a transformer has made it; None if none has.
     """
 
     message_id: str
@@ -45,6 +47,7 @@ class StoredMessage:
     sequence: int = 0
     record_bytes: int = 0
     batch_count: int = 1
+    made_from: OutputOrigin | None = None
 
     @property
     def scheduled_unix_ms(self) -> int | None:
@@ -209,20 +212,27 @@ def _decoded_all(broker: str, messages: Sequence[pb.StoredMessage]) -> tuple[Sto
 def _decoded(broker: str, batch: bytes, index: int) -> StoredMessage:
     header = check_batch(batch, stamped=True)
     (record,) = decode_records(batch, header, [index])
-    return _message(broker, header, record, record_lengths(batch, header)[index])
+    made_from = origins_of(batch, header)[index]
+    return _message(broker, header, record, record_lengths(batch, header)[index], made_from)
 
 
 def _decoded_from(broker: str, batch: bytes, offset: int) -> Iterator[StoredMessage]:
     """Yield the messages of a batch from `offset` on."""
     header = check_batch(batch, stamped=True)
     indexes = range(max(offset - header.first_offset, 0), header.count)
-    lengths = record_lengths(batch, header)
+    lengths, origins = record_lengths(batch, header), origins_of(batch, header)
     for record in decode_records(batch, header, indexes):
-        length = lengths[record.offset - header.first_offset]
-        yield _message(broker, header, record, length)
+        index = record.offset - header.first_offset
+        yield _message(broker, header, record, lengths[index], origins[index])
 
 
-def _message(broker: str, header: Header, record: Record, record_bytes: int) -> StoredMessage:
+def _message(
+    broker: str,
+    header: Header,
+    record: Record,
+    record_bytes: int,
+    made_from: OutputOrigin | None,
+) -> StoredMessage:
     return StoredMessage(
         message_id=f"{broker}-{header.position:x}-{record.offset - header.first_offset:x}",
         queue=QueueRef(header.topic, broker, header.queue_id),
@@ -239,4 +249,5 @@ def _message(broker: str, header: Header, record: Record, record_bytes: int) -> 
         sequence=header.sequence,
         record_bytes=record_bytes,
         batch_count=header.count,
+        made_from=made_from,
     )

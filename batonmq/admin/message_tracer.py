@@ -7,7 +7,7 @@ the queues and the acknowledgements, and the nameserver has the subscriptions.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from baton.common.v1 import queue_pb2
@@ -20,6 +20,7 @@ from batonmq._core.message_trace import (
     MessageTrace,
     trace_message,
 )
+from batonmq._core.outputs import DEAD_LETTER_NUMBER, OutputOrigin
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import (
     ATTEMPTS,
@@ -38,7 +39,7 @@ from batonmq.admin.group_reports import Group
 from batonmq.admin.holds import queue_holds
 from batonmq.admin.message_queries import MessageQueries, StoredMessage
 from batonmq.admin.reports import queue_to_pb
-from batonmq.errors import BatonError, MessageNotFound, Retry, TopicNotFound
+from batonmq.errors import BatonError, MessageNotFound, OffsetOutOfRange, Retry, TopicNotFound
 
 COPIES_MAX = 1_000
 QUERIES_PER_CALL = 1_024
@@ -104,6 +105,26 @@ class GroupTrace:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedInput:
+    """The input from which a transformer has made the message.
+
+    Attributes:
+        group: Group of the transformer.
+        queue: Queue of the input; its topic is empty if it was deleted.
+        offset: Offset of the input.
+        number: Number of the message among the outputs of the input, from 0; None for its dead
+            letter.
+        message_id: Id of the input; None if it is not stored any more.
+    """
+
+    group: str
+    queue: QueueRef
+    offset: int
+    number: int | None
+    message_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class TraceReport:
     """The trace of a message for all groups.
 
@@ -112,6 +133,7 @@ class TraceReport:
         origin: Queue, offset and id of the original message.
         kept: Whether the original message is still stored.
         problems: Errors of the parts of the trace that failed.
+        made_from: The input from which a transformer has made the message; None if none has.
     """
 
     message: StoredMessage
@@ -119,6 +141,7 @@ class TraceReport:
     kept: bool
     groups: tuple[GroupTrace, ...]
     problems: tuple[str, ...]
+    made_from: TracedInput | None = None
 
 
 class MessageTracer:
@@ -140,7 +163,12 @@ class MessageTracer:
         """
         self._problems = []
         message, origin, kept = await self._original(message)
-        topics = {topic.name for topic in await self._admin.list_topics()}
+        all_topics = await self._admin.list_topics()
+        topics = {topic.name for topic in all_topics}
+        made_from = None
+        if message.made_from is not None:
+            names = {topic.topic_id: topic.name for topic in all_topics}
+            made_from = await self._input(message.made_from, names)
         groups = await self._admin.list_groups()
         progress_by_queue = await self._progress(groups, [origin.queue])
         related = [
@@ -155,7 +183,23 @@ class MessageTracer:
                 for group in related
             ]
         traces = tuple(task.result() for task in calls)
-        return TraceReport(message, origin, kept, traces, tuple(self._problems))
+        return TraceReport(message, origin, kept, traces, tuple(self._problems), made_from)
+
+    async def _input(self, origin: OutputOrigin, topics: Mapping[int, str]) -> TracedInput:
+        """Look up the input of an output."""
+        source = origin.source
+        queue = QueueRef(topics.get(source.topic_id, ""), source.broker, source.queue_id)
+        message_id = None
+        if queue.topic:
+            try:
+                found = await self._queries.at_offset(queue, origin.offset)
+                message_id = found.message_id if found.offset == origin.offset else None
+            except (MessageNotFound, OffsetOutOfRange):
+                message_id = None
+            except BatonError as error:
+                self._problems.append(f"input {queue}@{origin.offset}: {error.message}")
+        number = None if origin.number == DEAD_LETTER_NUMBER else origin.number
+        return TracedInput(source.group, queue, origin.offset, number, message_id)
 
     async def _original(self, message: StoredMessage) -> tuple[StoredMessage, Origin, bool]:
         origin_attempts = origin_of(message.properties)

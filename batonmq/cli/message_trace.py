@@ -11,7 +11,13 @@ import click
 from batonmq._core.message_trace import TraceEvent, TraceEventKind
 from batonmq._core.queues import QueueRef
 from batonmq.admin.message_queries import MessageQueries, StoredMessage
-from batonmq.admin.message_tracer import GroupTrace, MessageCopy, MessageTracer, TraceReport
+from batonmq.admin.message_tracer import (
+    GroupTrace,
+    MessageCopy,
+    MessageTracer,
+    TracedInput,
+    TraceReport,
+)
 from batonmq.admin.transactions import TransactionDetail, Transactions
 from batonmq.cli.arguments import parse_message_queue
 from batonmq.cli.command_classes import argument, command
@@ -101,8 +107,9 @@ def trace(
 
     Shows where it is stored, and for each group whether the filter accepts it, its deliveries with
     owner and token, acknowledgement, retries, death and redrives. An event that is only possible
-    is marked as possible. Of a half message, which waits for the end of its transaction, it shows
-    since when and why. Nothing is consumed: the progress of groups does not change.
+    is marked as possible. Of an output of a transformer it shows the input. Of a half message,
+    which waits for the end of its transaction, it shows since when and why. Nothing is consumed:
+    the progress of groups does not change.
     """
     if sum((message_id is not None, bool(key), offset is not None)) != 1:
         raise click.UsageError("exactly one of ID, --key and --offset is required")
@@ -173,6 +180,9 @@ async def _newest(
 def _events(report: TraceReport) -> Iterator[dict[str, Any]]:
     message, origin = report.message, report.origin
     place = f"{origin.queue}@{origin.offset}"
+    if report.made_from is not None:
+        made_from = report.made_from
+        yield _event(message.store_unix_ms, "made", _made(made_from), made_from.group)
     if report.kept:
         yield _event(message.store_unix_ms, "stored", _stored(message))
         scheduled = message.scheduled_unix_ms
@@ -191,6 +201,15 @@ def _events(report: TraceReport) -> Iterator[dict[str, Any]]:
         yield _event(None, "now", "no group subscribes to the topic or has progress on the queue")
     for group in report.groups:
         yield from _group_events(group)
+
+
+def _made(made_from: TracedInput) -> str:
+    """Return from which input a transformer has made the message."""
+    queue, number = made_from.queue, made_from.number
+    place = f"{queue}" if queue.topic else f"a deleted topic/{queue.broker}/{queue.queue_id}"
+    what = "as the dead letter" if number is None else f"as output {number}"
+    message_id = made_from.message_id or "which is deleted already"
+    return f"{what} of {place}@{made_from.offset}, {message_id}"
 
 
 def _transaction_end(message: StoredMessage) -> tuple[str, str]:
@@ -325,6 +344,7 @@ def _item(report: TraceReport, events: list[dict[str, Any]]) -> Item:
         "tag": message.tag,
         "keys": list(message.keys),
         "properties": dict(message.properties),
+        "made_from": None if report.made_from is None else asdict(report.made_from),
         "groups": [asdict(group) for group in report.groups],
         "events": events,
         "problems": list(report.problems),

@@ -35,6 +35,7 @@ WatchNotice = tuple[GroupQueue, int, WantedNotice | None]
 
 ORDERING_KEY_CHARACTERS_MAX = 255
 """Characters of an ordering key that are kept for display."""
+FAILED_REASON_CHARACTERS_MAX = 255
 _QUEUE_ID = re.compile(r"[0-9]{1,10}")
 _HOLD_STATES = {state: pb.HoldState.Value(f"HOLD_STATE_{state.value}") for state in HoldState}
 _WANTED_REASONS = {r: pb.WantedReason.Value(f"WANTED_REASON_{r.value}") for r in WantedReason}
@@ -142,6 +143,7 @@ def running_from_pb(holds: Iterable[pb.Hold]) -> dict[GroupQueue, RunningHandler
                 abandoned=call.abandoned,
                 ordering_key=call.ordering_key[:ORDERING_KEY_CHARACTERS_MAX],
                 failed_count=call.failed_count,
+                failed_reason=call.failed_reason[:FAILED_REASON_CHARACTERS_MAX],
             )
     return handlers
 
@@ -248,4 +250,5 @@ def _running_to_pb(entry: LockEntry, now_ms: int) -> pb.RunningHandler | None:
         abandoned=call.abandoned,
         ordering_key=call.ordering_key,
         failed_count=call.failed_count,
+        failed_reason=call.failed_reason,
     )

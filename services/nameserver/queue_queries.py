@@ -349,6 +349,7 @@ def _handler(call: lockmgr_pb.RunningHandler) -> HandlerEvidence:
         abandoned=call.abandoned,
         ordering_key=call.ordering_key,
         failed_count=call.failed_count,
+        failed_reason=call.failed_reason,
     )
 
 

@@ -11,7 +11,7 @@ from baton.storage.v1 import output_service_pb2 as pb
 from baton.storage.v1 import output_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_broker, check_group
-from batonmq._core.outputs import OutputHead, OutputSource
+from batonmq._core.outputs import OFFSET_MAX, OutputHead, OutputSource
 from batonmq.errors import BatonError, InvalidArgument, PermissionDenied
 from batonmq_server.runtime.access.guard import PermissionCheck
 from batonmq_server.runtime.access.permissions import join_group
@@ -163,6 +163,7 @@ def _head_of(owner: pb.OutputOwner) -> OutputHead:
             raise InvalidArgument(
                 f"{name} must be at least {minimum}, got {value}", facts={"field": name}
             )
+    check_limit("floor", owner.floor, OFFSET_MAX - 1)
     return OutputHead(
         OutputSource(source.group, source.topic_id, source.broker, source.queue_id),
         owner.reset_epoch,
@@ -184,7 +185,7 @@ def _state_to_pb(source: OutputSource, state: SourceOutputs) -> pb.OutputSourceS
             token=state.token,
             floor=state.floor,
         ),
-        output_count=len(state.rows),
+        output_count=len(state),
         used_unix_ms=state.used_unix_ms,
         forgotten_unix_ms=state.forgotten_unix_ms,
     )

@@ -39,6 +39,7 @@ BY_REASON = {
     "NO_MEMBER": LagVerdict.NO_MEMBER,
     "HEAD_OF_LINE": LagVerdict.STALLED,
     "ACK_CAP": LagVerdict.STALLED,
+    "OUTPUTS_REFUSED": LagVerdict.STALLED,
     "NOT_PULLING": LagVerdict.STOPPED,
     "OUTDATED_NODE": LagVerdict.STOPPED,
     "OWNER_SILENT": LagVerdict.STOPPED,

@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 import pytest
 
+from batonmq import BlockingConsumer, BlockingProducer, ConsumerSettings, ReceivedMessage
 from batonmq.cli.app import baton as baton_command
 from batonmq.cli.completion import complete_groups, complete_topics
 from tests.cli.baton import BATON, RunningCluster
@@ -41,6 +42,49 @@ def test_terminated_consumer_releases_its_queues_and_nothing_is_redelivered(
     assert {lock["state"] for lock in locks} == {"free"}
     assert cluster("consume", "term", "--group", "term").out == ""
     assert cluster("group", "lag", "term", *JSON).json["lag"] == 0
+
+
+def test_outputs_of_a_transformer_are_listed_and_traced_to_their_input(
+    cluster: RunningCluster,
+) -> None:
+    for topic in ("made-from", "made"):
+        assert cluster("topic", "create", topic, "--queues", "1").code == 0
+    with BlockingProducer(cluster.nameserver) as producer:
+        receipts = [producer.send("made-from", b"%d" % number) for number in range(3)]
+    handled: list[bytes] = []
+    settings = ConsumerSettings(consume_from="first", send_back=False)
+    subscription = {"made-from": "*"}
+    with BlockingConsumer(cluster.nameserver, "maker", subscription, settings) as consumer:
+
+        def make(message: ReceivedMessage) -> list[bytes]:
+            handled.append(message.body)
+            if len(handled) == 3:
+                consumer.stop()
+            return [message.body, message.body + b"!"]
+
+        consumer.transform(make, to="made")
+    assert cluster("group", "lag", "maker", *JSON).json["lag"] == 0
+    made = cluster("consume", "made", "--group", "check", "--from", "first", *JSON).json_lines
+    assert [one["body"] for one in made] == ["0", "0!", "1", "1!", "2", "2!"]
+
+    (listed,) = cluster("group", "outputs", "maker", *JSON).json
+    assert (listed["group"], listed["input_broker"], listed["queue_id"]) == (
+        "maker", "broker-0", 0,
+    )  # fmt: skip
+    assert listed["output_count"] <= 6
+    assert cluster("group", "outputs", "other", *JSON).json == []
+
+    place = ("--topic", "made", "--queue", "0", "--offset", "3")
+    traced = cluster("message", "trace", *place, *JSON).json
+    made_from = traced["made_from"]
+    assert (made_from["group"], made_from["offset"], made_from["number"]) == ("maker", 1, 1)
+    assert made_from["message_id"] == receipts[1].message_id
+    assert traced["events"][0]["event"] == "made"
+    assert f"as output 1 of made-from/broker-0/0@1, {receipts[1].message_id}" in [
+        one["detail"] for one in traced["events"]
+    ]
+    source = cluster("message", "trace", receipts[1].message_id, *JSON).json
+    assert source["made_from"] is None
 
 
 def test_objects_become_messages_until_an_invalid_line(

@@ -6,21 +6,30 @@ Method: lanes without a network; batches are decoded again.
 from __future__ import annotations
 
 from batonmq._core.compression import RecordCompressor
-from batonmq._core.output_lanes import OutputLane, OutputQueue, PendingOutput, TopicQueues
-from batonmq._core.outputs import OutputHead, OutputRow, OutputSource
+from batonmq._core.output_lanes import OutputLane, OutputQueue, PendingOutputs, TopicQueues
+from batonmq._core.outputs import OutputHead, OutputSource, row_key, rows_of
 from batonmq._core.queues import QueueRef
-from batonmq._core.records import Message, decode_records, encode_record, read_header
+from batonmq._core.records import (
+    Message,
+    check_batch,
+    decode_records,
+    encode_record,
+    read_header,
+    tag_hash,
+    tag_hashes,
+)
 
 HEAD = OutputHead(OutputSource("g", 1, "b", 0), 0, 1, 0)
 QUEUES = tuple(QueueRef("out", "b", number) for number in range(4))
 
 
-def output(number: int, key: str | None = None) -> PendingOutput[int]:
-    """Return an output; its body is the number of its input."""
-    message = Message(b"%d" % number)
-    return PendingOutput(
-        number, OutputRow(number, 0, number), "out", key, message, encode_record(message)
-    )
+def output(number: int, key: str | None = None, *, count: int = 1) -> PendingOutputs[int]:
+    """Return an output, or several of consecutive inputs; a body is the number of its input."""
+    made = PendingOutputs(number, "out", key)
+    for offset in range(number, number + count):
+        made.add(row_key(offset, 0), encode_record(Message(b"%d" % offset)))
+        made.digests.append(offset)
+    return made
 
 
 def lane_of(count: int) -> tuple[OutputLane[int], TopicQueues]:
@@ -36,7 +45,7 @@ def sent(queue: OutputQueue[int]) -> list[int]:
     return [int(one.body) for one in decode_records(raw, header, range(header.count))]
 
 
-def added(lane: OutputLane[int], one: PendingOutput[int]) -> OutputQueue[int]:
+def added(lane: OutputLane[int], one: PendingOutputs[int]) -> OutputQueue[int]:
     queue = lane.add(one)
     assert queue is not None
     return queue
@@ -50,7 +59,7 @@ def test_repeated_batch_has_the_same_outputs() -> None:
     lane.add(output(1, "k"))
     queue.backing_off = False
     assert sent(queue) == [0]
-    assert [one.input for one in queue.stored()] == [0]
+    assert [one.inputs for one in queue.stored()] == [0]
     assert sent(queue) == [1]
 
 
@@ -92,4 +101,44 @@ def test_closed_lane_sends_nothing() -> None:
     queue = added(lane, output(0))
     lane.closed = True
     assert not queue.ready
-    assert [one.input for one in lane.clear()] == [0]
+    assert [one.inputs for one in lane.clear()] == [0]
+
+
+def test_outputs_that_were_made_together_keep_their_rows_tags_and_keys() -> None:
+    lane, _ = lane_of(1)
+    made = output(5, count=2)
+    tagged = Message(b"7", "red", ("a", "b"))
+    made.add(row_key(6, 1), encode_record(tagged), tagged)
+    made.digests.append(70)
+    queue = added(lane, made)
+    lane.add(output(8))
+    raw = queue.take(HEAD, 0, RecordCompressor())
+    header = check_batch(raw, stamped=False)
+    assert [tuple(row) for row in rows_of(raw, header)] == [
+        (5, 0, 5), (6, 0, 6), (6, 1, 70), (8, 0, 8),
+    ]  # fmt: skip
+    assert [one.tag for one in decode_records(raw, header, range(4))] == ["", "", "red", ""]
+    assert tag_hashes(raw, header) == (0, 0, tag_hash("red"), 0)
+    assert header.extra_key_count == 1
+
+
+def test_part_of_outputs_has_their_tags_and_keys() -> None:
+    made = output(5, count=2)
+    tagged = Message(b"7", "red")
+    made.add(row_key(7, 0), encode_record(tagged), tagged)
+    made.digests.append(70)
+    part = made.part([0, 2])
+    assert (part.keys, part.digests) == ([row_key(5, 0), row_key(7, 0)], [5, 70])
+    assert [one.tag for one in part.messages] == ["", "red"]
+    assert part.bytes_count == sum(map(len, part.records))
+
+
+def test_batch_has_no_more_outputs_than_its_limit() -> None:
+    lane, _ = lane_of(1)
+    queue = added(lane, output(0, "k", count=3_000))
+    lane.add(output(3_000, "k", count=2_000))
+    lane.add(output(5_000, "k"))
+    assert len(sent(queue)) == 5_000
+    queue.stored()
+    assert sent(queue) == [5_000]
+    assert (queue.waiting_count, queue.waiting_bytes) == (0, 0)

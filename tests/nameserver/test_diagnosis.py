@@ -119,6 +119,10 @@ ROWS: dict[StuckReason, QueueEvidence] = {
         STUCK, progress=replace(IN_HAND, capped=True, acked_range_count=100_000)
     ),
     StuckReason.HEAD_OF_LINE: STUCK,
+    StuckReason.OUTPUTS_REFUSED: replace(
+        STUCK,
+        lock=replace(LOCK, running=replace(CALL, failed_count=2, failed_reason="OUTPUT_MISMATCH")),
+    ),
     StuckReason.FILTERED: replace(STUCK, progress=NOTHING_IN_HAND, filtered=FilterScan(100)),
     StuckReason.OUTDATED_NODE: replace(
         STUCK,
@@ -246,6 +250,37 @@ def test_message_names_the_ordering_key_that_waits_for_a_retry(
     )
     assert "retries_max" in finding.remedy
     assert finding.values["running_failed_count"] == failed_count
+
+
+@pytest.mark.parametrize(
+    ("reason", "what"),
+    [
+        ("OUTPUT_MISMATCH", "makes other outputs of offset 2101 (message broker-a-1f40-3, 83 s "
+         "old) than those that are stored"),
+        ("OUTPUTS_FORGOTTEN", "makes outputs of offset 2101 (message broker-a-1f40-3, 83 s old), "
+         "and it is not known whether they are stored"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("capped", [False, True])
+def test_refused_outputs_are_the_reason_and_name_their_message(
+    reason: str, what: str, *, capped: bool
+) -> None:
+    call = replace(CALL, running_ms=12_000, failed_count=3, failed_reason=reason)
+    progress = replace(IN_HAND, capped=capped, acked_range_count=100_000)
+    finding = diagnose(replace(with_running(call), progress=progress))
+    assert finding.reason is StuckReason.OUTPUTS_REFUSED
+    assert finding.message == (
+        f"the handler of c1 {what} ({reason}): refused 3 times, the last time 12 s ago; "
+        "1 message in flight"
+    )
+    assert "baton group reset-offsets" in finding.remedy
+    assert finding.values["failed_reason"] == reason
+    assert finding.values["offset"] == 2_101
+
+
+def test_refused_outputs_of_a_later_message_are_not_the_reason() -> None:
+    call = replace(CALL, offset=2_102, failed_count=3, failed_reason="OUTPUT_MISMATCH")
+    assert diagnose(with_running(call)).reason is StuckReason.HEAD_OF_LINE
 
 
 def test_cap_of_ranges_names_the_ordering_key() -> None:

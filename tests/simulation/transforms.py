@@ -137,8 +137,13 @@ class _Members:
         draws = Random(f"{self._run.seed}/{name}")
         self._processes.append(process)
 
+        waits = draws.random() < 0.5
+
         async def handle(message: ReceivedMessage) -> list[Output]:
-            await asyncio.sleep(draws.choice((0, 0, 0.01, 0.3)) * draws.random())
+            if waits:
+                await asyncio.sleep(draws.choice((0, 0, 0.01, 0.3)) * draws.random())
+            else:
+                self._run.counts["calls that do not wait"] += 1
             if draws.random() < 0.02:
                 self._run.counts["handler errors"] += 1
                 raise ValueError("a handler fails")

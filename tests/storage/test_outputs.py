@@ -13,13 +13,14 @@ from random import Random
 import pytest
 
 from batonmq._core.outputs import (
+    OFFSET_MAX,
     OutputHead,
-    OutputRow,
     OutputSource,
     digest_of,
     encode_head,
     encode_rows,
     head_of,
+    row_key,
     rows_of,
 )
 from batonmq._core.records import (
@@ -41,7 +42,7 @@ from batonmq.errors import (
 from batonmq_server.storage.core import outputs as core
 from batonmq_server.storage.core import schedule
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
-from batonmq_server.storage.core.outputs import OutputTable, encode_opened
+from batonmq_server.storage.core.outputs import OutputTable, encode_opened, parse_outputs
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.store import CheckedBatch, LocalTopic, MessageStore, check
 from batonmq_server.testing.memory_disks import MemoryDisk
@@ -58,12 +59,13 @@ def head(token: int = 1, floor: int = 0, epoch: int = 0) -> OutputHead:
 
 def batch(at: OutputHead, *made: Made, queue_id: int = 0) -> bytes:
     """Return a batch of outputs: offset of the input, number and body of each."""
-    builder, rows = BatchBuilder(), []
+    builder, keys, digests = BatchBuilder(), list[int](), list[int]()
     for offset, number, body in made:
         record = encode_record(Message(body, keys=("a", "b")))
         builder.add(Message(body, keys=("a", "b")), record)
-        rows.append(OutputRow(offset, number, digest_of(TOPIC, record)))
-    columns = encode_head(at), encode_rows(rows, at.floor)
+        keys.append(row_key(offset, number))
+        digests.append(digest_of(TOPIC, record))
+    columns = encode_head(at), encode_rows(keys, digests, at.floor)
     return builder.encode(topic=TOPIC, queue_id=queue_id, outputs=columns)
 
 
@@ -224,8 +226,8 @@ def test_full_memory_refuses_outputs_while_its_sources_are_in_use() -> None:
 
 @pytest.mark.parametrize(
     ("at", "value"),
-    [(0, -1), (8, 0), (16, -1), (24, -1)],
-    ids=["reset epoch", "token", "floor", "topic id"],
+    [(0, -1), (8, 0), (16, -1), (16, OFFSET_MAX), (24, -1)],
+    ids=["reset epoch", "token", "floor", "large floor", "topic id"],
 )
 def test_bad_head_is_refused(at: int, value: int) -> None:
     raw = bytearray(encode_head(head()))
@@ -286,4 +288,4 @@ def _draw(random: Random, floor: int) -> Sequence[Made]:
 def take(table: OutputTable, raw: bytes, store_unix_ms: int) -> None:
     """Remember a batch as the store does."""
     header = read_header(raw)
-    table.take(header, StoreReceipt(0, 0, header.length, store_unix_ms), raw)
+    table.take(parse_outputs(raw, header), StoreReceipt(0, 0, header.length, store_unix_ms))

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from baton.storage.v1 import output_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.consumer_settings import ConsumerSettings, MessageOrder
 from batonmq._consumer.handler_results import MessageFailed
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.transform_adapter import TransformHandler
@@ -25,6 +25,7 @@ from batonmq._core.outputs import Output
 from batonmq._core.reset_targets import ToEarliest
 from batonmq._core.retries import dead_letter_topic
 from batonmq._telemetry.client_metrics import ClientMetrics
+from batonmq.admin.admin import Admin
 from batonmq.admin.operation import Operation
 from batonmq.admin.outputs import remembered_outputs
 from batonmq.admin.resets import Resets, ResetScope
@@ -179,6 +180,40 @@ def test_different_output_of_a_repeated_input_is_reported_and_not_stored() -> No
     assert registry.get_sample_value("baton_consumer_refused_outputs_total", labels)
 
 
+@pytest.mark.parametrize("order", ["none", "queue", "key"])
+def test_why_stuck_names_the_input_whose_outputs_differ(order: MessageOrder) -> None:
+    async def other(message: ReceivedMessage) -> list[Output]:
+        return [Output(b"other"), *await double(message)]
+
+    async def is_reported(admin: Admin) -> bool:
+        found = {one.reason for one in await admin.why_stuck(GROUP)}
+        return "OUTPUTS_REFUSED" in found
+
+    async def main() -> None:
+        slow_commits = ConsumerSettings(
+            consume_from="first", order=order, send_back=False, commit_interval_ms=60_000,
+            commit_on_pull=False,
+        )  # fmt: skip
+        async with orders(6) as broker, broker.admin() as admin:
+            async with transforming(broker, double, slow_commits) as first:
+                await until(lambda: _stored(broker, 12))
+                with broker.cut_off(first):
+                    settings = ConsumerSettings(consume_from="first", order=order, send_back=False)
+                    async with transforming(broker, other, settings):
+                        await until(lambda: is_reported(admin))
+                        (stuck, *_) = [
+                            one
+                            for one in await admin.why_stuck(GROUP)
+                            if one.reason == "OUTPUTS_REFUSED"
+                        ]
+                    assert stuck.evidence["failed_reason"] == "OUTPUT_MISMATCH"
+                    assert stuck.evidence["offset"] == stuck.evidence["running_offset"] == "0"
+                    assert "than those that are stored" in stuck.message
+            assert await found(broker) == once(6)
+
+    run_virtual(main())
+
+
 def test_input_that_fails_too_often_has_one_dead_letter_and_no_output() -> None:
     async def fail(message: ReceivedMessage) -> bytes:
         if message.body == b"1":
@@ -249,6 +284,7 @@ def test_brokers_list_what_they_remember_of_a_group() -> None:
         (pb.OutputOwner(token=1), "INVALID_NAME"),
         (pb.OutputOwner(source=SOURCE), "INVALID_ARGUMENT"),
         (pb.OutputOwner(source=SOURCE, token=1, floor=-1), "INVALID_ARGUMENT"),
+        (pb.OutputOwner(source=SOURCE, token=1, floor=1 << 48), "LIMIT_EXCEEDED"),
         (pb.OutputOwner(source=SOURCE, token=2), ""),
     ],
 )

@@ -49,6 +49,7 @@ _BY_REASON = {
     "HELD": (_RELEASE,),
     "NOT_PULLING": (_RELEASE,),
     "HEAD_OF_LINE": (_SKIP, _RELEASE),
+    "OUTPUTS_REFUSED": (_SKIP,),
     "ACK_CAP": (_SKIP, _RELEASE),
     "OFFSET_AHEAD_OF_LOG": (_RESET,),
     "DATA_LOSS": (_SKIP, _RESET),

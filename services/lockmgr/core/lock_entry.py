@@ -161,6 +161,7 @@ class RunningHandler:
         abandoned: Whether its result is discarded.
         ordering_key: Ordering key of the message; empty without one.
         failed_count: Failed calls, if the message waits to be handled again; else 0.
+        failed_reason: Reason of the error of the last one, if an operator has to resolve it.
     """
 
     token: int
@@ -170,6 +171,7 @@ class RunningHandler:
     abandoned: bool
     ordering_key: str = ""
     failed_count: int = 0
+    failed_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

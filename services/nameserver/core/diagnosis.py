@@ -52,6 +52,7 @@ class StuckReason(StrEnum):
     NOT_ACQUIRED = "NOT_ACQUIRED"
     DATA_LOSS = "DATA_LOSS"
     OUTDATED_NODE = "OUTDATED_NODE"
+    OUTPUTS_REFUSED = "OUTPUTS_REFUSED"
 
     @property
     def stuck(self) -> bool:
@@ -416,6 +417,41 @@ def _gateway_head_of_line(e: QueueEvidence) -> Finding | None:
     )
 
 
+_REFUSED_OUTPUTS = {
+    "OUTPUT_MISMATCH": (
+        "makes other outputs of {message} than those that are stored",
+        "Let the version of the handler that made the stored outputs handle the message. Or skip "
+        "it: compare the stored outputs with the new ones, and run `baton group reset-offsets` to "
+        "the offset behind it.",
+    ),
+    "OUTPUTS_FORGOTTEN": (
+        "makes outputs of {message}, and it is not known whether they are stored",
+        "Look whether the outputs are stored. Then run `baton group reset-offsets`: to the offset "
+        "behind the message to skip it, or to the message to produce its outputs again.",
+    ),
+}
+"""What the handler does, and the remedy, by the reason for which outputs are refused."""
+
+
+def _outputs_refused(e: QueueEvidence) -> Finding | None:
+    call, progress = _delaying_call(e), e.progress
+    if progress is None or call is None or call.queue != e.queue or call.abandoned:
+        return None
+    refused = _REFUSED_OUTPUTS.get(call.failed_reason)
+    if refused is None:
+        return None
+    what, remedy = refused
+    times = "once" if call.failed_count == 1 else f"{call.failed_count} times"
+    return Finding(
+        StuckReason.OUTPUTS_REFUSED,
+        f"the handler of {e.owner} {what.format(message=_message_of(e, call))} "
+        f"({call.failed_reason}): refused {times}, the last time {span(call.running_ms)} ago; "
+        f"{_messages_in_flight(progress)} in flight",
+        remedy,
+        _in_flight(e) | _running(e) | {"failed_reason": call.failed_reason},
+    )
+
+
 def _head_of_line(e: QueueEvidence) -> Finding | None:
     progress = e.progress
     if progress is None:
@@ -530,12 +566,7 @@ def _delaying_call(e: QueueEvidence) -> HandlerEvidence | None:
 
 def _handles(e: QueueEvidence, call: HandlerEvidence) -> str:
     """Return what the owner handles, and since when, as a clause."""
-    own = call.queue == e.queue
-    message = f"offset {call.offset}"
-    if own and e.head is not None and e.head.offset == call.offset:
-        message = _head(e)
-    if call.ordering_key:
-        message += f" of ordering key {call.ordering_key!r}"
+    own, message = call.queue == e.queue, _message_of(e, call)
     if call.failed_count:
         times = "once" if call.failed_count == 1 else f"{call.failed_count} times"
         return (
@@ -548,6 +579,14 @@ def _handles(e: QueueEvidence, call: HandlerEvidence) -> str:
     if call.abandoned:
         text += " (abandoned: its result is discarded, but a thread can't be cancelled)"
     return text if own and not call.abandoned else f"{text}, and has no handler free"
+
+
+def _message_of(e: QueueEvidence, call: HandlerEvidence) -> str:
+    """Return the message of a call, as it is named in sentences."""
+    message = f"offset {call.offset}"
+    if call.queue == e.queue and e.head is not None and e.head.offset == call.offset:
+        message = _head(e)
+    return f"{message} of ordering key {call.ordering_key!r}" if call.ordering_key else message
 
 
 def _handler_remedy(e: QueueEvidence, call: HandlerEvidence) -> str:
@@ -669,6 +708,7 @@ _RULES: tuple[Callable[[QueueEvidence], Finding | None], ...] = (
     _phantom_token,
     _held,
     _gateway_ack_cap,
+    _outputs_refused,
     _ack_cap,
     _gateway_head_of_line,
     _head_of_line,

@@ -95,6 +95,7 @@ class HandlerEvidence:
         abandoned: Whether the result is discarded, and the function runs on in its thread.
         ordering_key: Ordering key of the message; empty without one.
         failed_count: Failed calls, if the message waits to be handled again; else 0.
+        failed_reason: Reason of the error of the last one, if an operator has to resolve it.
     """
 
     queue: QueueRef
@@ -103,6 +104,7 @@ class HandlerEvidence:
     abandoned: bool = False
     ordering_key: str = ""
     failed_count: int = 0
+    failed_reason: str = ""
 
 
 class HeldState(StrEnum):

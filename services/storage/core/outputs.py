@@ -16,9 +16,9 @@ batch carries that offset, the floor.
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -62,12 +62,12 @@ ROW = np.dtype(
         ("index", "<u2"),
     ]
 )
-_WIRE_ROW = np.dtype([("key", ">u8"), ("digest", ">u8")])
 _CHECKPOINT = struct.Struct(">qqI")
 _SOURCE = struct.Struct(">HqqI")
 
 Rows = npt.NDArray[np.void]
 Keys = npt.NDArray[np.uint64]
+_NO_ROWS: Rows = np.empty(0, ROW)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,11 +77,24 @@ class OutputBatch:
     Attributes:
         keys: Offset of the input and number of the output of each message, as one number.
         digests: Digest of each message.
+        first_key: The lowest key.
+        last_key: The highest key.
+        ascending: Whether the keys are in ascending order, as they are but for handlers that run
+            side by side.
     """
 
     head: OutputHead
     keys: Keys
     digests: Keys
+    first_key: int
+    last_key: int
+    ascending: bool
+
+    def overlaps(self, other: OutputBatch) -> bool:
+        """Whether both have an output with the same key."""
+        if self.last_key < other.first_key or other.last_key < self.first_key:
+            return False
+        return bool(np.isin(self.keys, other.keys).any())
 
 
 class StoredOutput(NamedTuple):
@@ -102,23 +115,112 @@ class StoredOutput(NamedTuple):
     stored_offset: int
 
 
-@dataclass(slots=True)
+class _Piece(NamedTuple):
+    """The remembered outputs of one stored batch, ascending by key.
+
+    Attributes:
+        stored_offset: Offset of the first message of the batch in its queue.
+        indexes: Index of each output in the batch.
+    """
+
+    keys: Keys
+    digests: Keys
+    position: int
+    stored_offset: int
+    indexes: npt.NDArray[np.uint16]
+
+    def behind(self, key: int) -> _Piece:
+        """Return the part from a key on; a copy, so that the rest is freed."""
+        begin = int(np.searchsorted(self.keys, np.uint64(key)))
+        columns = (self.keys[begin:].copy(), self.digests[begin:].copy())
+        return _Piece(*columns, self.position, self.stored_offset, self.indexes[begin:].copy())
+
+    def rows(self) -> Rows:
+        """Return the outputs as rows."""
+        rows = np.empty(len(self.keys), ROW)
+        rows["key"], rows["digest"], rows["position"] = self.keys, self.digests, self.position
+        rows["stored_offset"] = self.stored_offset + self.indexes.astype(np.int64)
+        rows["index"] = self.indexes
+        return rows
+
+
 class SourceOutputs:
     """What is remembered of a source.
+
+    Most batches have inputs behind all others. They are kept as they came, in `_pieces`, and joined
+    with the others only when somebody asks for the rows.
 
     Attributes:
         floor: Outputs of inputs below it are forgotten, and refused.
         used_unix_ms: Store time of its last batch.
         forgotten_unix_ms: Outputs that were stored at or before this time may be forgotten.
-        rows: The outputs of inputs at or above the floor, ascending by key.
+        last_key: The highest key that was remembered; -1 if there was none.
     """
 
-    reset_epoch: int
-    token: int
-    floor: int
-    used_unix_ms: int
-    forgotten_unix_ms: int
-    rows: Rows = field(default_factory=lambda: np.empty(0, ROW))
+    __slots__ = (
+        "_count", "_pieces", "_rows", "floor", "forgotten_unix_ms", "last_key", "reset_epoch",
+        "token", "used_unix_ms",
+    )  # fmt: skip
+
+    def __init__(
+        self, head: OutputHead, used_unix_ms: int, forgotten_unix_ms: int, rows: Rows = _NO_ROWS
+    ) -> None:
+        self.reset_epoch, self.token, self.floor = head.reset_epoch, head.token, head.floor
+        self.used_unix_ms, self.forgotten_unix_ms = used_unix_ms, forgotten_unix_ms
+        self._rows, self._pieces = rows, deque[_Piece]()
+        self.last_key = int(rows["key"][-1]) if len(rows) else -1
+        self._count = len(rows)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def rows(self) -> Rows:
+        """The outputs of inputs at or above the floor, ascending by key; not to be changed."""
+        if self._pieces:
+            self._rows = np.concatenate((self._rows, *(piece.rows() for piece in self._pieces)))
+            self._pieces.clear()
+        return self._rows
+
+    def add(self, outputs: OutputBatch, receipt: StoreReceipt) -> None:
+        """Remember the outputs of a batch."""
+        keys, digests = outputs.keys, outputs.digests
+        order = np.arange(len(keys)) if outputs.ascending else np.argsort(keys)
+        if not outputs.ascending:
+            keys, digests = keys[order], digests[order]
+        indexes = order.astype(np.uint16)
+        piece = _Piece(keys, digests, receipt.position, receipt.first_offset, indexes)
+        if outputs.first_key < self.floor << NUMBER_BITS:
+            piece = piece.behind(self.floor << NUMBER_BITS)
+        if not len(piece.keys):
+            return
+        self._count += len(piece.keys)
+        if outputs.first_key > self.last_key:
+            self._pieces.append(piece)
+        else:
+            rows = np.concatenate((self.rows, piece.rows()))
+            self._rows = rows[np.argsort(rows["key"], kind="stable")]
+        self.last_key = max(self.last_key, outputs.last_key)
+
+    def raise_floor(self, floor: int) -> None:
+        """Forget the outputs of inputs below an offset."""
+        self.floor, key = floor, floor << NUMBER_BITS
+        if len(self._rows):
+            begin = int(np.searchsorted(self._rows["key"], np.uint64(key)))
+            self._rows = self._rows[begin:].copy()
+            self._count -= begin
+        while self._pieces and int(self._pieces[0].keys[-1]) < key:
+            self._count -= len(self._pieces.popleft().keys)
+        if self._pieces and int(self._pieces[0].keys[0]) < key:
+            whole = len(self._pieces[0].keys)
+            self._pieces[0] = self._pieces[0].behind(key)
+            self._count -= whole - len(self._pieces[0].keys)
+
+    def begin_epoch(self, reset_epoch: int, floor: int) -> None:
+        """Forget all outputs: the progress of the input queue was reset."""
+        self.reset_epoch, self.floor = reset_epoch, floor
+        self._rows, self.last_key, self._count = _NO_ROWS, -1, 0
+        self._pieces.clear()
 
     def stored(self) -> Iterator[StoredOutput]:
         """Return the outputs, ascending by offset and number."""
@@ -136,14 +238,19 @@ def parse_outputs(batch: bytes | memoryview, header: Header) -> OutputBatch:
     """
     head = head_of(batch, header)
     at = column_starts(header).outputs + header.output_head_bytes
-    rows = np.frombuffer(batch, _WIRE_ROW, header.count, at)
-    keys = rows["key"].astype(np.uint64)
-    if header.count > 1 and len(np.unique(keys)) < header.count:
+    columns = np.frombuffer(batch, ">u8", 2 * header.count, at).astype(np.uint64)
+    keys, digests = columns[::2].copy(), columns[1::2].copy()
+    ascending = bool((keys[1:] > keys[:-1]).all())
+    if not ascending and len(np.unique(keys)) < header.count:
         raise BadBatch("two messages are the same output", facts={"field": "outputs"})
-    if int(keys.max() >> np.uint64(NUMBER_BITS)) + head.floor >= 1 << (64 - NUMBER_BITS):
+    first, last = (keys[0], keys[-1]) if ascending else (keys.min(), keys.max())
+    floor_key = head.floor << NUMBER_BITS
+    if int(last) + floor_key >= 1 << 64:
         raise BadBatch("the offset of an input is too large", facts={"field": "outputs"})
-    keys += np.uint64(head.floor << NUMBER_BITS)
-    return OutputBatch(head, keys, rows["digest"].astype(np.uint64))
+    keys += np.uint64(floor_key)
+    return OutputBatch(
+        head, keys, digests, int(first) + floor_key, int(last) + floor_key, ascending
+    )
 
 
 class OutputTable:
@@ -220,45 +327,33 @@ class OutputTable:
         if known is None or head.reset_epoch > known.reset_epoch:
             self._check_room(len(keys), 0 if known else 1, now_unix_ms)
             return None
-        if int(keys.min()) < known.floor << NUMBER_BITS:
+        if outputs.first_key < known.floor << NUMBER_BITS:
             raise _fenced(
-                head, f"input {int(keys.min()) >> NUMBER_BITS} is acknowledged: the floor is "
+                head, f"input {outputs.first_key >> NUMBER_BITS} is acknowledged: the floor is "
                 f"{known.floor}", known,
             )  # fmt: skip
-        if not len(known.rows) or int(keys.min()) > int(known.rows["key"][-1]):
+        if outputs.first_key > known.last_key or not len(rows := known.rows):
             self._check_room(len(keys), 0, now_unix_ms)
             return None  # inputs behind all others, as most are
-        at = np.searchsorted(known.rows["key"], keys)
-        at[at == len(known.rows)] = 0
-        found = known.rows["key"][at] == keys
+        at = np.searchsorted(rows["key"], keys)
+        at[at == len(rows)] = 0
+        found = rows["key"][at] == keys
         if not found.any():
             self._check_room(len(keys), 0, now_unix_ms)
             return None
-        return _receipt_of(outputs, known.rows[at], found)
+        return _receipt_of(outputs, rows[at], found)
 
-    def take(self, header: Header, receipt: StoreReceipt, batch: bytes | memoryview) -> None:
+    def take(self, outputs: OutputBatch, receipt: StoreReceipt) -> None:
         """Remember the outputs of a batch of the log.
 
         A log that is read again may have batches from before the state of a checkpoint.
         """
-        outputs = parse_outputs(batch, header)
         source = self._enter(outputs.head, receipt.store_unix_ms)
         if outputs.head.reset_epoch < source.reset_epoch:
             return
-        rows = np.empty(header.count, ROW)
-        rows["key"], rows["digest"] = outputs.keys, outputs.digests
-        rows["position"] = receipt.position
-        rows["index"] = np.arange(header.count)
-        rows["stored_offset"] = np.arange(receipt.first_offset, receipt.first_offset + header.count)
-        if outputs.head.floor < source.floor:
-            rows = rows[rows["key"] >= np.uint64(source.floor << NUMBER_BITS)]
-        ascending = not len(source.rows) or bool((rows["key"] > source.rows["key"][-1]).all())
-        ascending = ascending and bool((outputs.keys[1:] > outputs.keys[:-1]).all())
-        rows = np.concatenate((source.rows, rows))
-        if not ascending:
-            rows = rows[np.argsort(rows["key"], kind="stable")]
-        self._count += len(rows) - len(source.rows)
-        source.rows = rows
+        before = len(source)
+        source.add(outputs, receipt)
+        self._count += len(source) - before
         self._forget_some()
 
     def open(self, header: Header, receipt: StoreReceipt, batch: bytes | memoryview) -> None:
@@ -297,9 +392,7 @@ class OutputTable:
             at += head_bytes
             rows = np.frombuffer(raw, ROW, row_count, at).copy()
             at += row_count * ROW.itemsize
-            self._sources[head.source] = SourceOutputs(
-                head.reset_epoch, head.token, head.floor, used_unix_ms, forgotten_unix_ms, rows
-            )
+            self._sources[head.source] = SourceOutputs(head, used_unix_ms, forgotten_unix_ms, rows)
             self._count += row_count
 
     def _enter(self, head: OutputHead, store_unix_ms: int) -> SourceOutputs:
@@ -307,20 +400,17 @@ class OutputTable:
         known = self._sources.get(head.source)
         if known is None:
             known = self._sources[head.source] = SourceOutputs(
-                head.reset_epoch, head.token, head.floor, store_unix_ms, self.forgotten_unix_ms
+                head, store_unix_ms, self.forgotten_unix_ms
             )
             return known
         known.used_unix_ms = max(known.used_unix_ms, store_unix_ms)
         self._sources.move_to_end(head.source)
+        before = len(known)
         if head.reset_epoch > known.reset_epoch:
-            known.reset_epoch, known.floor = head.reset_epoch, head.floor
-            self._count -= len(known.rows)
-            known.rows = known.rows[:0].copy()
+            known.begin_epoch(head.reset_epoch, head.floor)
         elif head.floor > known.floor:
-            known.floor = head.floor
-            begin = int(np.searchsorted(known.rows["key"], np.uint64(head.floor << NUMBER_BITS)))
-            self._count -= begin
-            known.rows = known.rows[begin:].copy()
+            known.raise_floor(head.floor)
+        self._count += len(known) - before
         known.token = max(known.token, head.token)
         return known
 
@@ -344,7 +434,7 @@ class OutputTable:
             self._count > self._outputs_max or len(self._sources) > self._sources_max
         ):
             _, source = self._sources.popitem(last=False)
-            self._count -= len(source.rows)
+            self._count -= len(source)
             self.forgotten_unix_ms = max(
                 self.forgotten_unix_ms, source.used_unix_ms, source.forgotten_unix_ms
             )

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from batonmq._columns.batch_columns import check_batch, key_hashes, tag_hashes
 from batonmq._core.names import check_topic
-from batonmq._core.outputs import OutputHead, OutputSource
+from batonmq._core.outputs import OutputSource
 from batonmq._core.records import (
     BODY_FROM,
     Header,
@@ -527,7 +528,7 @@ class MessageStore:
                 f"{header.queue_id} of {header.topic} continues at {queue.next_offset}",
                 detail=DataLossDetail(position=header.position),
             )
-        self._take(key, queue, self._restored(header), header, batch)
+        self._take(key, queue, self._restored(header), _Taken(header, batch))
 
     def restore_dropped(self, header: Header, batch: bytes | memoryview) -> None:
         """As `restore`, for a batch that its queue has dropped, or that a compaction has written.
@@ -535,7 +536,7 @@ class MessageStore:
         It is not readable, unless a compaction order refers to it.
         """
         key = header.topic_id, header.queue_id
-        self._take_unqueued(key, self._restored(header), header, batch)
+        self._take_unqueued(key, self._restored(header), _Taken(header, batch))
 
     def _restored(self, header: Header) -> StoreReceipt:
         self.store_unix_ms = max(self.store_unix_ms, written_unix_ms(header))
@@ -658,7 +659,8 @@ class MessageStore:
             receipt = StoreReceipt(
                 one.first_offset, position, position + header.length, self.store_unix_ms
             )
-            self._take(one.key, queue, receipt, header, one.checked.batch)
+            taken = _Taken(header, one.checked.batch, one.checked.outputs)
+            self._take(one.key, queue, receipt, taken)
             self.appended_count += header.count
             outcomes[one.index] = receipt
         return outcomes
@@ -681,17 +683,16 @@ class MessageStore:
         key: QueueKey,
         queue: ConsumeQueue,
         receipt: StoreReceipt,
-        header: Header,
-        batch: bytes | memoryview,
+        taken: _Taken,
     ) -> None:
         """Update everything that is derived from the log with one batch."""
+        header, batch, _ = taken
         queue.append(receipt.position, header.length, tag_hashes(batch, header))
         self._unseen.append((receipt.next_position, key, queue.next_offset))
-        self._take_unqueued(key, receipt, header, batch)
+        self._take_unqueued(key, receipt, taken)
 
-    def _take_unqueued(
-        self, key: QueueKey, receipt: StoreReceipt, header: Header, batch: bytes | memoryview
-    ) -> None:
+    def _take_unqueued(self, key: QueueKey, receipt: StoreReceipt, taken: _Taken) -> None:
+        header, batch, outputs = taken
         if is_relocated(header):
             self._take_relocated((receipt.position, receipt.next_position), header, batch)
             return
@@ -707,7 +708,7 @@ class MessageStore:
         elif self.transactions.concerns(header, key):
             self.transactions.take(header, receipt, batch)
         elif header.output_head_bytes:
-            self.outputs.take(header, receipt, batch)
+            self.outputs.take(outputs or parse_outputs(batch, header), receipt)
         elif self.outputs.concerns(key):
             self.outputs.open(header, receipt, batch)
         elif self.schedule.concerns(header, key):
@@ -908,6 +909,14 @@ def verified_header(batch: bytes, position: int, key: QueueKey) -> Header:
     return header
 
 
+class _Taken(NamedTuple):
+    """A batch of the log; its outputs if they were parsed already."""
+
+    header: Header
+    batch: bytes | memoryview
+    outputs: OutputBatch | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Admitted:
     index: int
@@ -924,14 +933,14 @@ class _WriteRun:
         self._next_offsets: dict[QueueKey, int] = {}
         self._writers: set[tuple[int, QueueKey]] = set()
         self._epochs: dict[int, int] = {}
-        self._sources: dict[OutputSource, tuple[OutputHead, set[int]]] = {}
+        self._sources: dict[OutputSource, list[OutputBatch]] = {}
 
     def affects(self, checked: CheckedBatch, key: QueueKey) -> bool:
         """Return whether the check of this batch depends on a batch of the run."""
         header, outputs = checked.header, checked.outputs
         if outputs is not None:
-            head, keys = self._sources.get(outputs.head.source, (outputs.head, frozenset()))
-            return head != outputs.head or not keys.isdisjoint(outputs.keys.tolist())
+            others = self._sources.get(outputs.head.source, ())
+            return any(one.head != outputs.head or one.overlaps(outputs) for one in others)
         return (header.producer_id, key) in self._writers or (
             self._epochs.get(header.producer_id, header.producer_epoch) != header.producer_epoch
         )
@@ -942,8 +951,7 @@ class _WriteRun:
         first_offset = self._next_offsets.get(key, next_offset)
         self._next_offsets[key] = first_offset + header.count
         if (outputs := checked.outputs) is not None:
-            _, keys = self._sources.setdefault(outputs.head.source, (outputs.head, set()))
-            keys.update(outputs.keys.tolist())
+            self._sources.setdefault(outputs.head.source, []).append(outputs)
         if header.producer_id > 0:
             self._writers.add((header.producer_id, key))
             self._epochs[header.producer_id] = header.producer_epoch

@@ -26,19 +26,19 @@ from baton.common.v1 import error_pb2 as baton_dot_common_dot_v1_dot_error__pb2
 from baton.common.v1 import queue_pb2 as baton_dot_common_dot_v1_dot_queue__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/lockmgr/v1/lockmgr_service.proto\x12\x10\x62\x61ton.lockmgr.v1\x1a\x1b\x62\x61ton/common/v1/error.proto\x1a\x1b\x62\x61ton/common/v1/queue.proto\"\xab\x01\n\x0e\x41\x63quireRequest\x12\x31\n\x0bincarnation\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12\x13\n\x0b\x61\x63quire_seq\x18\x02 \x01(\x03\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12,\n\x05items\x18\x04 \x03(\x0b\x32\x1d.baton.lockmgr.v1.AcquireItem\x12\x0f\n\x07hold_ms\x18\x05 \x01(\r\"\xa6\x01\n\x0b\x41\x63quireItem\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12,\n\x06resume\x18\x02 \x03(\x0b\x32\x1c.baton.common.v1.OffsetRange\x12\x13\n\x0breset_epoch\x18\x03 \x01(\x03\x12\x16\n\x0einitial_offset\x18\x04 \x01(\x03\x12\x10\n\x08topic_id\x18\x05 \x01(\x03\"\x9b\x01\n\x0f\x41\x63quireResponse\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12(\n\x05grant\x18\x02 \x01(\x0b\x32\x17.baton.lockmgr.v1.GrantH\x00\x12\'\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.baton.common.v1.ErrorH\x00\x42\t\n\x07outcome\"\x9b\x02\n\x05Grant\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x18\n\x10\x63ommitted_offset\x18\x02 \x01(\x03\x12+\n\x05\x61\x63ked\x18\x03 \x03(\x0b\x32\x1c.baton.common.v1.OffsetRange\x12\x30\n\nmaybe_seen\x18\x04 \x03(\x0b\x32\x1c.baton.common.v1.OffsetRange\x12\x13\n\x0breset_epoch\x18\x05 \x01(\x03\x12\x10\n\x08lease_ms\x18\x06 \x01(\x03\x12\x16\n\x0enewly_acquired\x18\x07 \x01(\x08\x12\x15\n\roffsets_epoch\x18\x08 \x01(\x03\x12\x1f\n\x17subscription_generation\x18\t \x01(\x03\x12\x13\n\x0boffsets_set\x18\n \x01(\t\"\x81\x01\n\x10KeepAliveRequest\x12\x31\n\x0bincarnation\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12\x13\n\x0b\x61\x63quire_seq\x18\x02 \x01(\x03\x12%\n\x05holds\x18\x03 \x03(\x0b\x32\x16.baton.lockmgr.v1.Hold\"t\n\x04Hold\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x31\n\x07running\x18\x03 \x01(\x0b\x32 .baton.lockmgr.v1.RunningHandler\"\x9d\x01\n\x0eRunningHandler\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.baton.common.v1.QueueRef\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nrunning_ms\x18\x03 \x01(\x03\x12\x11\n\tabandoned\x18\x04 \x01(\x08\x12\x14\n\x0cordering_key\x18\x05 \x01(\t\x12\x14\n\x0c\x66\x61iled_count\x18\x06 \x01(\x03\"T\n\x11KeepAliveResponse\x12-\n\x07reports\x18\x01 \x03(\x0b\x32\x1c.baton.lockmgr.v1.HoldReport\x12\x10\n\x08lease_ms\x18\x02 \x01(\x03\"\xbd\x01\n\nHoldReport\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.baton.lockmgr.v1.HoldState\x12\r\n\x05token\x18\x03 \x01(\x03\x12\x11\n\twanted_by\x18\x04 \x01(\t\x12\x35\n\rwanted_reason\x18\x05 \x01(\x0e\x32\x1e.baton.lockmgr.v1.WantedReason\"j\n\x0eReleaseRequest\x12\x31\n\x0bincarnation\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12%\n\x05holds\x18\x02 \x03(\x0b\x32\x16.baton.lockmgr.v1.Hold\")\n\x0fReleaseResponse\x12\x16\n\x0ereleased_count\x18\x01 \x01(\r\"r\n\x11ReleaseAllRequest\x12\x31\n\x0bincarnation\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08\x12\n\n\x02\x62y\x18\x04 \x01(\t\"W\n\x12ReleaseAllResponse\x12\x16\n\x0ereleased_count\x18\x01 \x01(\r\x12)\n\x04kept\x18\x02 \x03(\x0b\x32\x1b.baton.common.v1.GroupQueue\"l\n\x13\x46orceReleaseRequest\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12\r\n\x05op_id\x18\x02 \x01(\t\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"u\n\x14\x46orceReleaseResponse\x12\x34\n\x0eprevious_owner\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x18\n\x10maybe_seen_count\x18\x03 \x01(\x03\"A\n\x0cWatchRequest\x12\x31\n\x0bincarnation\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\"n\n\rWatchResponse\x12*\n\x06wanted\x18\x01 \x01(\x0b\x32\x18.baton.lockmgr.v1.WantedH\x00\x12(\n\x05\x66reed\x18\x02 \x01(\x0b\x32\x17.baton.lockmgr.v1.FreedH\x00\x42\x07\n\x05\x65vent\"\x7f\n\x06Wanted\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12\r\n\x05token\x18\x02 \x01(\x03\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12.\n\x06reason\x18\x04 \x01(\x0e\x32\x1e.baton.lockmgr.v1.WantedReason\"3\n\x05\x46reed\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\"=\n\x0f\x44\x65scribeRequest\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\"\xeb\x01\n\x10\x44\x65scribeResponse\x12*\n\x05\x65ntry\x18\x01 \x01(\x0b\x32\x1b.baton.lockmgr.v1.LockEntry\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\x15\n\rlease_left_ms\x18\x03 \x01(\x03\x12\x14\n\x0cpending_step\x18\x04 \x01(\t\x12\x17\n\x0fpending_attempt\x18\x05 \x01(\t\x12\x15\n\roffsets_token\x18\x06 \x01(\x03\x12\x15\n\rowner_evicted\x18\x07 \x01(\x08\x12)\n\x07\x64\x65nials\x18\x08 \x03(\x0b\x32\x18.baton.lockmgr.v1.Denial\"R\n\x06\x44\x65nial\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.baton.common.v1.Error\x12\x0e\n\x06\x61ge_ms\x18\x03 \x01(\x03\"R\n\x0bListRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05topic\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_token\x18\x04 \x01(\t\"c\n\x0cListResponse\x12,\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1b.baton.lockmgr.v1.LockEntry\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\xeb\x02\n\tLockEntry\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.baton.lockmgr.v1.LockState\x12+\n\x05owner\x18\x03 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12\r\n\x05token\x18\x04 \x01(\x03\x12\x14\n\x0clease_age_ms\x18\x05 \x01(\x03\x12\x0f\n\x07held_ms\x18\x06 \x01(\x03\x12\x0f\n\x07waiters\x18\x07 \x03(\t\x12\x12\n\ngeneration\x18\x08 \x01(\x03\x12\x13\n\x0b\x61\x63quire_seq\x18\t \x01(\x03\x12\x1f\n\x17subscription_generation\x18\n \x01(\x03\x12\x31\n\x07running\x18\x0b \x01(\x0b\x32 .baton.lockmgr.v1.RunningHandler\x12\x15\n\rlease_expired\x18\x0c \x01(\x08*\x9a\x01\n\tHoldState\x12\x1a\n\x16HOLD_STATE_UNSPECIFIED\x10\x00\x12\x11\n\rHOLD_STATE_OK\x10\x01\x12\x15\n\x11HOLD_STATE_WANTED\x10\x02\x12\x18\n\x14HOLD_STATE_NOT_OWNER\x10\x03\x12\x16\n\x12HOLD_STATE_PENDING\x10\x04\x12\x15\n\x11HOLD_STATE_ORPHAN\x10\x05*\x85\x01\n\x0cWantedReason\x12\x1d\n\x19WANTED_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14WANTED_REASON_WAITER\x10\x01\x12\x1c\n\x18WANTED_REASON_NOT_MEMBER\x10\x02\x12\x1e\n\x1aWANTED_REASON_SUBSCRIPTION\x10\x03*\x81\x01\n\tLockState\x12\x1a\n\x16LOCK_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOCK_STATE_FREE\x10\x01\x12\x13\n\x0fLOCK_STATE_HELD\x10\x02\x12\x16\n\x12LOCK_STATE_PENDING\x10\x03\x12\x16\n\x12LOCK_STATE_PHANTOM\x10\x04\x32\xa6\x05\n\x0eLockmgrService\x12P\n\x07\x41\x63quire\x12 .baton.lockmgr.v1.AcquireRequest\x1a!.baton.lockmgr.v1.AcquireResponse0\x01\x12T\n\tKeepAlive\x12\".baton.lockmgr.v1.KeepAliveRequest\x1a#.baton.lockmgr.v1.KeepAliveResponse\x12N\n\x07Release\x12 .baton.lockmgr.v1.ReleaseRequest\x1a!.baton.lockmgr.v1.ReleaseResponse\x12W\n\nReleaseAll\x12#.baton.lockmgr.v1.ReleaseAllRequest\x1a$.baton.lockmgr.v1.ReleaseAllResponse\x12]\n\x0c\x46orceRelease\x12%.baton.lockmgr.v1.ForceReleaseRequest\x1a&.baton.lockmgr.v1.ForceReleaseResponse\x12J\n\x05Watch\x12\x1e.baton.lockmgr.v1.WatchRequest\x1a\x1f.baton.lockmgr.v1.WatchResponse0\x01\x12Q\n\x08\x44\x65scribe\x12!.baton.lockmgr.v1.DescribeRequest\x1a\".baton.lockmgr.v1.DescribeResponse\x12\x45\n\x04List\x12\x1d.baton.lockmgr.v1.ListRequest\x1a\x1e.baton.lockmgr.v1.ListResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/lockmgr/v1/lockmgr_service.proto\x12\x10\x62\x61ton.lockmgr.v1\x1a\x1b\x62\x61ton/common/v1/error.proto\x1a\x1b\x62\x61ton/common/v1/queue.proto\"\xab\x01\n\x0e\x41\x63quireRequest\x12\x31\n\x0bincarnation\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12\x13\n\x0b\x61\x63quire_seq\x18\x02 \x01(\x03\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12,\n\x05items\x18\x04 \x03(\x0b\x32\x1d.baton.lockmgr.v1.AcquireItem\x12\x0f\n\x07hold_ms\x18\x05 \x01(\r\"\xa6\x01\n\x0b\x41\x63quireItem\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12,\n\x06resume\x18\x02 \x03(\x0b\x32\x1c.baton.common.v1.OffsetRange\x12\x13\n\x0breset_epoch\x18\x03 \x01(\x03\x12\x16\n\x0einitial_offset\x18\x04 \x01(\x03\x12\x10\n\x08topic_id\x18\x05 \x01(\x03\"\x9b\x01\n\x0f\x41\x63quireResponse\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12(\n\x05grant\x18\x02 \x01(\x0b\x32\x17.baton.lockmgr.v1.GrantH\x00\x12\'\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.baton.common.v1.ErrorH\x00\x42\t\n\x07outcome\"\x9b\x02\n\x05Grant\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x18\n\x10\x63ommitted_offset\x18\x02 \x01(\x03\x12+\n\x05\x61\x63ked\x18\x03 \x03(\x0b\x32\x1c.baton.common.v1.OffsetRange\x12\x30\n\nmaybe_seen\x18\x04 \x03(\x0b\x32\x1c.baton.common.v1.OffsetRange\x12\x13\n\x0breset_epoch\x18\x05 \x01(\x03\x12\x10\n\x08lease_ms\x18\x06 \x01(\x03\x12\x16\n\x0enewly_acquired\x18\x07 \x01(\x08\x12\x15\n\roffsets_epoch\x18\x08 \x01(\x03\x12\x1f\n\x17subscription_generation\x18\t \x01(\x03\x12\x13\n\x0boffsets_set\x18\n \x01(\t\"\x81\x01\n\x10KeepAliveRequest\x12\x31\n\x0bincarnation\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12\x13\n\x0b\x61\x63quire_seq\x18\x02 \x01(\x03\x12%\n\x05holds\x18\x03 \x03(\x0b\x32\x16.baton.lockmgr.v1.Hold\"t\n\x04Hold\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x31\n\x07running\x18\x03 \x01(\x0b\x32 .baton.lockmgr.v1.RunningHandler\"\xb4\x01\n\x0eRunningHandler\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.baton.common.v1.QueueRef\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nrunning_ms\x18\x03 \x01(\x03\x12\x11\n\tabandoned\x18\x04 \x01(\x08\x12\x14\n\x0cordering_key\x18\x05 \x01(\t\x12\x14\n\x0c\x66\x61iled_count\x18\x06 \x01(\x03\x12\x15\n\rfailed_reason\x18\x07 \x01(\t\"T\n\x11KeepAliveResponse\x12-\n\x07reports\x18\x01 \x03(\x0b\x32\x1c.baton.lockmgr.v1.HoldReport\x12\x10\n\x08lease_ms\x18\x02 \x01(\x03\"\xbd\x01\n\nHoldReport\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.baton.lockmgr.v1.HoldState\x12\r\n\x05token\x18\x03 \x01(\x03\x12\x11\n\twanted_by\x18\x04 \x01(\t\x12\x35\n\rwanted_reason\x18\x05 \x01(\x0e\x32\x1e.baton.lockmgr.v1.WantedReason\"j\n\x0eReleaseRequest\x12\x31\n\x0bincarnation\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12%\n\x05holds\x18\x02 \x03(\x0b\x32\x16.baton.lockmgr.v1.Hold\")\n\x0fReleaseResponse\x12\x16\n\x0ereleased_count\x18\x01 \x01(\r\"r\n\x11ReleaseAllRequest\x12\x31\n\x0bincarnation\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08\x12\n\n\x02\x62y\x18\x04 \x01(\t\"W\n\x12ReleaseAllResponse\x12\x16\n\x0ereleased_count\x18\x01 \x01(\r\x12)\n\x04kept\x18\x02 \x03(\x0b\x32\x1b.baton.common.v1.GroupQueue\"l\n\x13\x46orceReleaseRequest\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12\r\n\x05op_id\x18\x02 \x01(\t\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"u\n\x14\x46orceReleaseResponse\x12\x34\n\x0eprevious_owner\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x18\n\x10maybe_seen_count\x18\x03 \x01(\x03\"A\n\x0cWatchRequest\x12\x31\n\x0bincarnation\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\"n\n\rWatchResponse\x12*\n\x06wanted\x18\x01 \x01(\x0b\x32\x18.baton.lockmgr.v1.WantedH\x00\x12(\n\x05\x66reed\x18\x02 \x01(\x0b\x32\x17.baton.lockmgr.v1.FreedH\x00\x42\x07\n\x05\x65vent\"\x7f\n\x06Wanted\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12\r\n\x05token\x18\x02 \x01(\x03\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12.\n\x06reason\x18\x04 \x01(\x0e\x32\x1e.baton.lockmgr.v1.WantedReason\"3\n\x05\x46reed\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\"=\n\x0f\x44\x65scribeRequest\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\"\xeb\x01\n\x10\x44\x65scribeResponse\x12*\n\x05\x65ntry\x18\x01 \x01(\x0b\x32\x1b.baton.lockmgr.v1.LockEntry\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\x15\n\rlease_left_ms\x18\x03 \x01(\x03\x12\x14\n\x0cpending_step\x18\x04 \x01(\t\x12\x17\n\x0fpending_attempt\x18\x05 \x01(\t\x12\x15\n\roffsets_token\x18\x06 \x01(\x03\x12\x15\n\rowner_evicted\x18\x07 \x01(\x08\x12)\n\x07\x64\x65nials\x18\x08 \x03(\x0b\x32\x18.baton.lockmgr.v1.Denial\"R\n\x06\x44\x65nial\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.baton.common.v1.Error\x12\x0e\n\x06\x61ge_ms\x18\x03 \x01(\x03\"R\n\x0bListRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05topic\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_token\x18\x04 \x01(\t\"c\n\x0cListResponse\x12,\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1b.baton.lockmgr.v1.LockEntry\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\xeb\x02\n\tLockEntry\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.baton.lockmgr.v1.LockState\x12+\n\x05owner\x18\x03 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12\r\n\x05token\x18\x04 \x01(\x03\x12\x14\n\x0clease_age_ms\x18\x05 \x01(\x03\x12\x0f\n\x07held_ms\x18\x06 \x01(\x03\x12\x0f\n\x07waiters\x18\x07 \x03(\t\x12\x12\n\ngeneration\x18\x08 \x01(\x03\x12\x13\n\x0b\x61\x63quire_seq\x18\t \x01(\x03\x12\x1f\n\x17subscription_generation\x18\n \x01(\x03\x12\x31\n\x07running\x18\x0b \x01(\x0b\x32 .baton.lockmgr.v1.RunningHandler\x12\x15\n\rlease_expired\x18\x0c \x01(\x08*\x9a\x01\n\tHoldState\x12\x1a\n\x16HOLD_STATE_UNSPECIFIED\x10\x00\x12\x11\n\rHOLD_STATE_OK\x10\x01\x12\x15\n\x11HOLD_STATE_WANTED\x10\x02\x12\x18\n\x14HOLD_STATE_NOT_OWNER\x10\x03\x12\x16\n\x12HOLD_STATE_PENDING\x10\x04\x12\x15\n\x11HOLD_STATE_ORPHAN\x10\x05*\x85\x01\n\x0cWantedReason\x12\x1d\n\x19WANTED_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14WANTED_REASON_WAITER\x10\x01\x12\x1c\n\x18WANTED_REASON_NOT_MEMBER\x10\x02\x12\x1e\n\x1aWANTED_REASON_SUBSCRIPTION\x10\x03*\x81\x01\n\tLockState\x12\x1a\n\x16LOCK_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOCK_STATE_FREE\x10\x01\x12\x13\n\x0fLOCK_STATE_HELD\x10\x02\x12\x16\n\x12LOCK_STATE_PENDING\x10\x03\x12\x16\n\x12LOCK_STATE_PHANTOM\x10\x04\x32\xa6\x05\n\x0eLockmgrService\x12P\n\x07\x41\x63quire\x12 .baton.lockmgr.v1.AcquireRequest\x1a!.baton.lockmgr.v1.AcquireResponse0\x01\x12T\n\tKeepAlive\x12\".baton.lockmgr.v1.KeepAliveRequest\x1a#.baton.lockmgr.v1.KeepAliveResponse\x12N\n\x07Release\x12 .baton.lockmgr.v1.ReleaseRequest\x1a!.baton.lockmgr.v1.ReleaseResponse\x12W\n\nReleaseAll\x12#.baton.lockmgr.v1.ReleaseAllRequest\x1a$.baton.lockmgr.v1.ReleaseAllResponse\x12]\n\x0c\x46orceRelease\x12%.baton.lockmgr.v1.ForceReleaseRequest\x1a&.baton.lockmgr.v1.ForceReleaseResponse\x12J\n\x05Watch\x12\x1e.baton.lockmgr.v1.WatchRequest\x1a\x1f.baton.lockmgr.v1.WatchResponse0\x01\x12Q\n\x08\x44\x65scribe\x12!.baton.lockmgr.v1.DescribeRequest\x1a\".baton.lockmgr.v1.DescribeResponse\x12\x45\n\x04List\x12\x1d.baton.lockmgr.v1.ListRequest\x1a\x1e.baton.lockmgr.v1.ListResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.lockmgr.v1.lockmgr_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HOLDSTATE']._serialized_start=3476
-  _globals['_HOLDSTATE']._serialized_end=3630
-  _globals['_WANTEDREASON']._serialized_start=3633
-  _globals['_WANTEDREASON']._serialized_end=3766
-  _globals['_LOCKSTATE']._serialized_start=3769
-  _globals['_LOCKSTATE']._serialized_end=3898
+  _globals['_HOLDSTATE']._serialized_start=3499
+  _globals['_HOLDSTATE']._serialized_end=3653
+  _globals['_WANTEDREASON']._serialized_start=3656
+  _globals['_WANTEDREASON']._serialized_end=3789
+  _globals['_LOCKSTATE']._serialized_start=3792
+  _globals['_LOCKSTATE']._serialized_end=3921
   _globals['_ACQUIREREQUEST']._serialized_start=119
   _globals['_ACQUIREREQUEST']._serialized_end=290
   _globals['_ACQUIREITEM']._serialized_start=293
@@ -52,43 +52,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HOLD']._serialized_start=1037
   _globals['_HOLD']._serialized_end=1153
   _globals['_RUNNINGHANDLER']._serialized_start=1156
-  _globals['_RUNNINGHANDLER']._serialized_end=1313
-  _globals['_KEEPALIVERESPONSE']._serialized_start=1315
-  _globals['_KEEPALIVERESPONSE']._serialized_end=1399
-  _globals['_HOLDREPORT']._serialized_start=1402
-  _globals['_HOLDREPORT']._serialized_end=1591
-  _globals['_RELEASEREQUEST']._serialized_start=1593
-  _globals['_RELEASEREQUEST']._serialized_end=1699
-  _globals['_RELEASERESPONSE']._serialized_start=1701
-  _globals['_RELEASERESPONSE']._serialized_end=1742
-  _globals['_RELEASEALLREQUEST']._serialized_start=1744
-  _globals['_RELEASEALLREQUEST']._serialized_end=1858
-  _globals['_RELEASEALLRESPONSE']._serialized_start=1860
-  _globals['_RELEASEALLRESPONSE']._serialized_end=1947
-  _globals['_FORCERELEASEREQUEST']._serialized_start=1949
-  _globals['_FORCERELEASEREQUEST']._serialized_end=2057
-  _globals['_FORCERELEASERESPONSE']._serialized_start=2059
-  _globals['_FORCERELEASERESPONSE']._serialized_end=2176
-  _globals['_WATCHREQUEST']._serialized_start=2178
-  _globals['_WATCHREQUEST']._serialized_end=2243
-  _globals['_WATCHRESPONSE']._serialized_start=2245
-  _globals['_WATCHRESPONSE']._serialized_end=2355
-  _globals['_WANTED']._serialized_start=2357
-  _globals['_WANTED']._serialized_end=2484
-  _globals['_FREED']._serialized_start=2486
-  _globals['_FREED']._serialized_end=2537
-  _globals['_DESCRIBEREQUEST']._serialized_start=2539
-  _globals['_DESCRIBEREQUEST']._serialized_end=2600
-  _globals['_DESCRIBERESPONSE']._serialized_start=2603
-  _globals['_DESCRIBERESPONSE']._serialized_end=2838
-  _globals['_DENIAL']._serialized_start=2840
-  _globals['_DENIAL']._serialized_end=2922
-  _globals['_LISTREQUEST']._serialized_start=2924
-  _globals['_LISTREQUEST']._serialized_end=3006
-  _globals['_LISTRESPONSE']._serialized_start=3008
-  _globals['_LISTRESPONSE']._serialized_end=3107
-  _globals['_LOCKENTRY']._serialized_start=3110
-  _globals['_LOCKENTRY']._serialized_end=3473
-  _globals['_LOCKMGRSERVICE']._serialized_start=3901
-  _globals['_LOCKMGRSERVICE']._serialized_end=4579
+  _globals['_RUNNINGHANDLER']._serialized_end=1336
+  _globals['_KEEPALIVERESPONSE']._serialized_start=1338
+  _globals['_KEEPALIVERESPONSE']._serialized_end=1422
+  _globals['_HOLDREPORT']._serialized_start=1425
+  _globals['_HOLDREPORT']._serialized_end=1614
+  _globals['_RELEASEREQUEST']._serialized_start=1616
+  _globals['_RELEASEREQUEST']._serialized_end=1722
+  _globals['_RELEASERESPONSE']._serialized_start=1724
+  _globals['_RELEASERESPONSE']._serialized_end=1765
+  _globals['_RELEASEALLREQUEST']._serialized_start=1767
+  _globals['_RELEASEALLREQUEST']._serialized_end=1881
+  _globals['_RELEASEALLRESPONSE']._serialized_start=1883
+  _globals['_RELEASEALLRESPONSE']._serialized_end=1970
+  _globals['_FORCERELEASEREQUEST']._serialized_start=1972
+  _globals['_FORCERELEASEREQUEST']._serialized_end=2080
+  _globals['_FORCERELEASERESPONSE']._serialized_start=2082
+  _globals['_FORCERELEASERESPONSE']._serialized_end=2199
+  _globals['_WATCHREQUEST']._serialized_start=2201
+  _globals['_WATCHREQUEST']._serialized_end=2266
+  _globals['_WATCHRESPONSE']._serialized_start=2268
+  _globals['_WATCHRESPONSE']._serialized_end=2378
+  _globals['_WANTED']._serialized_start=2380
+  _globals['_WANTED']._serialized_end=2507
+  _globals['_FREED']._serialized_start=2509
+  _globals['_FREED']._serialized_end=2560
+  _globals['_DESCRIBEREQUEST']._serialized_start=2562
+  _globals['_DESCRIBEREQUEST']._serialized_end=2623
+  _globals['_DESCRIBERESPONSE']._serialized_start=2626
+  _globals['_DESCRIBERESPONSE']._serialized_end=2861
+  _globals['_DENIAL']._serialized_start=2863
+  _globals['_DENIAL']._serialized_end=2945
+  _globals['_LISTREQUEST']._serialized_start=2947
+  _globals['_LISTREQUEST']._serialized_end=3029
+  _globals['_LISTRESPONSE']._serialized_start=3031
+  _globals['_LISTRESPONSE']._serialized_end=3130
+  _globals['_LOCKENTRY']._serialized_start=3133
+  _globals['_LOCKENTRY']._serialized_end=3496
+  _globals['_LOCKMGRSERVICE']._serialized_start=3924
+  _globals['_LOCKMGRSERVICE']._serialized_end=4602
 # @@protoc_insertion_point(module_scope)

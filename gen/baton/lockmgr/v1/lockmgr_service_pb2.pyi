@@ -393,6 +393,7 @@ class RunningHandler(_message.Message):
     ABANDONED_FIELD_NUMBER: _builtins.int
     ORDERING_KEY_FIELD_NUMBER: _builtins.int
     FAILED_COUNT_FIELD_NUMBER: _builtins.int
+    FAILED_REASON_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Offset of the message, the first one of a batch."""
     running_ms: _builtins.int
@@ -407,6 +408,10 @@ class RunningHandler(_message.Message):
     """Positive if no call runs and the message waits to be handled again: the number of calls that have
     failed.
     """
+    failed_reason: _builtins.str
+    """Reason of the `BatonError` with which the last call failed, if it is one that an operator has to
+    resolve: OUTPUT_MISMATCH or OUTPUTS_FORGOTTEN. At most 255 characters; else empty.
+    """
     @_builtins.property
     def queue(self) -> _queue_pb2.QueueRef:
         """Queue of the message."""
@@ -420,10 +425,11 @@ class RunningHandler(_message.Message):
         abandoned: _builtins.bool = ...,
         ordering_key: _builtins.str = ...,
         failed_count: _builtins.int = ...,
+        failed_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "failed_count", b"failed_count", "offset", b"offset", "ordering_key", b"ordering_key", "queue", b"queue", "running_ms", b"running_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "failed_count", b"failed_count", "failed_reason", b"failed_reason", "offset", b"offset", "ordering_key", b"ordering_key", "queue", b"queue", "running_ms", b"running_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -414,6 +414,11 @@ class _StuckReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StuckReas
     """The owner waits for messages at a storage node that is not the leader of the broker. Evidence:
     `owner`, `node`, `leader`.
     """
+    STUCK_REASON_OUTPUTS_REFUSED: _StuckReason.ValueType  # 24
+    """The outputs that the owner, a transformer, makes of a message are refused, because other outputs of
+    it are stored, or because it is not known whether any are. Evidence: as HEAD_OF_LINE, and
+    `failed_reason` (OUTPUT_MISMATCH or OUTPUTS_FORGOTTEN).
+    """
 
 class StuckReason(_StuckReason, metaclass=_StuckReasonEnumTypeWrapper):
     """Why a queue is stuck (protocol section 16)."""
@@ -481,6 +486,11 @@ STUCK_REASON_DATA_LOSS: StuckReason.ValueType  # 22
 STUCK_REASON_OUTDATED_NODE: StuckReason.ValueType  # 23
 """The owner waits for messages at a storage node that is not the leader of the broker. Evidence:
 `owner`, `node`, `leader`.
+"""
+STUCK_REASON_OUTPUTS_REFUSED: StuckReason.ValueType  # 24
+"""The outputs that the owner, a transformer, makes of a message are refused, because other outputs of
+it are stored, or because it is not known whether any are. Evidence: as HEAD_OF_LINE, and
+`failed_reason` (OUTPUT_MISMATCH or OUTPUTS_FORGOTTEN).
 """
 Global___StuckReason: _TypeAlias = StuckReason  # noqa: Y015
 
