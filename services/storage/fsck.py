@@ -69,6 +69,8 @@ def _lines(folder: Path, report: FsckReport, elapsed_ms: int) -> list[str]:
         f"{report.synced_position}, checkpoint at {report.checkpoint_position}; "
         f"{scanned} bytes in {elapsed_ms / 1000:.1f} s",
     ]
+    if report.sections:
+        lines.append(f"{report.sections} sections of compacted queues")
     lines += [f"note: {note}" for note in report.notes]
     lines += [f"problem: {problem.part}: {problem.detail}" for problem in report.problems]
     if (more := report.problem_count - len(report.problems)) > 0:

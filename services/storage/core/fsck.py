@@ -1,7 +1,8 @@
 """Examines a data directory that is not in use: every batch of the log, and the indexes.
 
 The indexes are rebuilt from the log, up to the checkpoint, without writing: each write is compared
-with the existing file. The log is never changed.
+with the existing file. The sections of compacted queues are compared with their orders and with the
+batches that these list. The log is never changed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from batonmq_server.storage.core.keyindex import KeyIndex, open_path
 from batonmq_server.storage.core.producers import ProducerTable
 from batonmq_server.storage.core.recovery import Recovery
 from batonmq_server.storage.core.scan import END_OF_LOG, LogScan
+from batonmq_server.storage.core.section_check import check_sections, compare_sections
 from batonmq_server.storage.core.store import MessageStore
 
 PROBLEMS_MAX = 1_000
@@ -52,6 +54,7 @@ class FsckReport:
         notes: Findings that are not problems but may surprise the operator.
         indexes_compared: Whether the indexes were compared: that needs a checkpoint.
         repaired: Whether the indexes were rebuilt.
+        sections: Sections of compacted queues that were compared.
     """
 
     first_position: int = 0
@@ -62,6 +65,7 @@ class FsckReport:
     batches: int = 0
     messages: int = 0
     queues: int = 0
+    sections: int = 0
     damaged_batches: int = 0
     problem_count: int = 0
     problems: list[FsckProblem] = field(default_factory=list)
@@ -198,6 +202,7 @@ class Fsck:
         self._scan(store, recovery)
         if self._checkpoint is not None and not self._disk.ends:
             self._compare(store, self._checkpoint)
+        self._check_sections(store)
         log, report = store.log, self.report
         report.first_position = log.first_position
         report.segments = len(self._real.names(LOG_FOLDER))
@@ -311,7 +316,35 @@ class Fsck:
                     f"{queue.folder} ends at offset {queue.next_offset}; "
                     f"the checkpoint says {says}",
                 )
+        store.apply_compactions(saved.position)
+        for problem in compare_sections(store.log, store.compacted.parts, saved.sections):
+            report.add("checkpoint", problem.position, problem.detail)
         self._disk.ends = True
+
+    def _check_sections(self, store: MessageStore) -> None:
+        """Check the sections that a start of the node uses: of the checkpoint, and later ones."""
+        report, compacted = self.report, store.compacted
+        if self._checkpoint is not None:
+            store.apply_compactions(self._checkpoint.position)
+            for key in list(compacted.parts):
+                compacted.forget(key)
+            for key, section in self._checkpoint.sections:
+                compacted.put(key, section)
+        store.apply_compactions(report.next_position)
+        report.sections = sum(len(part.sections) for part in compacted.parts.values())
+        if not report.log_is_good:
+            if report.sections:
+                report.notes.append("compacted queues not compared: the log is damaged")
+            return
+        for problem in check_sections(store):
+            if not problem.is_missing:
+                report.add("log", problem.position, problem.detail)
+            elif _is_ordered_away(store, problem.position):
+                report.add("log", problem.position, f"{problem.detail}, although it is needed")
+            else:
+                report.notes.append(
+                    f"{problem.detail}; a follower gets the newer order from its leader"
+                )
 
 
 class _ComparingFile(File):
@@ -365,6 +398,17 @@ def _fresh(disk: Disk) -> tuple[MessageStore, Recovery]:
     keys = KeyIndex(disk, cache, log.segment_end, log.first_position)
     store = MessageStore(log, cache, ProducerTable(), 0, keys)
     return store, Recovery(disk, store, synced_position=0, accept_loss=False)
+
+
+def _is_ordered_away(store: MessageStore, position: int) -> bool:
+    """Return whether the log has the order that purged its part at a position.
+
+    A copy may begin with purged segments. Until it has the order that purged them, it has not got
+    all compactions before that order either.
+    """
+    return any(
+        begin <= position < end for order in store.purge_orders for begin, end in order.segments
+    )
 
 
 def _is_purged_run(log: CommitLog, path: str) -> bool:

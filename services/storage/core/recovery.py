@@ -222,6 +222,9 @@ class Recovery:
                 self.store.add_queue(key, header.topic, first_offset)
             elif self._begins(key):
                 self.store.skip_to(key, header.first_offset, header.position)
+            else:  # an order before it may name the queue with a lower offset
+                floor = min(self._dropped.get(key, 0), header.first_offset)
+                self.store.skip_to(key, floor, header.position)
             self.store.restore(header, batch)
         self._batches += 1
         self._messages += header.count
@@ -238,6 +241,7 @@ class Recovery:
             return first_offset
         queue = self.store.queues.get(key)
         expected = queue.next_offset if queue else self._first_offset(key, first_offset)
+        expected = max(expected, min(self._dropped.get(key, 0), first_offset))
         last_position = queue.last_position if queue else -1
         if queue is not None and self._begins(key):
             return max(expected, first_offset)
