@@ -729,6 +729,33 @@ class OperationExists(BatonError):
     remedy = "Choose another operation id."
 
 
+class RemoteClientNotFound(BatonError):
+    """The gateway has no telemetry stream of this remote client."""
+
+    reason = "REMOTE_CLIENT_NOT_FOUND"
+    kind = "NOT_FOUND"
+    remedy = "List the clients of the gateways: baton gateway clients."
+
+
+class RemoteClientSilent(BatonError):
+    """A remote client has not answered a command in time, or its telemetry stream has ended.
+
+    It may have done what it was told.
+    """
+
+    reason = "REMOTE_CLIENT_SILENT"
+    kind = "DEADLINE_EXCEEDED"
+    remedy = "See its log. A listener may have run all the same, or still run."
+
+
+class RemoteCommandUnsupported(BatonError):
+    """A remote client can't do what it was told."""
+
+    reason = "REMOTE_COMMAND_UNSUPPORTED"
+    kind = "FAILED_PRECONDITION"
+    remedy = "Ask a client of another library, if the group has one."
+
+
 class StillInSync(BatonError):
     """A replica can be elected without losing messages."""
 

@@ -52,18 +52,22 @@ _Outcome = pb.ScheduleReceipt | BatonError
 
 def restore_original(message: ReceivedMessage, group: str) -> None:
     """Restore the fields that a message of the retry topic had when it was first sent."""
-    if message.queue.topic != retry_topic(group):
-        return
+    if message.queue.topic == retry_topic(group) and not restore_copy(message):
+        log.warning("message in the retry topic names no origin %r", message)
+
+
+def restore_copy(message: ReceivedMessage) -> bool:
+    """Restore the fields that a copy had when it was first sent; return False if it is none."""
     origin_attempts = origin_of(message.properties)
     if origin_attempts is None:
-        log.warning("message in the retry topic names no origin %r", message)
-        return
+        return False
     message.origin, attempts = origin_attempts
     message.keys = without_origin_key(message.keys, message.origin)
     message.attempts += attempts
     message.properties = {
         name: value for name, value in message.properties.items() if name not in PROPERTIES
     }
+    return True
 
 
 async def create_topic(session: Session, topic: str) -> None:

@@ -117,12 +117,13 @@ class RemoteClients:
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
 
-    async def clients(self, group: str = "") -> RemoteClientReport:
+    async def clients(self, group: str = "", *, client_id: str = "") -> RemoteClientReport:
         """Return the clients that have called a gateway lately.
 
         Args:
             group: Only clients that consume for this group; empty for all, which needs the role
                 admin of the cluster.
+            client_id: Only the client of this id; empty for all.
         """
         clients: list[RemoteClient] = []
         members: dict[str, str] = {}
@@ -130,7 +131,9 @@ class RemoteClients:
         for gateway in await self._gateways():
 
             def page(page_token: str, gateway: str = gateway) -> Awaitable[pb.ListClientsResponse]:
-                request = pb.ListClientsRequest(group=group, page_token=page_token)
+                request = pb.ListClientsRequest(
+                    group=group, client_id=client_id, page_token=page_token
+                )
 
                 async def ask(limit_s: float) -> pb.ListClientsResponse:
                     stub = self._admin.directory.gateway(gateway)

@@ -1,4 +1,4 @@
-"""`baton gateway …`: the remote clients behind the gateways, and the messages that they hold."""
+"""`baton gateway …`: the remote clients of the gateways, the messages that they hold, commands."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ import click
 
 from batonmq.admin.remote_clients import RemoteClients
 from batonmq.cli.arguments import group_argument
-from batonmq.cli.command_classes import LazyGroup
+from batonmq.cli.command_classes import LazyCommand, LazyGroup
 from batonmq.cli.output import Columns, Item, Minor, duration
 from batonmq.cli.session import CommandSession, cluster_session
 
 commands = LazyGroup(
     "gateway",
-    help="Show the clients of the gateways, and the messages that they hold.",
+    help="Show the clients of the gateways and the messages that they hold; ask a client.",
     no_args_is_help=True,
+    lazy={
+        "threads": LazyCommand(
+            "batonmq.cli.gateway_commands:threads", "Show the stack traces of a client."
+        ),
+        "verify": LazyCommand(
+            "batonmq.cli.gateway_commands:verify",
+            "Let one push consumer consume a message once more, and show the result.",
+        ),
+    },
 )
 
 

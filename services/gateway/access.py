@@ -15,6 +15,7 @@ from batonmq_server.runtime.access.permissions import (
     ANY_GRANT,
     OPERATE,
     Permission,
+    administer_group,
     consume,
     join_group,
     produce,
@@ -123,6 +124,13 @@ OPERATORS_RULES: AccessRules = rules_by_path(
         ),
         "ListHeldMessages": requires_by_request(
             lambda request: [join_group(request.group)], ["nameserver"]
+        ),
+        # It runs a listener again, as a reset of progress would.
+        "VerifyMessage": requires_by_request(
+            lambda request: [administer_group(request.group), consume(request.queue.topic)]
+        ),
+        "GetStackTraces": requires_by_request(
+            lambda request: [administer_group(request.group) if request.group else OPERATE]
         ),
     },
 )

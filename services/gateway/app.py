@@ -18,6 +18,7 @@ from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._process.config import ConfigError, ConfigProblem
 from batonmq._producer.producer import Producer
 from batonmq_server.gateway.access import OPERATORS_RULES, RULES, SERVICE
+from batonmq_server.gateway.client_commands import ClientCommands
 from batonmq_server.gateway.clients import RemoteClients
 from batonmq_server.gateway.config import GatewaySettings
 from batonmq_server.gateway.core.receipt_handles import KEY_BYTES_MIN, ReceiptSigner
@@ -28,6 +29,7 @@ from batonmq_server.gateway.guarded_servicer import GuardedServicer
 from batonmq_server.gateway.inspection import SERVICE as INSPECTION_SERVICE
 from batonmq_server.gateway.inspection import GatewayServicer
 from batonmq_server.gateway.metrics import GatewayMetrics
+from batonmq_server.gateway.operator_commands import OperatorCommands, StoredMessages
 from batonmq_server.gateway.ports import listen_further
 from batonmq_server.gateway.remote_access import RemoteAccess
 from batonmq_server.gateway.routes import Routes
@@ -65,9 +67,12 @@ async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[Ap
         serials=count(runtime.random.getrandbits(_SERIAL_BITS)),
         spawn=tasks.spawn,
         events=RemoteEvents(runtime.hub, runtime.clock),
+        commands=ClientCommands(),
     )
     groups = Groups(parts)
     directory = Directory(nameserver, runtime.random, runtime.connect)
+    stored = StoredMessages(directory, environment)
+    operators = OperatorCommands(clients, groups, parts.commands, stored, metrics)
 
     async def housekeeping() -> None:
         async with tasks.open():
@@ -102,7 +107,7 @@ async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[Ap
                     ),
                     INSPECTION_SERVICE: partial(
                         gateway_service_pb2_grpc.add_GatewayServiceServicer_to_server,
-                        GatewayServicer(clients, groups, runtime.clock),
+                        GatewayServicer(clients, groups, runtime.clock, operators),
                     ),
                 },
                 rules={**RULES, **OPERATORS_RULES},

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batonmq._connection.directory import ClientEnvironment
+from batonmq_server.gateway.client_commands import ClientCommands
 from batonmq_server.gateway.clients import RemoteClients
 from batonmq_server.gateway.config import GatewaySettings
 from batonmq_server.gateway.core.receipt_handles import ReceiptSigner
@@ -23,6 +24,7 @@ class GatewayParts:
         serials: Numbers of deliveries.
         spawn: Starts a task that lives as long as the gateway, at most.
         events: Metric events of the remote clients.
+        commands: Commands of operators to remote clients.
     """
 
     settings: GatewaySettings
@@ -33,3 +35,4 @@ class GatewayParts:
     serials: Iterator[int]
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     events: RemoteEvents
+    commands: ClientCommands

@@ -1,4 +1,4 @@
-"""What operators see of a gateway: its remote clients, and the messages that they hold."""
+"""What operators see of a gateway, and ask its remote clients."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ from batonmq_server.gateway.clients import RemoteClient, RemoteClients
 from batonmq_server.gateway.core.message_leases import LeaseState, MessageLease
 from batonmq_server.gateway.group_consumer import GroupConsumer
 from batonmq_server.gateway.groups import Groups
+from batonmq_server.gateway.operator_commands import (
+    OperatorCommands,
+    cut,
+    position_of,
+    question_of,
+)
 from batonmq_server.runtime.paging import key_of_token, malformed_token, page_of, page_size_of
 
 SERVICE = "baton.gateway.v1.GatewayService"
@@ -42,8 +48,15 @@ _Key = tuple[QueueRef, int]
 class GatewayServicer(pb_grpc.GatewayServiceServicer):
     """Serves `baton.gateway.v1.GatewayService`."""
 
-    def __init__(self, clients: RemoteClients, groups: Groups, clock: Clock) -> None:
+    def __init__(
+        self,
+        clients: RemoteClients,
+        groups: Groups,
+        clock: Clock,
+        commands: OperatorCommands,
+    ) -> None:
         self._clients, self._groups, self._clock = clients, groups, clock
+        self._commands = commands
 
     async def ListClients(
         self, request: pb.ListClientsRequest, context: Any
@@ -55,7 +68,8 @@ class GatewayServicer(pb_grpc.GatewayServiceServicer):
         groups = [one for one in self._groups if not group or one is member]
         names = self._names(group, member)
         chosen = nsmallest(
-            page_size_of(request.page_size) + 1, (name for name in names if name > after)
+            page_size_of(request.page_size) + 1,
+            (name for name in names if name > after and request.client_id in ("", name)),
         )
         held = _held_by(groups, set(chosen))
         now_ms = self._clock.monotonic_ms()
@@ -87,6 +101,28 @@ class GatewayServicer(pb_grpc.GatewayServiceServicer):
             member_client_id=group.member_id,
             waiting_call_count=group.waiting_count,
         )
+
+    async def VerifyMessage(
+        self, request: pb.VerifyMessageRequest, context: Any
+    ) -> pb.VerifyMessageResponse:
+        """See the proto."""
+        group = check_group(request.group)
+        question = question_of(request.client_id, group, context.time_remaining())
+        queue, offset = position_of(request)
+        begin_ms = self._clock.monotonic_ms()
+        outcome, text = await self._commands.verify(question, queue, offset)
+        took_ms = self._clock.monotonic_ms() - begin_ms
+        return pb.VerifyMessageResponse(outcome=outcome, text=text, took_ms=took_ms)
+
+    async def GetStackTraces(
+        self, request: pb.GetStackTracesRequest, context: Any
+    ) -> pb.GetStackTracesResponse:
+        """See the proto."""
+        question = question_of(request.client_id, request.group, context.time_remaining())
+        begin_ms = self._clock.monotonic_ms()
+        text, cut_bytes = cut(await self._commands.stack_traces(question))
+        took_ms = self._clock.monotonic_ms() - begin_ms
+        return pb.GetStackTracesResponse(text=text, cut_bytes=cut_bytes, took_ms=took_ms)
 
     def _names(self, group: str, member: GroupConsumer | None) -> Iterable[str]:
         """Return the clients of a group, or all; also those of which only messages are known."""

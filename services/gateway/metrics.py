@@ -35,6 +35,12 @@ class GatewayMetrics:
             "Checks of transactions that were sent to remote producers.",
             registry=registry,
         )
+        self.commands = Counter(
+            "baton_gateway_commands",
+            "Commands of operators to remote clients, by command and outcome: answered, silent.",
+            ("command", "outcome"),
+            registry=registry,
+        )
         self._gauges = {
             name: Gauge(f"baton_gateway_{name}", text, registry=registry)
             for name, text in (

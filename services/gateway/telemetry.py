@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2
@@ -81,6 +81,7 @@ class TelemetryStream:
             reading.cancel()
             pushing.cancel()
             self._checks.close(self._caller.client_id, self)
+            self._parts.commands.close(self._caller.client_id, self)
             client.open_calls -= 1
 
     def command(self, command: service_pb2.TelemetryCommand) -> bool:
@@ -107,7 +108,8 @@ class TelemetryStream:
         try:
             async for command in requests:
                 if command.WhichOneof("command") != "settings":
-                    continue  # the reply to a question; the gateway asks none
+                    self._parts.commands.answered(self._caller.client_id, command)
+                    continue
                 answer = self._answer(command.settings)
                 answered(answer.status)
                 self._put(answer)
@@ -143,13 +145,11 @@ class TelemetryStream:
             elif sent.WhichOneof("pub_sub") == "subscription":
                 fifo = self._subscribe(sent)
             elif sent.WhichOneof("pub_sub") == "publishing":
-                self._names = {
-                    self._caller.topic(one): echoed(one, self._caller)
-                    for one in sent.publishing.topics
-                }
+                self._note_names(sent.publishing.topics)
                 self._checks.open(self._caller.client_id, self, self._names)
         except (Refused, BatonError) as error:
             return service_pb2.TelemetryCommand(status=status_of(error))
+        self._parts.commands.open(self._caller.client_id, self)
         polling_ms = duration_ms(sent.subscription.long_polling_timeout)
         answer = settings_for(
             sent,
@@ -160,6 +160,9 @@ class TelemetryStream:
         self._settings = service_pb2.TelemetryCommand(status=OK, settings=answer)
         self._renewed.set()
         return self._settings
+
+    def _note_names(self, topics: Iterable[pb.Resource]) -> None:
+        self._names = {self._caller.topic(one): echoed(one, self._caller) for one in topics}
 
     def _subscribe(self, sent: pb.Settings) -> bool:
         """Join the group of a consumer; return whether its group works in FIFO mode."""
@@ -174,6 +177,7 @@ class TelemetryStream:
             (self._caller.topic(one.topic), expression_of(one.expression))
             for one in sent.subscription.subscriptions
         ]
+        self._note_names(one.topic for one in sent.subscription.subscriptions)
         self._parts.clients.note(self._caller, group)
         if entries:
             self._groups.subscribe(group, entries, self._caller.client_id)

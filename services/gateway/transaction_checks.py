@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2
@@ -25,6 +25,7 @@ from batonmq._core.records import decode_records, read_header
 from batonmq._core.transactions import broker_of
 from batonmq._producer.check_watcher import CheckWatcher
 from batonmq.errors import BatonError, InvalidName, NotServing
+from batonmq_server.gateway.client_commands import CommandStream
 from batonmq_server.gateway.core.live_producers import LiveProducers
 from batonmq_server.gateway.message_proto import DeliveryFields, received
 from batonmq_server.gateway.metrics import GatewayMetrics
@@ -42,18 +43,6 @@ def producer_group(topic: str) -> str:
         return check_group(f"{_GROUP_PREFIX}{topic}")
     except InvalidName:  # too long
         return f"{_GROUP_PREFIX}{hashlib.sha256(topic.encode()).hexdigest()}"
-
-
-class CommandStream(Protocol):
-    """The telemetry stream of a client."""
-
-    def command(self, command: service_pb2.TelemetryCommand) -> bool:
-        """Send a command; return False if the client reads too slowly."""
-        ...
-
-    def name_of(self, topic: str) -> pb.Resource:
-        """Return a stored topic as the client names it."""
-        ...
 
 
 class TransactionChecks:

@@ -149,6 +149,8 @@ AccessService       Unblock
 AccessService       ListBlocks
 GatewayService      ListClients        join
 GatewayService      ListHeldMessages   join nameserver
+GatewayService      VerifyMessage      group-admin
+GatewayService      GetStackTraces     group-admin
 MetricsService      Watch              watcher
 SettingsService     Describe
 """

@@ -145,6 +145,14 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The call needs both groups in one offsets replica set, and they are in two. Facts: `group`,
     `other_group`, `offsets_set`.
     """
+    REASON_REMOTE_CLIENT_NOT_FOUND: _Reason.ValueType  # 36
+    """The gateway has no telemetry stream of this remote client. Facts: `client_id`."""
+    REASON_REMOTE_CLIENT_SILENT: _Reason.ValueType  # 37
+    """The remote client has not answered a command in time, or its telemetry stream has ended. It may have
+    done what it was told. Facts: `client_id`, `waited_ms`.
+    """
+    REASON_REMOTE_COMMAND_UNSUPPORTED: _Reason.ValueType  # 38
+    """The remote client can't do what it was told. Facts: `client_id`, `language`."""
     REASON_OFFSET_OUT_OF_RANGE: _Reason.ValueType  # 40
     """The offset is outside of [first_offset, next_offset]. Facts: `offset`, `first_offset`,
     `next_offset`.
@@ -336,6 +344,14 @@ REASON_GROUPS_APART: Reason.ValueType  # 35
 """The call needs both groups in one offsets replica set, and they are in two. Facts: `group`,
 `other_group`, `offsets_set`.
 """
+REASON_REMOTE_CLIENT_NOT_FOUND: Reason.ValueType  # 36
+"""The gateway has no telemetry stream of this remote client. Facts: `client_id`."""
+REASON_REMOTE_CLIENT_SILENT: Reason.ValueType  # 37
+"""The remote client has not answered a command in time, or its telemetry stream has ended. It may have
+done what it was told. Facts: `client_id`, `waited_ms`.
+"""
+REASON_REMOTE_COMMAND_UNSUPPORTED: Reason.ValueType  # 38
+"""The remote client can't do what it was told. Facts: `client_id`, `language`."""
 REASON_OFFSET_OUT_OF_RANGE: Reason.ValueType  # 40
 """The offset is outside of [first_offset, next_offset]. Facts: `offset`, `first_offset`,
 `next_offset`.

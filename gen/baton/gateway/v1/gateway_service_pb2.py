@@ -25,29 +25,39 @@ _sym_db = _symbol_database.Default()
 from baton.common.v1 import queue_pb2 as baton_dot_common_dot_v1_dot_queue__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/gateway/v1/gateway_service.proto\x12\x10\x62\x61ton.gateway.v1\x1a\x1b\x62\x61ton/common/v1/queue.proto\"J\n\x12ListClientsRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"y\n\x13ListClientsResponse\x12/\n\x07\x63lients\x18\x01 \x03(\x0b\x32\x1e.baton.gateway.v1.RemoteClient\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x18\n\x10member_client_id\x18\x03 \x01(\t\"\x91\x02\n\x0cRemoteClient\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x10\n\x08language\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12*\n\x04kind\x18\x05 \x01(\x0e\x32\x1c.baton.gateway.v1.ClientKind\x12\x11\n\tnamespace\x18\x06 \x01(\t\x12\x10\n\x08identity\x18\x07 \x01(\t\x12\x0e\n\x06groups\x18\x08 \x03(\t\x12\x17\n\x0fin_flight_count\x18\t \x01(\r\x12\x17\n\x0foldest_lease_ms\x18\n \x01(\x03\x12\x11\n\tsilent_ms\x18\x0b \x01(\x03\x12\x17\n\x0fopen_call_count\x18\x0c \x01(\r\"\x8c\x01\n\x17ListHeldMessagesRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12(\n\x05queue\x18\x02 \x01(\x0b\x32\x19.baton.common.v1.QueueRef\x12\x11\n\tclient_id\x18\x03 \x01(\t\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x12\n\npage_token\x18\x05 \x01(\t\"\x9a\x01\n\x18ListHeldMessagesResponse\x12/\n\x08messages\x18\x01 \x03(\x0b\x32\x1d.baton.gateway.v1.HeldMessage\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x18\n\x10member_client_id\x18\x03 \x01(\t\x12\x1a\n\x12waiting_call_count\x18\x04 \x01(\r\"\x84\x02\n\x0bHeldMessage\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.baton.common.v1.QueueRef\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12*\n\x05state\x18\x03 \x01(\x0e\x32\x1b.baton.gateway.v1.HeldState\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x15\n\rmessage_group\x18\x05 \x01(\t\x12.\n\x06\x63lient\x18\x06 \x01(\x0b\x32\x1e.baton.gateway.v1.RemoteClient\x12\x0f\n\x07held_ms\x18\x07 \x01(\x03\x12\x15\n\rlease_left_ms\x18\x08 \x01(\x03\x12\x0f\n\x07renewed\x18\t \x01(\x08*\xa2\x01\n\nClientKind\x12\x1b\n\x17\x43LIENT_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43LIENT_KIND_PRODUCER\x10\x01\x12\x1d\n\x19\x43LIENT_KIND_PUSH_CONSUMER\x10\x02\x12\x1f\n\x1b\x43LIENT_KIND_SIMPLE_CONSUMER\x10\x03\x12\x1d\n\x19\x43LIENT_KIND_PULL_CONSUMER\x10\x04*\x83\x01\n\tHeldState\x12\x1a\n\x16HELD_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12HELD_STATE_WAITING\x10\x01\x12\x14\n\x10HELD_STATE_READY\x10\x02\x12\x15\n\x11HELD_STATE_LEASED\x10\x03\x12\x15\n\x11HELD_STATE_ENDING\x10\x04\x32\xd7\x01\n\x0eGatewayService\x12Z\n\x0bListClients\x12$.baton.gateway.v1.ListClientsRequest\x1a%.baton.gateway.v1.ListClientsResponse\x12i\n\x10ListHeldMessages\x12).baton.gateway.v1.ListHeldMessagesRequest\x1a*.baton.gateway.v1.ListHeldMessagesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/gateway/v1/gateway_service.proto\x12\x10\x62\x61ton.gateway.v1\x1a\x1b\x62\x61ton/common/v1/queue.proto\"]\n\x12ListClientsRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x11\n\tclient_id\x18\x04 \x01(\t\"y\n\x13ListClientsResponse\x12/\n\x07\x63lients\x18\x01 \x03(\x0b\x32\x1e.baton.gateway.v1.RemoteClient\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x18\n\x10member_client_id\x18\x03 \x01(\t\"\x91\x02\n\x0cRemoteClient\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x10\n\x08language\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12*\n\x04kind\x18\x05 \x01(\x0e\x32\x1c.baton.gateway.v1.ClientKind\x12\x11\n\tnamespace\x18\x06 \x01(\t\x12\x10\n\x08identity\x18\x07 \x01(\t\x12\x0e\n\x06groups\x18\x08 \x03(\t\x12\x17\n\x0fin_flight_count\x18\t \x01(\r\x12\x17\n\x0foldest_lease_ms\x18\n \x01(\x03\x12\x11\n\tsilent_ms\x18\x0b \x01(\x03\x12\x17\n\x0fopen_call_count\x18\x0c \x01(\r\"\x8c\x01\n\x17ListHeldMessagesRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12(\n\x05queue\x18\x02 \x01(\x0b\x32\x19.baton.common.v1.QueueRef\x12\x11\n\tclient_id\x18\x03 \x01(\t\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x12\n\npage_token\x18\x05 \x01(\t\"\x9a\x01\n\x18ListHeldMessagesResponse\x12/\n\x08messages\x18\x01 \x03(\x0b\x32\x1d.baton.gateway.v1.HeldMessage\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x18\n\x10member_client_id\x18\x03 \x01(\t\x12\x1a\n\x12waiting_call_count\x18\x04 \x01(\r\"\x84\x02\n\x0bHeldMessage\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.baton.common.v1.QueueRef\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12*\n\x05state\x18\x03 \x01(\x0e\x32\x1b.baton.gateway.v1.HeldState\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x15\n\rmessage_group\x18\x05 \x01(\t\x12.\n\x06\x63lient\x18\x06 \x01(\x0b\x32\x1e.baton.gateway.v1.RemoteClient\x12\x0f\n\x07held_ms\x18\x07 \x01(\x03\x12\x15\n\rlease_left_ms\x18\x08 \x01(\x03\x12\x0f\n\x07renewed\x18\t \x01(\x08\"r\n\x14VerifyMessageRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12(\n\x05queue\x18\x03 \x01(\x0b\x32\x19.baton.common.v1.QueueRef\x12\x0e\n\x06offset\x18\x04 \x01(\x03\"h\n\x15VerifyMessageResponse\x12\x30\n\x07outcome\x18\x01 \x01(\x0e\x32\x1f.baton.gateway.v1.VerifyOutcome\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07took_ms\x18\x03 \x01(\x03\"9\n\x15GetStackTracesRequest\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\"J\n\x16GetStackTracesResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\tcut_bytes\x18\x02 \x01(\x03\x12\x0f\n\x07took_ms\x18\x03 \x01(\x03*\xa2\x01\n\nClientKind\x12\x1b\n\x17\x43LIENT_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43LIENT_KIND_PRODUCER\x10\x01\x12\x1d\n\x19\x43LIENT_KIND_PUSH_CONSUMER\x10\x02\x12\x1f\n\x1b\x43LIENT_KIND_SIMPLE_CONSUMER\x10\x03\x12\x1d\n\x19\x43LIENT_KIND_PULL_CONSUMER\x10\x04*\x83\x01\n\tHeldState\x12\x1a\n\x16HELD_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12HELD_STATE_WAITING\x10\x01\x12\x14\n\x10HELD_STATE_READY\x10\x02\x12\x15\n\x11HELD_STATE_LEASED\x10\x03\x12\x15\n\x11HELD_STATE_ENDING\x10\x04*\x85\x01\n\rVerifyOutcome\x12\x1e\n\x1aVERIFY_OUTCOME_UNSPECIFIED\x10\x00\x12\x1b\n\x17VERIFY_OUTCOME_CONSUMED\x10\x01\x12\x19\n\x15VERIFY_OUTCOME_FAILED\x10\x02\x12\x1c\n\x18VERIFY_OUTCOME_CORRUPTED\x10\x03\x32\x9e\x03\n\x0eGatewayService\x12Z\n\x0bListClients\x12$.baton.gateway.v1.ListClientsRequest\x1a%.baton.gateway.v1.ListClientsResponse\x12i\n\x10ListHeldMessages\x12).baton.gateway.v1.ListHeldMessagesRequest\x1a*.baton.gateway.v1.ListHeldMessagesResponse\x12`\n\rVerifyMessage\x12&.baton.gateway.v1.VerifyMessageRequest\x1a\'.baton.gateway.v1.VerifyMessageResponse\x12\x63\n\x0eGetStackTraces\x12\'.baton.gateway.v1.GetStackTracesRequest\x1a(.baton.gateway.v1.GetStackTracesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.gateway.v1.gateway_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CLIENTKIND']._serialized_start=1128
-  _globals['_CLIENTKIND']._serialized_end=1290
-  _globals['_HELDSTATE']._serialized_start=1293
-  _globals['_HELDSTATE']._serialized_end=1424
+  _globals['_CLIENTKIND']._serialized_start=1504
+  _globals['_CLIENTKIND']._serialized_end=1666
+  _globals['_HELDSTATE']._serialized_start=1669
+  _globals['_HELDSTATE']._serialized_end=1800
+  _globals['_VERIFYOUTCOME']._serialized_start=1803
+  _globals['_VERIFYOUTCOME']._serialized_end=1936
   _globals['_LISTCLIENTSREQUEST']._serialized_start=89
-  _globals['_LISTCLIENTSREQUEST']._serialized_end=163
-  _globals['_LISTCLIENTSRESPONSE']._serialized_start=165
-  _globals['_LISTCLIENTSRESPONSE']._serialized_end=286
-  _globals['_REMOTECLIENT']._serialized_start=289
-  _globals['_REMOTECLIENT']._serialized_end=562
-  _globals['_LISTHELDMESSAGESREQUEST']._serialized_start=565
-  _globals['_LISTHELDMESSAGESREQUEST']._serialized_end=705
-  _globals['_LISTHELDMESSAGESRESPONSE']._serialized_start=708
-  _globals['_LISTHELDMESSAGESRESPONSE']._serialized_end=862
-  _globals['_HELDMESSAGE']._serialized_start=865
-  _globals['_HELDMESSAGE']._serialized_end=1125
-  _globals['_GATEWAYSERVICE']._serialized_start=1427
-  _globals['_GATEWAYSERVICE']._serialized_end=1642
+  _globals['_LISTCLIENTSREQUEST']._serialized_end=182
+  _globals['_LISTCLIENTSRESPONSE']._serialized_start=184
+  _globals['_LISTCLIENTSRESPONSE']._serialized_end=305
+  _globals['_REMOTECLIENT']._serialized_start=308
+  _globals['_REMOTECLIENT']._serialized_end=581
+  _globals['_LISTHELDMESSAGESREQUEST']._serialized_start=584
+  _globals['_LISTHELDMESSAGESREQUEST']._serialized_end=724
+  _globals['_LISTHELDMESSAGESRESPONSE']._serialized_start=727
+  _globals['_LISTHELDMESSAGESRESPONSE']._serialized_end=881
+  _globals['_HELDMESSAGE']._serialized_start=884
+  _globals['_HELDMESSAGE']._serialized_end=1144
+  _globals['_VERIFYMESSAGEREQUEST']._serialized_start=1146
+  _globals['_VERIFYMESSAGEREQUEST']._serialized_end=1260
+  _globals['_VERIFYMESSAGERESPONSE']._serialized_start=1262
+  _globals['_VERIFYMESSAGERESPONSE']._serialized_end=1366
+  _globals['_GETSTACKTRACESREQUEST']._serialized_start=1368
+  _globals['_GETSTACKTRACESREQUEST']._serialized_end=1425
+  _globals['_GETSTACKTRACESRESPONSE']._serialized_start=1427
+  _globals['_GETSTACKTRACESRESPONSE']._serialized_end=1501
+  _globals['_GATEWAYSERVICE']._serialized_start=1939
+  _globals['_GATEWAYSERVICE']._serialized_end=2353
 # @@protoc_insertion_point(module_scope)

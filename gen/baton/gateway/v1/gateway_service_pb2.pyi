@@ -84,6 +84,34 @@ HELD_STATE_ENDING: HeldState.ValueType  # 4
 """It was acknowledged, or its deliveries are used up, and the outcome is being stored."""
 Global___HeldState: _TypeAlias = HeldState  # noqa: Y015
 
+class _VerifyOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _VerifyOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VerifyOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    VERIFY_OUTCOME_UNSPECIFIED: _VerifyOutcome.ValueType  # 0
+    """Not set; never sent."""
+    VERIFY_OUTCOME_CONSUMED: _VerifyOutcome.ValueType  # 1
+    """The listener has consumed it."""
+    VERIFY_OUTCOME_FAILED: _VerifyOutcome.ValueType  # 2
+    """The listener has failed."""
+    VERIFY_OUTCOME_CORRUPTED: _VerifyOutcome.ValueType  # 3
+    """The client could not read the message; the listener has not run."""
+
+class VerifyOutcome(_VerifyOutcome, metaclass=_VerifyOutcomeEnumTypeWrapper):
+    """What became of a message that a client was to consume."""
+
+VERIFY_OUTCOME_UNSPECIFIED: VerifyOutcome.ValueType  # 0
+"""Not set; never sent."""
+VERIFY_OUTCOME_CONSUMED: VerifyOutcome.ValueType  # 1
+"""The listener has consumed it."""
+VERIFY_OUTCOME_FAILED: VerifyOutcome.ValueType  # 2
+"""The listener has failed."""
+VERIFY_OUTCOME_CORRUPTED: VerifyOutcome.ValueType  # 3
+"""The client could not read the message; the listener has not run."""
+Global___VerifyOutcome: _TypeAlias = VerifyOutcome  # noqa: Y015
+
 @_typing.final
 class ListClientsRequest(_message.Message):
     """Request for ListClients."""
@@ -93,6 +121,7 @@ class ListClientsRequest(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Only clients that consume for this group, and what they hold of it; empty for all clients."""
     page_size: _builtins.int
@@ -101,16 +130,19 @@ class ListClientsRequest(_message.Message):
     """
     page_token: _builtins.str
     """`next_page_token` of the previous page; empty for the first page."""
+    client_id: _builtins.str
+    """Only the client of this id; empty for all."""
     def __init__(
         self,
         *,
         group: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        client_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "group", b"group", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -351,3 +383,127 @@ class HeldMessage(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeldMessage: _TypeAlias = HeldMessage  # noqa: Y015
+
+@_typing.final
+class VerifyMessageRequest(_message.Message):
+    """Request for VerifyMessage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Group that the client consumes for. Required."""
+    client_id: _builtins.str
+    """The client, a push consumer. Required."""
+    offset: _builtins.int
+    """Offset of the message; not negative."""
+    @_builtins.property
+    def queue(self) -> _queue_pb2.QueueRef:
+        """Queue of the message: of a topic that the group subscribes to, or of a retry or dead letter topic. A
+        message of these two is consumed as it was sent first. Required.
+        """
+
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        client_id: _builtins.str = ...,
+        queue: _queue_pb2.QueueRef | None = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "group", b"group", "offset", b"offset", "queue", b"queue"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyMessageRequest: _TypeAlias = VerifyMessageRequest  # noqa: Y015
+
+@_typing.final
+class VerifyMessageResponse(_message.Message):
+    """Response for VerifyMessage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOOK_MS_FIELD_NUMBER: _builtins.int
+    outcome: Global___VerifyOutcome.ValueType
+    """What the client says."""
+    text: _builtins.str
+    """Text that the client adds, at most 1,000 characters; most clients add none."""
+    took_ms: _builtins.int
+    """Time from the command to the answer, in milliseconds."""
+    def __init__(
+        self,
+        *,
+        outcome: Global___VerifyOutcome.ValueType = ...,
+        text: _builtins.str = ...,
+        took_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "text", b"text", "took_ms", b"took_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyMessageResponse: _TypeAlias = VerifyMessageResponse  # noqa: Y015
+
+@_typing.final
+class GetStackTracesRequest(_message.Message):
+    """Request for GetStackTraces."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.str
+    """The client. Required."""
+    group: _builtins.str
+    """Group that the client consumes for; empty for any client, which needs the role admin of the cluster."""
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.str = ...,
+        group: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStackTracesRequest: _TypeAlias = GetStackTracesRequest  # noqa: Y015
+
+@_typing.final
+class GetStackTracesResponse(_message.Message):
+    """Response for GetStackTraces."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    CUT_BYTES_FIELD_NUMBER: _builtins.int
+    TOOK_MS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """What the client has sent, at most 1 MiB of UTF-8."""
+    cut_bytes: _builtins.int
+    """Bytes that were cut off behind that."""
+    took_ms: _builtins.int
+    """Time from the command to the answer, in milliseconds."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        cut_bytes: _builtins.int = ...,
+        took_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_bytes", b"cut_bytes", "text", b"text", "took_ms", b"took_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStackTracesResponse: _TypeAlias = GetStackTracesResponse  # noqa: Y015

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class GatewayServiceStub:
-    """What operators see of one gateway: its remote clients, and the messages that they hold. Nothing here
-    changes anything.
+    """What operators see of one gateway, and ask its remote clients. Nothing here changes what is stored, or
+    the progress of a group.
     """
 
     def __init__(self, channel):
@@ -46,11 +46,21 @@ class GatewayServiceStub:
                 request_serializer=baton_dot_gateway_dot_v1_dot_gateway__service__pb2.ListHeldMessagesRequest.SerializeToString,
                 response_deserializer=baton_dot_gateway_dot_v1_dot_gateway__service__pb2.ListHeldMessagesResponse.FromString,
                 _registered_method=True)
+        self.VerifyMessage = channel.unary_unary(
+                '/baton.gateway.v1.GatewayService/VerifyMessage',
+                request_serializer=baton_dot_gateway_dot_v1_dot_gateway__service__pb2.VerifyMessageRequest.SerializeToString,
+                response_deserializer=baton_dot_gateway_dot_v1_dot_gateway__service__pb2.VerifyMessageResponse.FromString,
+                _registered_method=True)
+        self.GetStackTraces = channel.unary_unary(
+                '/baton.gateway.v1.GatewayService/GetStackTraces',
+                request_serializer=baton_dot_gateway_dot_v1_dot_gateway__service__pb2.GetStackTracesRequest.SerializeToString,
+                response_deserializer=baton_dot_gateway_dot_v1_dot_gateway__service__pb2.GetStackTracesResponse.FromString,
+                _registered_method=True)
 
 
 class GatewayServiceServicer:
-    """What operators see of one gateway: its remote clients, and the messages that they hold. Nothing here
-    changes anything.
+    """What operators see of one gateway, and ask its remote clients. Nothing here changes what is stored, or
+    the progress of a group.
     """
 
     def ListClients(self, request, context):
@@ -74,6 +84,33 @@ class GatewayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def VerifyMessage(self, request, context):
+        """Lets the listener of one push consumer consume a stored message, once, and returns its result. Nothing
+        is acknowledged, and nothing is held. The call waits for the client until 0.5 s before its deadline,
+        60 s at most. It must not be repeated by itself: each call runs the listener.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME; INVALID_ARGUMENT), NOT_FOUND (REMOTE_CLIENT_NOT_FOUND,
+        MESSAGE_NOT_FOUND, TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), OUT_OF_RANGE (OFFSET_OUT_OF_RANGE),
+        FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, REMOTE_COMMAND_UNSUPPORTED), DEADLINE_EXCEEDED
+        (REMOTE_CLIENT_SILENT: the listener may have run, or still run),
+        RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NOT_SERVING; storage can't be read).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStackTraces(self, request, context):
+        """Returns the stack traces of the threads of one client, as its library writes them. Waits like
+        VerifyMessage.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME; INVALID_ARGUMENT), NOT_FOUND (REMOTE_CLIENT_NOT_FOUND),
+        FAILED_PRECONDITION (NOT_MEMBER, REMOTE_COMMAND_UNSUPPORTED), DEADLINE_EXCEEDED
+        (REMOTE_CLIENT_SILENT), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NOT_SERVING).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GatewayServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -87,6 +124,16 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_gateway_dot_v1_dot_gateway__service__pb2.ListHeldMessagesRequest.FromString,
                     response_serializer=baton_dot_gateway_dot_v1_dot_gateway__service__pb2.ListHeldMessagesResponse.SerializeToString,
             ),
+            'VerifyMessage': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyMessage,
+                    request_deserializer=baton_dot_gateway_dot_v1_dot_gateway__service__pb2.VerifyMessageRequest.FromString,
+                    response_serializer=baton_dot_gateway_dot_v1_dot_gateway__service__pb2.VerifyMessageResponse.SerializeToString,
+            ),
+            'GetStackTraces': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStackTraces,
+                    request_deserializer=baton_dot_gateway_dot_v1_dot_gateway__service__pb2.GetStackTracesRequest.FromString,
+                    response_serializer=baton_dot_gateway_dot_v1_dot_gateway__service__pb2.GetStackTracesResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'baton.gateway.v1.GatewayService', rpc_method_handlers)
@@ -96,8 +143,8 @@ def add_GatewayServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GatewayService:
-    """What operators see of one gateway: its remote clients, and the messages that they hold. Nothing here
-    changes anything.
+    """What operators see of one gateway, and ask its remote clients. Nothing here changes what is stored, or
+    the progress of a group.
     """
 
     @staticmethod
@@ -144,6 +191,60 @@ class GatewayService:
             '/baton.gateway.v1.GatewayService/ListHeldMessages',
             baton_dot_gateway_dot_v1_dot_gateway__service__pb2.ListHeldMessagesRequest.SerializeToString,
             baton_dot_gateway_dot_v1_dot_gateway__service__pb2.ListHeldMessagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyMessage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.gateway.v1.GatewayService/VerifyMessage',
+            baton_dot_gateway_dot_v1_dot_gateway__service__pb2.VerifyMessageRequest.SerializeToString,
+            baton_dot_gateway_dot_v1_dot_gateway__service__pb2.VerifyMessageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStackTraces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.gateway.v1.GatewayService/GetStackTraces',
+            baton_dot_gateway_dot_v1_dot_gateway__service__pb2.GetStackTracesRequest.SerializeToString,
+            baton_dot_gateway_dot_v1_dot_gateway__service__pb2.GetStackTracesResponse.FromString,
             options,
             channel_credentials,
             insecure,

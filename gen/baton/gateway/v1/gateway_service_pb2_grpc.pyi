@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GatewayServiceStub:
-    """What operators see of one gateway: its remote clients, and the messages that they hold. Nothing here
-    changes anything.
+    """What operators see of one gateway, and ask its remote clients. Nothing here changes what is stored, or
+    the progress of a group.
     """
 
     @_typing.overload
@@ -48,11 +48,30 @@ class GatewayServiceStub:
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME; malformed page_token), UNAVAILABLE (NOT_SERVING).
     """
+    VerifyMessage: _grpc.UnaryUnaryMultiCallable[_gateway_service_pb2.VerifyMessageRequest, _gateway_service_pb2.VerifyMessageResponse]
+    """Lets the listener of one push consumer consume a stored message, once, and returns its result. Nothing
+    is acknowledged, and nothing is held. The call waits for the client until 0.5 s before its deadline,
+    60 s at most. It must not be repeated by itself: each call runs the listener.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME; INVALID_ARGUMENT), NOT_FOUND (REMOTE_CLIENT_NOT_FOUND,
+    MESSAGE_NOT_FOUND, TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), OUT_OF_RANGE (OFFSET_OUT_OF_RANGE),
+    FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, REMOTE_COMMAND_UNSUPPORTED), DEADLINE_EXCEEDED
+    (REMOTE_CLIENT_SILENT: the listener may have run, or still run),
+    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NOT_SERVING; storage can't be read).
+    """
+    GetStackTraces: _grpc.UnaryUnaryMultiCallable[_gateway_service_pb2.GetStackTracesRequest, _gateway_service_pb2.GetStackTracesResponse]
+    """Returns the stack traces of the threads of one client, as its library writes them. Waits like
+    VerifyMessage.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME; INVALID_ARGUMENT), NOT_FOUND (REMOTE_CLIENT_NOT_FOUND),
+    FAILED_PRECONDITION (NOT_MEMBER, REMOTE_COMMAND_UNSUPPORTED), DEADLINE_EXCEEDED
+    (REMOTE_CLIENT_SILENT), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NOT_SERVING).
+    """
 
 @_typing.type_check_only
 class GatewayServiceAsyncStub(GatewayServiceStub):
-    """What operators see of one gateway: its remote clients, and the messages that they hold. Nothing here
-    changes anything.
+    """What operators see of one gateway, and ask its remote clients. Nothing here changes what is stored, or
+    the progress of a group.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -69,10 +88,29 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME; malformed page_token), UNAVAILABLE (NOT_SERVING).
     """
+    VerifyMessage: _aio.UnaryUnaryMultiCallable[_gateway_service_pb2.VerifyMessageRequest, _gateway_service_pb2.VerifyMessageResponse]  # type: ignore[assignment]
+    """Lets the listener of one push consumer consume a stored message, once, and returns its result. Nothing
+    is acknowledged, and nothing is held. The call waits for the client until 0.5 s before its deadline,
+    60 s at most. It must not be repeated by itself: each call runs the listener.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME; INVALID_ARGUMENT), NOT_FOUND (REMOTE_CLIENT_NOT_FOUND,
+    MESSAGE_NOT_FOUND, TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), OUT_OF_RANGE (OFFSET_OUT_OF_RANGE),
+    FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, REMOTE_COMMAND_UNSUPPORTED), DEADLINE_EXCEEDED
+    (REMOTE_CLIENT_SILENT: the listener may have run, or still run),
+    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NOT_SERVING; storage can't be read).
+    """
+    GetStackTraces: _aio.UnaryUnaryMultiCallable[_gateway_service_pb2.GetStackTracesRequest, _gateway_service_pb2.GetStackTracesResponse]  # type: ignore[assignment]
+    """Returns the stack traces of the threads of one client, as its library writes them. Waits like
+    VerifyMessage.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME; INVALID_ARGUMENT), NOT_FOUND (REMOTE_CLIENT_NOT_FOUND),
+    FAILED_PRECONDITION (NOT_MEMBER, REMOTE_COMMAND_UNSUPPORTED), DEADLINE_EXCEEDED
+    (REMOTE_CLIENT_SILENT), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NOT_SERVING).
+    """
 
 class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What operators see of one gateway: its remote clients, and the messages that they hold. Nothing here
-    changes anything.
+    """What operators see of one gateway, and ask its remote clients. Nothing here changes what is stored, or
+    the progress of a group.
     """
 
     @_abc_1.abstractmethod
@@ -98,6 +136,37 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         waits for.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME; malformed page_token), UNAVAILABLE (NOT_SERVING).
+        """
+
+    @_abc_1.abstractmethod
+    def VerifyMessage(
+        self,
+        request: _gateway_service_pb2.VerifyMessageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_service_pb2.VerifyMessageResponse, _abc.Awaitable[_gateway_service_pb2.VerifyMessageResponse]]:
+        """Lets the listener of one push consumer consume a stored message, once, and returns its result. Nothing
+        is acknowledged, and nothing is held. The call waits for the client until 0.5 s before its deadline,
+        60 s at most. It must not be repeated by itself: each call runs the listener.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME; INVALID_ARGUMENT), NOT_FOUND (REMOTE_CLIENT_NOT_FOUND,
+        MESSAGE_NOT_FOUND, TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), OUT_OF_RANGE (OFFSET_OUT_OF_RANGE),
+        FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, REMOTE_COMMAND_UNSUPPORTED), DEADLINE_EXCEEDED
+        (REMOTE_CLIENT_SILENT: the listener may have run, or still run),
+        RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NOT_SERVING; storage can't be read).
+        """
+
+    @_abc_1.abstractmethod
+    def GetStackTraces(
+        self,
+        request: _gateway_service_pb2.GetStackTracesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_service_pb2.GetStackTracesResponse, _abc.Awaitable[_gateway_service_pb2.GetStackTracesResponse]]:
+        """Returns the stack traces of the threads of one client, as its library writes them. Waits like
+        VerifyMessage.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME; INVALID_ARGUMENT), NOT_FOUND (REMOTE_CLIENT_NOT_FOUND),
+        FAILED_PRECONDITION (NOT_MEMBER, REMOTE_COMMAND_UNSUPPORTED), DEADLINE_EXCEEDED
+        (REMOTE_CLIENT_SILENT), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NOT_SERVING).
         """
 
 def add_GatewayServiceServicer_to_server(servicer: GatewayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
