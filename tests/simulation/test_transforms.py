@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from batonmq._consumer import transformer
-from batonmq_server.storage.core.outputs import OutputTable
+from batonmq_server.storage.core.outputs import OutputTable, SourceOutputs
 from tests.simulation.seeds import SEEDS, each_bunch
 from tests.simulation.transforms import play_transforms
 from tests.support.run_counts import note_runs
@@ -66,9 +66,34 @@ def redelivered_inputs_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transformer.Transformer, "_missing", broken)
 
 
+def inputs_are_acknowledged_before_their_outputs_are_stored(patch: pytest.MonkeyPatch) -> None:
+    """An input is finished as soon as its outputs wait to be sent; batches have no floor."""
+    begin, head = transformer.Transformer._begin, transformer.Transformer._head
+
+    def broken(self: Any, state: Any, pending: Any) -> None:
+        begin(self, state, pending)
+        state.queue.finish_ranges(pending.messages[0], pending.ranges)
+
+    patch.setattr(transformer.Transformer, "_begin", broken)
+    patch.setattr(transformer.Transformer, "_head", lambda *of: head(*of)._replace(floor=0))
+
+
+def remembered_outputs_are_forgotten_too_early(patch: pytest.MonkeyPatch) -> None:
+    """A floor that rises forgets the outputs of all inputs, not only of those below it."""
+    raise_floor = SourceOutputs.raise_floor
+
+    def broken(self: Any, floor: int) -> None:
+        raise_floor(self, floor)
+        self.begin_epoch(self.reset_epoch, floor)
+
+    patch.setattr(SourceOutputs, "raise_floor", broken)
+
+
 MUTANTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], set[str], int], ...] = (
     (stored_outputs_are_not_compared, {"once"}, 0),
     (redelivered_inputs_are_not_compared, {"once", "settled"}, 4),
+    (inputs_are_acknowledged_before_their_outputs_are_stored, {"stored"}, 0),
+    (remembered_outputs_are_forgotten_too_early, {"once"}, 1),
 )
 """Each mutant, the rules that it may break, and the first run: the first that finds it."""
 

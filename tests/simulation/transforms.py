@@ -1,7 +1,8 @@
 """A run of transformers with faults drawn from a seed, and its checks.
 
 A producer sends numbers with ordering keys. Transformers make 1 to 3 outputs of each: the first
-goes to the queue of the key, the others to any queue of another topic. Transformers are killed and
+goes to the queue of the key, the others to any queue of another topic. The calls of half of the
+transformers wait, those of the others are made in runs. Transformers are killed and
 frozen at any moment and others take their place; brokers and offsets are killed; queues are added
 to an output topic; the network loses, repeats and delays calls, so that batches of dead or fenced
 owners arrive late. In runs with a replica set the leader of storage is killed, frozen or cut off.
@@ -150,6 +151,13 @@ class _Members:
             return transform(message)
 
         async def main() -> None:
+            while not process.stopping.is_set():
+                try:
+                    await work()
+                except Unreachable:
+                    self._run.counts["starts that failed"] += 1
+
+        async def work() -> None:
             consumer = Consumer(
                 self._broker.nameserver,
                 GROUP,
