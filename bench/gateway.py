@@ -254,9 +254,14 @@ async def _drained(setup: Setup, java: JavaClient) -> Figure:
         for number in range(rounds + 1):
             for name, address, pids in subjects:
                 setup.say(f"round {number} of {rounds}: {name}, {count:,} messages")
-                await java.fill(address, topic, count)
-                begin_cpu_s = process_tree.cpu_s(pids)
-                drained = await java.drain(address, topic, DRAINED_GROUP, count)
+                try:
+                    if not number:  # a new group of RocketMQ starts at the end of the topic
+                        await java.join(address, topic, DRAINED_GROUP)
+                    await java.fill(address, topic, count)
+                    begin_cpu_s = process_tree.cpu_s(pids)
+                    drained = await java.drain(address, topic, DRAINED_GROUP, count)
+                except PeerFailed as error:
+                    raise PeerFailed(f"{name}, round {number}: {error}") from error
                 used_s = process_tree.cpu_s(pids) - begin_cpu_s
                 if number:  # the first round warms up
                     rates[name].append(drained.message_count / used_s)

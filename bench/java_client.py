@@ -52,6 +52,10 @@ class JavaClient:
         """Send messages of 100 bytes."""
         return await self._run("fill", endpoints, topic, "-", count)
 
+    async def join(self, endpoints: str, topic: str, group: str) -> None:
+        """Receive for a group from a topic without messages, so that the server knows the group."""
+        await self._run("drain", endpoints, topic, group, 1)
+
     async def drain(self, endpoints: str, topic: str, group: str, count: int) -> Drained:
         """Receive and acknowledge messages.
 

@@ -91,7 +91,9 @@ public final class Drain {
 
     public static void main(String[] arguments) throws Exception {
         ClientConfiguration configuration = ClientConfiguration.newBuilder()
-            .setEndpoints(arguments[1]).enableSsl(false).build();
+            .setEndpoints(arguments[1]).enableSsl(false)
+            .setRequestTimeout(Duration.ofSeconds(30)) // the default of 3 s ends a run on a busy machine
+            .build();
         int count = Integer.parseInt(arguments[4]);
         long begin = System.nanoTime();
         int done = arguments[0].equals("fill")

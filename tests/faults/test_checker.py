@@ -18,6 +18,7 @@ from tools.faults.history import (
     MemberOutage,
     OwnershipChange,
     ProgressSample,
+    RemoteDelivery,
     Send,
     SendOutcome,
     StuckReport,
@@ -379,3 +380,73 @@ def test_stalled_queue_with_a_reason_is_valid() -> None:
         rules(replace(CORRECT, stuck_reports=[StuckReport(Q, 1, 500, 30_000, "NO_QUORUM")]))
         == set()
     )
+
+
+REMOTE = replace(
+    CORRECT,
+    sends=[*(ok(number, number, lane="") for number in range(3)), ok(4, 4)],
+    handler_calls=[*CORRECT.handler_calls, handled(4, 4, 1_015, "b")._replace(token=2)],
+    stored=[*LOG, LoggedMessage(Q, 3, 3), LoggedMessage(Q, 4, 4)],
+    remote_deliveries=[
+        RemoteDelivery("r", "gateway", 0, 1, 100, Q, 0),
+        RemoteDelivery("r", "gateway", 1, 1, 100, Q, 1),
+        RemoteDelivery("r", "gateway-1", 1, 2, 500, Q, 1),
+        RemoteDelivery("s", "gateway-1", 2, 1, 500, Q, 2),
+    ],
+    remote_acks={0: 150, 1: 550, 2: 560},
+)
+
+
+def test_correct_ledger_of_remote_clients_is_valid() -> None:
+    assert rules(REMOTE) == set()
+
+
+def test_message_that_no_remote_client_acknowledged_is_lost() -> None:
+    assert rules(replace(REMOTE, remote_acks={0: 150, 1: 550})) == {"remote lost"}
+    assert rules(replace(REMOTE, remote_deliveries=[], remote_acks={})) == {"remote lost"}
+
+
+def test_lost_answer_to_an_acknowledgement_counts_if_progress_has_it() -> None:
+    unsure = replace(REMOTE, remote_acks={0: 150, 1: 550})
+    assert rules(replace(unsure, remote_committed={Q: 3})) == set()
+    assert rules(replace(unsure, remote_committed={Q: 2})) == {"remote lost"}
+    assert rules(replace(unsure, remote_committed={OTHER: 3})) == {"remote lost"}
+
+
+def test_acknowledged_message_is_not_delivered_to_a_remote_client_again() -> None:
+    late = RemoteDelivery("s", "gateway", 0, 2, 600_000, Q, 0)
+    broken = replace(REMOTE, remote_deliveries=[*REMOTE.remote_deliveries, late])
+    assert rules(broken) == {"remote again"}
+    resumed = [MemberOutage("gateway", 1_000, 500_000)]
+    assert rules(replace(broken, gateway_outages=resumed)) == set()
+    assert rules(replace(broken, gateway_outages=[MemberOutage("gateway-1", 1_000, 500_000)])) == {
+        "remote again"
+    }
+    assert rules(replace(broken, gateway_outages=[MemberOutage("gateway", 1_000, 300_000)])) == {
+        "remote again"
+    }
+    assert rules(replace(broken, gateway_outages=[MemberOutage("gateway", 1_000, None)])) == {
+        "remote again"
+    }
+
+
+def test_repeated_delivery_to_a_remote_client_counts_the_attempt() -> None:
+    again = RemoteDelivery("s", "gateway-1", 2, 1, 555, Q, 2)
+    broken = replace(REMOTE, remote_deliveries=[*REMOTE.remote_deliveries, again])
+    assert rules(broken) == {"remote attempt"}
+
+
+def test_remote_client_gets_no_failed_and_no_unknown_message() -> None:
+    unknown = RemoteDelivery("r", "gateway", 9, 1, 100, Q, 9)
+    assert rules(replace(REMOTE, remote_deliveries=[*REMOTE.remote_deliveries, unknown])) == {
+        "unknown"
+    }
+    failed = Send(3, "", 1, 2, SendOutcome.FAIL)
+    delivery = RemoteDelivery("r", "gateway", 3, 1, 100, Q, 3)
+    assert rules(
+        replace(
+            REMOTE,
+            sends=[*REMOTE.sends, failed],
+            remote_deliveries=[*REMOTE.remote_deliveries, delivery],
+        )
+    ) == {"failed"}

@@ -15,6 +15,7 @@ from tools.faults.fault_schedule import (
     CUTS_OF_MEMBER,
     DISK,
     ETCD,
+    GATEWAY,
     MEMBER,
     NETWORK,
     OF_MEMBER,
@@ -30,7 +31,7 @@ SETS = ("storage broker-0", "storage broker-1", "offsets", "lockmgr", "nameserve
 
 
 def drawn(seed: int, count: int = 600, *, cuts: bool = True) -> list[FaultGroup]:
-    schedule = FaultSchedule(Random(seed), SETS, cuts=cuts)
+    schedule = FaultSchedule(Random(seed), SETS, cuts=cuts, gateways=True)
     return [schedule.draw() for _ in range(count)]
 
 
@@ -45,7 +46,7 @@ EVERYWHERE = {
     *product((*DISK, *BYTES), WITH_DISK),
     *product((*OF_MEMBER, *CUTS_OF_MEMBER), [MEMBER]),
     *product(SPLITS, [NETWORK]),
-    *product(PROCESS, [ETCD]),
+    *product(PROCESS, [ETCD, GATEWAY]),
 }
 
 

@@ -11,12 +11,12 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 from tools.faults.history import (
     FirstCalls,
     HandlerCall,
     History,
+    HistoryProblem,
     MemberOutage,
     OwnershipChange,
     ProgressSample,
@@ -24,6 +24,7 @@ from tools.faults.history import (
     Send,
     SendOutcome,
 )
+from tools.faults.remote_checker import check_remote_clients
 
 CAUGHT_US = 250_000
 """A member that is paused between the check of its lease and the start of a handler starts that
@@ -36,13 +37,6 @@ NO_REASON = ("", "IDLE", "MOVING", "FILTERED")
 """Diagnoses that report no problem."""
 
 
-class HistoryProblem(NamedTuple):
-    """A violated rule and its description."""
-
-    rule: str
-    text: str
-
-
 def check(history: History, span_max: int) -> list[HistoryProblem]:
     """Return all problems of a history; the run is valid without any.
 
@@ -52,6 +46,7 @@ def check(history: History, span_max: int) -> list[HistoryProblem]:
     firsts = FirstCalls.of(history.handler_calls)
     found = [HistoryProblem("run", problem) for problem in history.problems]
     found += _check_handled(history)
+    found += check_remote_clients(history)
     found += _check_log(history)
     found += _check_places(history)
     found += _check_real_time(history)

@@ -19,6 +19,7 @@ from tools.faults.fault_schedule import (
     DISK,
     ETCD,
     EVERYTHING,
+    GATEWAY,
     LEASE_S,
     MEMBER,
     NETWORK,
@@ -55,6 +56,7 @@ class FaultInjector:
         disks: None if the power cannot be cut.
         notes: Details of the injected faults, for the report.
         problems: Faults that could not be injected or undone.
+        gateway_outages: Kills and pauses of gateways.
     """
 
     cluster: LocalCluster
@@ -65,6 +67,7 @@ class FaultInjector:
     disks: PowerDisks | None = None
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    gateway_outages: list[MemberOutage] = field(default_factory=list)
 
     async def inject(self, fault: Fault, name: str) -> None:
         """Inject a fault into the named process; return when it is undone."""
@@ -94,11 +97,16 @@ class FaultInjector:
         if fault.kind == "restart":
             await self.cluster.restart(name)
         elif fault.kind == "pause":
+            begin_us = now_us()
             self.cluster.pause(name)
             await _for_ms(fault.hold_ms)
+            if fault.part == GATEWAY:
+                self.gateway_outages.append(MemberOutage(name, begin_us, now_us()))
             self.cluster.resume(name)
         else:
             await self.cluster.kill(name)
+            if fault.part == GATEWAY:
+                self.gateway_outages.append(MemberOutage(name, now_us(), None))
             await _for_ms(fault.hold_ms)
             await self.cluster.start(name)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-ETCD, MEMBER, NETWORK = "etcd", "member", "network"
+ETCD, GATEWAY, MEMBER, NETWORK = "etcd", "gateway", "member", "network"
 LEASE_S = 30
 PAST_LEASE_MS = 35_000
 """An owner that is paused for this long loses its queues."""
@@ -83,11 +83,13 @@ class FaultSchedule:
     Attributes:
         sets: Replica sets with at least two nodes.
         cuts: Whether the network can be cut.
+        gateways: Whether there are gateways. Each is killed, paused or restarted by itself.
     """
 
     random: Random
     sets: Sequence[str]
     cuts: bool
+    gateways: bool = False
 
     def draw(self) -> FaultGroup:
         """Return the next group of faults."""
@@ -101,6 +103,8 @@ class FaultSchedule:
             self._clock: 2,
             self._bytes: 3,
         }
+        if self.gateways:
+            weights[self._gateway] = 4
         if self.cuts:
             weights |= {self._cut: 6, self._split: 3, self._cut_member: 2}
         pick = self.random.choices(list(weights), weights=list(weights.values()))[0]
@@ -128,6 +132,14 @@ class FaultSchedule:
         short_pause = Fault("pause", MEMBER, self._any(), self.random.randrange(500, 8_000))
         death = Fault("kill", MEMBER, self._any(), self.random.randrange(500, 5_000))
         return tuple(self.random.choices((death, short_pause, long_pause), weights=(3, 2, 1)))
+
+    def _gateway(self) -> tuple[Fault, ...]:
+        """Kill or restart a gateway, pause it for a moment, or until its lease expires."""
+        kind = self.random.choice((*PROCESS, "kill"))
+        hold_ms = self._while()
+        if kind == "pause" and self.random.random() < 0.3:
+            hold_ms = PAST_LEASE_MS
+        return (Fault(kind, GATEWAY, self._any(), hold_ms),)
 
     def _cut(self) -> tuple[Fault, ...]:
         part = self.random.choice([*self.sets, ETCD])

@@ -5,7 +5,7 @@ Every time is read from one monotonic clock, in microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -92,6 +92,24 @@ class MemberOutage(NamedTuple):
     paused: bool = True
 
 
+class RemoteDelivery(NamedTuple):
+    """A message that a remote client got from a gateway.
+
+    Attributes:
+        gateway: Name of its process.
+        attempt: Number of the delivery, as the gateway says.
+        queue: Where the message is stored, as `offset`.
+    """
+
+    client: str
+    gateway: str
+    number: int
+    attempt: int
+    at_us: int
+    queue: Queue
+    offset: int
+
+
 class LoggedMessage(NamedTuple):
     """A message that was read from the log at the end of the run."""
 
@@ -112,6 +130,13 @@ class StuckReport(NamedTuple):
     at_us: int
     unmoved_ms: int
     reason: str
+
+
+class HistoryProblem(NamedTuple):
+    """A violated rule and its description."""
+
+    rule: str
+    text: str
 
 
 class ProgressSample(NamedTuple):
@@ -145,6 +170,11 @@ class History:
     """The merged history of all processes of a run; only `samples` are ordered by time.
 
     Attributes:
+        remote_deliveries: Deliveries to remote clients; their group gets every message, too.
+        remote_acks: When the first acknowledgement of each message was answered OK; None without
+            gateways.
+        remote_committed: Committed offsets of their group at the end.
+        gateway_outages: Of gateways, by the names of their processes.
         stored: All messages of the topic; None if the topic was not read.
         problems: Failures of the run itself, such as a cluster that did not heal.
         notes: Omitted faults and other remarks.
@@ -156,6 +186,10 @@ class History:
     handler_calls: Sequence[HandlerCall] = ()
     ownership_changes: Sequence[OwnershipChange] = ()
     outages: Sequence[MemberOutage] = ()
+    remote_deliveries: Sequence[RemoteDelivery] = ()
+    remote_acks: Mapping[int, int] | None = None
+    remote_committed: Mapping[Queue, int] = field(default_factory=dict)
+    gateway_outages: Sequence[MemberOutage] = ()
     samples: Sequence[ProgressSample] = ()
     stuck_reports: Sequence[StuckReport] = ()
     stored: Sequence[LoggedMessage] | None = None

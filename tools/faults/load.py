@@ -34,6 +34,8 @@ CERTAIN = (
 PATIENT = ProducerSettings()
 HASTY = ProducerSettings(delivery_timeout_ms=2_500, request_timeout_ms=2_000)
 """Times out during a failover, so that some sends fail and some are indeterminate."""
+FREE = "free"
+"""Tag of the messages without an ordering key."""
 _BATCH, _EVERY_S, _KEYS = 20, 0.2, 20
 _WAITING_MAX = 5_000
 
@@ -47,6 +49,10 @@ class Load:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     _numbers: count[int] = field(default_factory=count)
 
+    def number(self) -> int:
+        """Return the number of a new message."""
+        return next(self._numbers)
+
     async def produce(self, name: str, settings: ProducerSettings, *, keyed: bool) -> None:
         """Send about 100 messages per second until `stop` is set; wait for all outcomes."""
         room = asyncio.Semaphore(_WAITING_MAX)
@@ -54,9 +60,10 @@ class Load:
             while not self.stop.is_set():
                 for _ in range(_BATCH):
                     await room.acquire()
-                    number = next(self._numbers)
+                    number = self.number()
                     key = f"{name}-{number % _KEYS}" if keyed else None
-                    begin_us, message = now_us(), Message(str(number).encode())
+                    begin_us = now_us()
+                    message = Message(str(number).encode(), "" if keyed else FREE)
                     try:
                         pending = await producer.submit(TOPIC, message, ordering_key=key)
                     except BatonError as error:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tools.faults.checker import HistoryProblem
-from tools.faults.history import FirstCalls, History, Queue, Send, SendOutcome
+from tools.faults.history import FirstCalls, History, HistoryProblem, Queue, Send, SendOutcome
 
 TEXTS_MAX = 10
 STEP_MS = 100
@@ -108,6 +107,7 @@ def describe(history: History, reasons: Sequence[HistoryProblem], name: str) -> 
         "handled_again": len(firsts.repeats),
         "flags": _flags(firsts),
         "member_outages": len(history.outages),
+        "remote": _remote(history),
         "committed_samples": len(history.samples),
         "unseen_max": max((count for _, count in unseen(history)), default=0),
         "unseen_at_end": unseen(history)[-1][1],
@@ -117,6 +117,21 @@ def describe(history: History, reasons: Sequence[HistoryProblem], name: str) -> 
         "notes": list(history.notes),
         "recovery": _recovery(history, faults := _faults(history)),
         "faults": faults,
+    }
+
+
+def _remote(history: History) -> dict[str, int] | None:
+    """Return what the remote clients did; None without gateways."""
+    if history.remote_acks is None:
+        return None
+    numbers = {one.number for one in history.remote_deliveries}
+    sent = [one for one in history.sends if one.queue is None and one.outcome is SendOutcome.OK]
+    return {
+        "sent": len(sent),
+        "deliveries": len(history.remote_deliveries),
+        "delivered": len(numbers),
+        "acknowledged": len(history.remote_acks),
+        "gateway_outages": len(history.gateway_outages),
     }
 
 

@@ -24,6 +24,7 @@ from tests.support.member import now_us
 from tools.faults.fault_injector import FaultInjector, replica_sets
 from tools.faults.fault_schedule import (
     ETCD,
+    GATEWAY,
     MEMBER,
     NETWORK,
     ONE_WAY,
@@ -40,8 +41,9 @@ from tools.faults.named_schedules import NamedSchedule
 from tools.faults.network import Network
 from tools.faults.power import PowerDisks
 from tools.faults.progress_monitor import ProgressMonitor, difference, read_all
+from tools.faults.remote_clients import GATEWAY_SETTINGS, REMOTE_GROUP, RemoteClients
 
-QUEUES = 8
+QUEUES, GATEWAYS = 8, 2
 SEGMENT_BYTES = 1024 * 1024
 """Small, so that logs roll often."""
 PROCESS_FAULTS = "process-faults"
@@ -79,6 +81,7 @@ class FaultRun:
     injector: FaultInjector
     say: Callable[[str], None]
     sets: dict[str, list[str]]
+    remote: RemoteClients | None
     records: list[FaultRecord] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -190,16 +193,19 @@ async def _play(
             faults = folder / PROCESS_FAULTS
             injector = FaultInjector(cluster, pool, network, faults, serves_since, disks)
             sets = replica_sets(cluster)
-            run = FaultRun(cluster, admin, pool, injector, say, sets)
+            remote = _remote_clients(cluster, load)
+            run = FaultRun(cluster, admin, pool, injector, say, sets, remote)
             history = History(begin_us=now_us())
             async with asyncio.TaskGroup() as tasks:
                 monitoring = [
                     tasks.create_task(one())
                     for one in (monitor.sample_progress, monitor.find_stuck_queues)
                 ]
+                if remote is not None:
+                    monitoring.append(tasks.create_task(remote.consume()))
                 await _work(plan, run, load)
                 say("no more faults; waiting until all messages are handled")
-                if not await _within(_DONE_S, lambda: _is_done(admin)):
+                if not await _within(_DONE_S, lambda: _is_done(run)):
                     run.problems.append(
                         f"some messages were not handled {_DONE_S:g} s after the last fault"
                     )
@@ -213,16 +219,27 @@ async def _play(
             history.handler_calls, history.outages = pool.handler_calls(), pool.outages
             history.ownership_changes, history.faults = pool.ownership_changes(), run.records
             history.notes = injector.notes
+            if remote is not None:
+                history.remote_deliveries, history.remote_acks = remote.deliveries, remote.acks
+                history.remote_committed = remote.committed
+                history.gateway_outages = injector.gateway_outages
             history.problems = [*run.problems, *injector.problems, *pool.problems]
     history.problems += _differences(folder / "cluster", sets)
     return history
+
+
+def _remote_clients(cluster: LocalCluster, load: Load) -> RemoteClients | None:
+    """Return the remote clients; None without gateways."""
+    names = cluster.options.names_of("gateway")
+    return RemoteClients({name: cluster.addresses[name] for name in names}, load) if names else None
 
 
 def _options(place: Callable[[str], ProcessHost], plan: RunPlan) -> ClusterOptions:
     layout = plan.schedule.layout if plan.schedule is not None else highly_available
     options = layout(
         ClusterOptions(
-            settings={"storage": {"segment_bytes": SEGMENT_BYTES}},
+            settings={"storage": {"segment_bytes": SEGMENT_BYTES}, "gateway": GATEWAY_SETTINGS},
+            gateways=GATEWAYS if plan.schedule is None else 0,
             auto_restart=False,
             programs="tools.faults.services",
             folder=REPO,
@@ -255,7 +272,8 @@ def _groups(plan: RunPlan, run: FaultRun) -> Iterator[FaultGroup]:
         names = [one.name for one in run.cluster.endpoints()]
         yield from plan.schedule.groups(random, names)
     else:
-        schedule = FaultSchedule(random, [name for name in run.sets if name != ETCD], cuts=cuts)
+        parts = [name for name in run.sets if name not in (ETCD, GATEWAY)]
+        schedule = FaultSchedule(random, parts, cuts=cuts, gateways=GATEWAY in run.sets)
         while True:
             yield schedule.draw()
 
@@ -301,10 +319,12 @@ async def _work(plan: RunPlan, run: FaultRun, load: Load) -> None:
         tasks.create_task(load.produce("keyed", PATIENT, keyed=True))
         tasks.create_task(load.produce("free", PATIENT, keyed=False))
         tasks.create_task(load.produce("hasty", HASTY, keyed=True))
+        if run.remote is not None:
+            tasks.create_task(run.remote.produce())
         churning = []
         if plan.churns:
             churning = [tasks.create_task(run.pool.churn(Random(f"{plan.seed}/members")))]
-        if await _within(_HEAL_S, lambda: _has_begun(run.pool, load)):
+        if await _within(_HEAL_S, lambda: _has_begun(run, load)):
             before = await _epochs(run.admin)
             end_us = now_us() + int(plan.duration_s * 1_000_000)
             with _busy(schedule.busy if schedule is not None else 0):
@@ -351,15 +371,26 @@ def _busy(count: int) -> Iterator[None]:
             process.wait()
 
 
-def _has_begun(pool: MemberPool, load: Load) -> bool:
-    return len(load.sends) >= _WARM_UP and len(pool.handler_calls()) >= _WARM_UP
+def _has_begun(run: FaultRun, load: Load) -> bool:
+    if run.remote is not None and len(run.remote.acks) < _WARM_UP:
+        return False
+    return len(load.sends) >= _WARM_UP and len(run.pool.handler_calls()) >= _WARM_UP
 
 
-async def _is_done(admin: Admin) -> bool:
+async def _is_done(run: FaultRun) -> bool:
     try:
-        queues = (await admin.group_progress(GROUP)).queues
+        queues = (await run.admin.group_progress(GROUP)).queues
+        remote = await run.admin.progress(REMOTE_GROUP) if run.remote is not None else ()
     except BatonError:
         return False
+    if run.remote is not None:
+        committed = {
+            (one.queue.queue.broker, one.queue.queue.queue_id): one.committed_offset
+            for one in remote
+            if one.queue.queue.topic == TOPIC
+        }
+        if not run.remote.have_acknowledged_all(committed):
+            return False
     return len(queues) == QUEUES and all(queue.lag == 0 for queue in queues)
 
 

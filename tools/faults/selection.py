@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.faults.fault_schedule import ETCD, MEMBER, NETWORK, Fault, FaultGroup, is_cut
+from tools.faults.fault_schedule import ETCD, GATEWAY, MEMBER, NETWORK, Fault, FaultGroup, is_cut
 
 _BROKER, _OTHER, _OFFSETS = "storage broker-0", "storage broker-1", "offsets"
 _REST_MS = 300
@@ -15,7 +15,7 @@ _EVERYTHING = (
     ),
     (Fault("isolate", _OTHER, 0, 6_000), Fault("restart", "nameserver", 1, 0)),
     (Fault("restart", _OFFSETS, 0, 0), Fault("brokers only", MEMBER, 1, 6_000)),
-    (Fault("halves", NETWORK, 3, 5_000),),
+    (Fault("halves", NETWORK, 3, 5_000), Fault("kill", GATEWAY, 0, 500)),
     (
         Fault("slow sync", _OFFSETS, 1, 6_000, 2_000),
         Fault("slow sync", _BROKER, 0, 6_000, 500),
@@ -34,7 +34,7 @@ _EVERYTHING = (
     ),
     (Fault("unplug", _OFFSETS, 0, 6_000), Fault("no broker", MEMBER, 0, 6_000)),
     (Fault("mute", "lockmgr", 0, 5_000), Fault("deaf", "nameserver", 0, 5_000)),
-    (Fault("bridge", NETWORK, 5, 4_000),),
+    (Fault("bridge", NETWORK, 5, 4_000), Fault("pause", GATEWAY, 1, 4_000)),
     (Fault("ring", NETWORK, 7, 4_000),),
     (Fault("no etcd", _OTHER, 0, 6_000), Fault("kill", "lockmgr", 0, 500)),
     (Fault("pause", ETCD, 0, 5_000), Fault("pause", ETCD, 2, 5_000)),
