@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         TraceEvent,
         TraceEventKind,
     )
+    from batonmq._core.outputs import OutputOrigin
     from batonmq._core.reset_targets import ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
     from batonmq.admin.access import (
         AccessBlock,
@@ -85,7 +86,13 @@ if TYPE_CHECKING:
         StoredMessage,
         StoreTimeRange,
     )
-    from batonmq.admin.message_tracer import GroupTrace, MessageCopy, MessageTracer, TraceReport
+    from batonmq.admin.message_tracer import (
+        GroupTrace,
+        MessageCopy,
+        MessageTracer,
+        TracedInput,
+        TraceReport,
+    )
     from batonmq.admin.node_state import NodeReport, ProcessState, node_reports
     from batonmq.admin.operation import Operation
     from batonmq.admin.outputs import RememberedOutputs, remembered_outputs
@@ -201,6 +208,7 @@ __all__ = [
     "NodeSetting",
     "OffsetsPlacement",
     "Operation",
+    "OutputOrigin",
     "Pause",
     "ProcessState",
     "QueueBackup",
@@ -250,6 +258,7 @@ __all__ = [
     "TraceEvent",
     "TraceEventKind",
     "TraceReport",
+    "TracedInput",
     "TransactionDetail",
     "Transactions",
     "cluster_verdicts",
@@ -272,6 +281,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "OutputOrigin": "batonmq._core.outputs",
     "AcceptedLoss": "batonmq.admin.replication",
     "AccessBackup": "batonmq.admin.backup_manifest",
     "AccessBlock": "batonmq.admin.access",
@@ -390,6 +400,7 @@ _HOMES = {
     "TraceEvent": "batonmq._core.message_trace",
     "TraceEventKind": "batonmq._core.message_trace",
     "TraceReport": "batonmq.admin.message_tracer",
+    "TracedInput": "batonmq.admin.message_tracer",
     "TransactionDetail": "batonmq.admin.transactions",
     "Transactions": "batonmq.admin.transactions",
     "cluster_verdicts": "batonmq.admin.cluster_checks",

@@ -49,7 +49,7 @@ COMMANDS = {
     "dlq": LazyCommand("batonmq.cli.dlq:commands", "Show dead letters, and send them again."),
     "gateway": LazyCommand(
         "batonmq.cli.gateway:commands",
-        "Show the clients of the gateways, and the messages that they hold.",
+        "Show the clients of the gateways and the messages that they hold.",
     ),
     "group": LazyCommand(
         "batonmq.cli.group:commands", "Show and change consumer groups, and move their progress."

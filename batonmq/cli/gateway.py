@@ -14,7 +14,7 @@ from batonmq.cli.session import CommandSession, cluster_session
 
 commands = LazyGroup(
     "gateway",
-    help="Show the clients of the gateways and the messages that they hold; ask a client.",
+    help="Show the clients of the gateways and the messages that they hold. Ask a client.",
     no_args_is_help=True,
     lazy={
         "threads": LazyCommand(

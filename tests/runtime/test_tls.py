@@ -101,7 +101,7 @@ async def serving(
 
 async def ask(channel: grpc.aio.Channel, request: bytes = b"") -> bytes:
     call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
-    return await call(request, timeout=20)
+    return await call(request, timeout=100)
 
 
 def present(channel: grpc.aio.Channel) -> grpc.aio.Channel:
@@ -222,7 +222,7 @@ async def test_renewed_files_are_used_and_no_call_is_lost(
             for number in range(1, 4):
                 authority.issue(NODE)
                 fresh = read(authority.issue(CAROL).cert_file)
-                await until(lambda fresh=fresh: fresh in shown, timeout_s=20)  # type: ignore[misc]
+                await until(lambda fresh=fresh: fresh in shown, timeout_s=90)  # type: ignore[misc]
                 gc.collect()
                 assert len(shown) == number + 1
             over.set()
