@@ -74,7 +74,7 @@ class Appender:
 
         Raises:
             NotServing: the disk has failed.
-            NotLeader, NotEnoughReplicas: this node may not write.
+            NotLeader, NoQuorum, NotEnoughReplicas: this node may not write.
             DiskFull, Overloaded: there is no room; nothing was written.
         """
         self.flusher.check()

@@ -106,7 +106,8 @@ class CompactionRunner:
         Raises:
             CompactionAbandoned: the queue was removed meanwhile.
             DataLoss: a message, or the index, is damaged.
-            NotServing, NotLeader, DiskFull, Overloaded: the node can't write.
+            NotServing, NotLeader, NoQuorum, NotEnoughReplicas, DiskFull, Overloaded: the node can't
+                write.
         """
         run = _QueueRun(self, due, KeyDigester(self._random.getrandbits(64)))
         try:

@@ -12,7 +12,14 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from batonmq.errors import DataLoss, DiskFull, NotLeader, NotServing, Overloaded
+from batonmq.errors import (
+    BatonError,
+    DataLoss,
+    NoQuorum,
+    NotEnoughReplicas,
+    NotLeader,
+    NotServing,
+)
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.blocked_retention import blocking_segment_end
 from batonmq_server.storage.compaction_runner import (
@@ -94,7 +101,7 @@ class TopicCompactor:
             while self._runner.limits.bytes_per_s:
                 try:
                     await self.compact()
-                except (NotServing, NotLeader) as error:  # the node changes its role, or ends
+                except BatonError as error:  # the node can't write now: see `compact`
                     log.warning("topics not compacted error=%s", error)
                 await asyncio.sleep(INTERVAL_S)
         finally:
@@ -104,7 +111,7 @@ class TopicCompactor:
         """Compact the queues that are due, those with the most new bytes first; return how many.
 
         Raises:
-            NotServing, NotLeader: the node can't write.
+            NotServing, NotLeader, NoQuorum, NotEnoughReplicas: the node can't write.
         """
         if self._appender.retention.rejection() is not None:
             return 0
@@ -118,7 +125,9 @@ class TopicCompactor:
             begin_ms = self._clock.monotonic_ms()
             try:
                 removed = await self._runner.compact(one)
-            except (DataLoss, CompactionAbandoned, DiskFull, Overloaded) as error:
+            except (NotServing, NotLeader, NoQuorum, NotEnoughReplicas):
+                raise
+            except (BatonError, CompactionAbandoned) as error:
                 self._metrics.failed(name)
                 log.warning("queue not compacted topic=%s queue_id=%d %s", name, one.key[1], error)
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from batonmq.errors import BatonError, DataLoss, NotLeader, NotServing
+from batonmq.errors import BatonError, DataLoss
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, topic_of
 from batonmq_server.storage.core.producers import QueueKey
@@ -43,7 +43,7 @@ class TopicTrimmer:
         while True:
             try:
                 await self.trim()
-            except (NotServing, NotLeader) as error:  # the node changes its role, or ends
+            except BatonError as error:  # the node can't write now: see `trim`
                 log.warning("topics not trimmed error=%s", error)
             await asyncio.sleep(INTERVAL_S)
 
@@ -53,7 +53,7 @@ class TopicTrimmer:
         The order also purges one segment of which no message is kept any more, if there is one.
 
         Raises:
-            NotServing, NotLeader: the node can't write.
+            NotServing, NotLeader, NoQuorum: the node can't write.
         """
         if self._store.purge_orders or self._appender.retention.rejection() is not None:
             return False

@@ -143,10 +143,14 @@ class TransactionRun:
 
 
 class BrokerSet(MemoryBroker):
-    """One broker of three storage nodes, whose leader a run lets fail."""
+    """One broker of three storage nodes, whose leader a run lets fail.
 
-    def __init__(self, seed: str, random: Random) -> None:
-        settings = {**SETTINGS, **REPLICATED, "min_in_sync": random.choice((1, 2))}
+    Args:
+        storage: Settings of the nodes.
+    """
+
+    def __init__(self, seed: str, random: Random, storage: Mapping[str, object] = SETTINGS) -> None:
+        settings = {**storage, **REPLICATED, "min_in_sync": random.choice((1, 2))}
         super().__init__(
             broker_count=NODES, seed=seed, faults=FAULTS, settings={"storage": settings}
         )

@@ -88,7 +88,7 @@ def shifted(rows: SectionRows) -> SectionRows:
 
 
 def other_tag(rows: SectionRows) -> SectionRows:
-    return replace(rows, tags=rows.tags ^ 1)
+    return replace(rows, tags=rows.tags + 1)
 
 
 def shorter(rows: SectionRows) -> SectionRows:

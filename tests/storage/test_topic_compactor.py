@@ -7,6 +7,9 @@ Method: real nodes in one process (tests/storage/replicas.py). Tests wait for st
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any, cast
+
 import grpc.aio
 import pytest
 
@@ -19,10 +22,14 @@ from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._core.ordering_key import with_ordering_key
 from batonmq._core.records import Message, decode_records, read_header
-from batonmq.errors import BadBatch, BatonError
+from batonmq.errors import BadBatch, BatonError, NoQuorum, NotEnoughReplicas, NotLeader
 from batonmq_server.storage import checkpointer, topic_compactor, topic_trimmer
+from batonmq_server.storage.core.compaction_policy import CompactionPolicy
+from batonmq_server.storage.flusher import Flusher
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.replicas import BROKER, Replica, Scene, queue
+from tests.storage.test_compaction_machine import CompactionMachine
+from tests.storage.test_purge_machine import at_once
 from tests.storage.test_topic_trimmer import purged_count
 from tests.support.conditions import until
 
@@ -154,6 +161,50 @@ async def test_space_of_a_topic_that_is_updated_for_ever_is_freed_on_every_node(
     await after.stop()
     await scene.start(leader.name)
     await wait_for(await scene.leader(), final)
+
+
+@pytest.mark.parametrize("error", [NoQuorum, NotEnoughReplicas, NotLeader, BadBatch])
+async def test_compactor_goes_on_after_a_write_was_refused(error: type[BatonError]) -> None:
+    """A leader without etcd, or with too few followers, must not end because of a compaction."""
+    machine = CompactionMachine()
+    machine.start()
+    machine.put(1, 20)
+    machine._sync()
+    flusher = Flusher(machine.node, lambda _: None, lambda _: None, in_thread=at_once)
+    compactor = machine._compactor(flusher, CompactionPolicy(DAY_MS, 0, 1), 1 << 20)
+    appender = cast(Any, compactor._appender)
+    relocate, refused = appender.relocate, 0
+
+    def refuse_once(relocated: Any) -> list[int]:
+        nonlocal refused
+        refused += 1
+        if refused == 1:
+            raise error("refused")
+        positions: list[int] = relocate(relocated)
+        return positions
+
+    appender.relocate = refuse_once
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(loop()) for loop in (flusher.run, compactor.run)]
+        await until(lambda: len(machine.store.compacted.parts) == 2)
+        for task in running:
+            task.cancel()
+
+
+async def test_trimmer_goes_on_after_a_write_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    async def refuse(_: topic_trimmer.TopicTrimmer) -> bool:
+        nonlocal calls
+        calls += 1
+        raise NoQuorum("refused")
+
+    monkeypatch.setattr(topic_trimmer.TopicTrimmer, "trim", refuse)
+    trimmer = topic_trimmer.TopicTrimmer.__new__(topic_trimmer.TopicTrimmer)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(trimmer.run())
+        await until(lambda: calls > 1)
+        running.cancel()
 
 
 async def test_message_without_ordering_key_is_refused(scene: Scene) -> None:
