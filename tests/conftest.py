@@ -22,7 +22,12 @@ settings.register_profile(
 )
 settings.load_profile("any speed")
 
-pytest_plugins = ["tests.support.etcd", "tests.support.run_counts", "tests.support.skips"]
+pytest_plugins = [
+    "tests.support.etcd",
+    "tests.support.run_counts",
+    "tests.support.skips",
+    "tests.support.time_limits",
+]
 
 
 # A parent that ignores SIGINT (nohup, a background job of a shell) passes this on to every process

@@ -73,6 +73,7 @@ EXPECTED_TEXTS: Mapping[str, str] = {
     "gateway clients": "LIBRARY",
     "gateway messages": "LEASE-LEFT",
     "group delete": SPARE,
+    "group outputs": "remembered outputs",
     "group resets": "reset",
     "group": GROUP,
     "lock release": f"{TOPIC}/broker-0/0 is released; its owner was",
