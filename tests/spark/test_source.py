@@ -6,6 +6,7 @@ sent and with the answers of the storage nodes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from pyspark.sql.pandas.types import to_arrow_schema
 
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
+from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
+from batonmq.admin.admin import Admin
+from batonmq.admin.reports import Compaction
 from batonspark import decode
 from batonspark.source import starting_offsets
 from tests.spark.running_cluster import RunningCluster
@@ -159,6 +163,47 @@ def test_starting_offsets_fix_the_start_of_a_stream(
     cluster.send_numbers(topic, range(20, 30))
     drain(spark, cluster, topic, tmp_path, startingOffsets=pinned)
     assert numbers(spark.read.parquet(str(tmp_path / "table"))) == list(range(20, 30))
+
+
+def test_holes_of_a_compacted_topic_are_no_loss_and_kept_messages_are_rows_once(
+    spark: SparkSession, cluster: RunningCluster, tmp_path: Path
+) -> None:
+    """Ranges begin and end in holes, and some micro-batches have nothing but a hole."""
+    topic, keys, sent = "compacted", 10, 200
+
+    async def compacted() -> QueueRef:
+        async with (
+            Admin(cluster.nameserver, timeout_s=60) as admin,
+            Producer(cluster.nameserver) as producer,
+            asyncio.timeout(240),
+        ):
+            created = await admin.create_topic(topic, 1, compaction=Compaction(dirty_percent=1))
+            (queue,) = created.topic.queues
+            outcomes = [
+                await producer.submit(topic, Message(b"%d" % n), ordering_key=f"key-{n % keys}")
+                for n in range(sent)
+            ]
+            for outcome in outcomes:
+                await outcome
+            while (await admin.message_counts({queue: 0}))[queue] > keys:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+            return queue
+
+    queue = cluster.call(compacted())
+    name = f"{queue.broker}/{queue.queue_id}"
+    kept = list(range(sent - keys, sent))
+    assert numbers(read(spark, cluster, topic)) == kept
+    for begin, end in ((45, 195), (45, 120), (191, 193)):
+        where = {"startingOffsets": json.dumps({name: begin})}
+        where |= {"endingOffsets": json.dumps({name: end})}
+        found = numbers(read(spark, cluster, topic, **where))
+        assert found == [n for n in kept if begin <= n < end], (begin, end)
+    start = json.dumps({name: 45})
+    batches = drain(spark, cluster, topic, tmp_path, startingOffsets=start, maxRowsPerTrigger=60)
+    assert len(batches) > 2, "at least one of them has nothing but a hole"
+    table = spark.read.parquet(str(tmp_path / "table"))
+    assert numbers(table) == kept
+    assert table.where("body is null").count() == 0, "no row counts a loss"
 
 
 def test_unknown_option_is_an_error(spark: SparkSession, cluster: RunningCluster) -> None:
