@@ -5,7 +5,6 @@ Method: pytest itself, with a file of tests that tell their limits.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,10 +45,10 @@ def test_limits_are_raised_if_everything_is_required(
     (tmp_path / "pytest.ini").write_text("[pytest]\ntimeout = 120\n")
     plugins = ("tests.support.skips", "tests.support.time_limits", "no:cacheprovider")
     chosen = [word for plugin in plugins for word in ("-p", plugin)]
+    words = [sys.executable, "-m", "pytest", "-q", *chosen, *options, "test_it.py"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *chosen, *options, "test_it.py"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False, capture_output=True, text=True,
+        ["env", f"PYTHONPATH={ROOT}", *words],
+        cwd=tmp_path, check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert f"{passed} passed" in done.stdout, done.stdout
     assert ("failed" in done.stdout) is (passed < 4)
