@@ -112,7 +112,7 @@ class RunbookScene:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """A cluster with a gateway."""
-    with up(tmp_path_factory.mktemp("up") / "data", "--gateway") as running:
+    with up(tmp_path_factory.mktemp("up") / "data", "--gateway", "--gateway-port", "0") as running:
         yield running
         assert running.interrupt() == 0
 
