@@ -88,8 +88,8 @@ class ConnectionLimiter:
     Args:
         ports: Ports of the service.
         per_address: Maximum number of connections of one address.
-        open_descriptors: Returns the number of open descriptors; while there are no more than
-            `per_address`, nothing else is looked at.
+        open_descriptors: Returns the number of open descriptors. While it stays the same, and is
+            not above `per_address`, nothing else is looked at.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class ConnectionLimiter:
     ) -> None:
         self._ports, self._per_address = ports, per_address
         self._ages, self._open_descriptors = ConnectionAges(per_address), open_descriptors
+        self._descriptors = 0
         self._ended = Counter(
             "baton_connections_ended",
             "Connections closed because their remote address had too many connections.",
@@ -127,7 +128,8 @@ class ConnectionLimiter:
 
     def check(self) -> None:
         """Check once; blocks for some microseconds per open descriptor."""
-        if self._open_descriptors() <= self._per_address:
+        before, self._descriptors = self._descriptors, self._open_descriptors()
+        if self._descriptors == before <= self._per_address:
             return
         connections = self.connections()
         ended = self._ages.excess(connections)

@@ -18,7 +18,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from batonmq_server.runtime import connection_limiter
-from batonmq_server.runtime.accepted_sockets import accepted_sockets, end_connection
+from batonmq_server.runtime.accepted_sockets import (
+    AcceptedSocket,
+    accepted_sockets,
+    end_connection,
+)
 from batonmq_server.runtime.connection_limiter import (
     Connection,
     ConnectionAges,
@@ -40,6 +44,24 @@ def test_newest_connections_of_an_address_beyond_its_bound_are_ended() -> None:
     again = connections("10.0.0.1", 3, 8, 9, 4) + connections("10.0.0.2", 7)
     assert ages.excess(again) == connections("10.0.0.1", 3, 4), "8 and 9 were there before"
     assert not ages.excess(connections("10.0.0.1", 3, 8))
+
+
+def test_connection_from_before_the_rush_of_its_address_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Numbers of sockets do not tell their ages: the kernel gives each processor its own."""
+    inodes, closed = [9], list[int]()
+
+    def accepted(_: object) -> list[AcceptedSocket]:
+        return [AcceptedSocket(number, number, "10.0.0.1", 1) for number in inodes]
+
+    monkeypatch.setattr(connection_limiter, "accepted_sockets", accepted)
+    monkeypatch.setattr(connection_limiter, "end_connection", lambda _, inode: closed.append(inode))
+    limiter = ConnectionLimiter([1], 3, CollectorRegistry(), lambda: len(inodes))
+    limiter.check()
+    inodes += [1, 2, 3, 4]
+    limiter.check()
+    assert closed == [3, 4], "9 was there before"
 
 
 def test_address_of_ipv6_is_its_network_of_64_bits() -> None:
