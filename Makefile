@@ -100,7 +100,7 @@ QUICK := not sim and not e2e and not spark and not etcd
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
 	$(PYTEST) -n 3 -m "$(QUICK)"
 
-pythons: $(SETUP) ## tests of the client library on every other supported Python of this machine
+pythons: $(SETUP) ## tests of the client library on every supported Python of this machine
 	python -m tools.pythons
 
 e2e: $(SETUP)   ## real processes only, also those that need only an etcd

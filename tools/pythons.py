@@ -1,8 +1,7 @@
-"""Run the tests of the client library on every other supported Python of this machine.
+"""Run the tests of the client library on every supported Python of this machine.
 
     python -m tools.pythons [3.12 ...]
 
-The version that runs this program is left out unless it is named: `make test` has it.
 An interpreter is a `pythonX.Y` on PATH that starts, or one that pyenv has installed. A missing
 version is reported, not installed. The exit status is 1 if a test failed, or if no version was
 found.
@@ -101,5 +100,4 @@ def main(versions: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    own = f"{sys.version_info.major}.{sys.version_info.minor}"
-    sys.exit(main(sys.argv[1:] or [version for version in VERSIONS if version != own]))
+    sys.exit(main(sys.argv[1:] or VERSIONS))

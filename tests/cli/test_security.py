@@ -125,7 +125,7 @@ def test_failed_token_creation_leaves_no_file(tmp_path: Path) -> None:
     assert f"FILE_EXISTS: {file} exists already" in refused.err
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120)
 def test_no_command_shows_a_secret(
     contexts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +175,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningCl
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120)
 def test_commands_reach_a_secure_cluster_by_its_context(
     secure: tuple[RunningCluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +200,7 @@ def test_commands_reach_a_secure_cluster_by_its_context(
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120)
 def test_traffic_over_tls_prints_its_result_last(
     secure: tuple[RunningCluster, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +214,7 @@ def test_traffic_over_tls_prints_its_result_last(
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120)
 def test_other_clients_of_a_secure_cluster_need_grants(
     secure: tuple[RunningCluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,7 +250,7 @@ def test_other_clients_of_a_secure_cluster_need_grants(
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120)
 def test_bound_token_works_with_its_certificate_and_blocked_certificates_do_not(
     secure: tuple[RunningCluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +281,7 @@ def test_bound_token_works_with_its_certificate_and_blocked_certificates_do_not(
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120)
 def test_rejected_client_gets_the_reason_and_a_remedy(
     secure: tuple[RunningCluster, Path], tmp_path: Path
 ) -> None:
@@ -303,7 +303,7 @@ def test_rejected_client_gets_the_reason_and_a_remedy(
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120)
 def test_access_keys_are_created_rotated_and_revoked(
     secure: tuple[RunningCluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
