@@ -15,10 +15,11 @@ import pytest
 
 from batonmq._core.records import read_header
 from batonmq_server.storage.compaction_runner import CompactionRunner
-from batonmq_server.storage.core import checkpoint
+from batonmq_server.storage.core import checkpoint, store
 from batonmq_server.storage.core.commitlog import purged_head
 from batonmq_server.storage.core.compacted import Section
 from batonmq_server.storage.core.compaction_order import (
+    COMPACTED,
     CompactionOrder,
     SectionRows,
     decode_order,
@@ -27,6 +28,7 @@ from batonmq_server.storage.core.compaction_order import (
 from batonmq_server.storage.core.fsck import Fsck, FsckReport
 from batonmq_server.storage.core.purge import PurgeOrder
 from batonmq_server.storage.core.purge import encode_order as encode_purge
+from batonmq_server.storage.core.schedule import encode_system
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.test_compaction_machine import TABLE, TABLE_ID, CompactionMachine
@@ -61,6 +63,10 @@ def order_of(machine: CompactionMachine, section: Section) -> CompactionOrder:
 
 def write(machine: CompactionMachine, order: CompactionOrder | PurgeOrder) -> None:
     raw = encode_order(order) if isinstance(order, CompactionOrder) else encode_purge(order)
+    write_raw(machine, raw)
+
+
+def write_raw(machine: CompactionMachine, raw: bytes) -> None:
     machine.store.append([checked(raw)], SYSTEM_TOPICS, machine.clock.unix_ms())
     unsynced = machine.store.log.unsynced()
     machine.node.sync(unsynced)
@@ -142,6 +148,19 @@ def test_batch_of_another_queue_in_an_order_is_found(machine: CompactionMachine)
     write(machine, replace(order, rows=replace(order.rows, positions=positions)))
     (problem,) = examined(machine).problems
     assert "another queue" in problem.detail
+
+
+def test_order_that_can_not_be_decoded_is_found(
+    machine: CompactionMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checksum is right. This version does not write such an order."""
+    order = order_of(machine, longest(sections(machine)))
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "decode_compaction", lambda *_: order)
+        write_raw(machine, encode_system([b"?"], COMPACTED))
+    report = examined(machine)
+    assert [problem.part for problem in report.problems] == ["log"]
+    assert "not a compaction order" in report.problems[0].detail
 
 
 def spoiled_checkpoint(

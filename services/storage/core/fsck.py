@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from batonmq._core.records import Header
-from batonmq.errors import DataLoss
+from batonmq.errors import BatonError, DataLoss
 from batonmq_server.storage.core import checkpoint
 from batonmq_server.storage.core.checkpoint import Checkpoint
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
@@ -282,6 +282,8 @@ class Fsck:
             store.queues[key].flush()
             store.add_queue(key, header.topic, header.first_offset)
             store.restore(header, batch)
+        except BatonError as error:
+            self.report.add("log", header.position, error.message)
 
     def _compare(self, store: MessageStore, saved: Checkpoint) -> None:
         """Compare the indexes and the checkpoint with the rebuilt store at its position."""
