@@ -33,6 +33,7 @@ from batonmq_server.storage.node import recover_directory
 from batonmq_server.testing import MemoryBroker, run_virtual
 from batonmq_server.testing.memory_network import Faults
 from batonmq_server.testing.processes import SimulatedProcess
+from tests.simulation.other_tasks import cancel_other_tasks
 from tests.simulation.table_ledger import NUMBER, Entry, Messages, TableLedger
 from tests.simulation.table_reader import TableReader, contents
 from tests.simulation.transactions import NODES, BrokerSet
@@ -389,11 +390,7 @@ class _Members:
         """Cancel the tasks of killed members, so that the loop can close."""
         for process in self._processes:
             process.host.thaw()
-        this = asyncio.current_task()
-        while left := [task for task in asyncio.all_tasks() if task is not this]:
-            for task in left:
-                task.cancel()
-            await asyncio.wait(left, timeout=5)
+        await cancel_other_tasks()
 
 
 def _entry(message: ReceivedMessage) -> Entry:

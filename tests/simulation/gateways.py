@@ -32,6 +32,7 @@ from batonmq_server.gateway.message_proto import duration
 from batonmq_server.testing import MemoryBroker, run_virtual
 from batonmq_server.testing.memory_network import Faults
 from batonmq_server.testing.processes import ServiceSpec, SimulatedProcess
+from tests.simulation.other_tasks import cancel_other_tasks
 from tests.simulation.remote_ledger import Ack, Delivery, RemoteLedger
 from tests.support.conditions import until
 
@@ -329,11 +330,7 @@ async def _whole(run: _Run) -> None:
     try:
         await _play(run)
     finally:
-        this = asyncio.current_task()
-        while left := [task for task in asyncio.all_tasks() if task is not this]:
-            for task in left:
-                task.cancel()
-            await asyncio.wait(left, timeout=5)
+        await cancel_other_tasks()
 
 
 async def _play(run: _Run) -> None:

@@ -15,6 +15,7 @@ from batonmq_server.testing.virtual_time import run_virtual
 from tests.simulation.cluster import BROKER, TOPIC, SimulatedCluster
 from tests.simulation.expected_state import Violation
 from tests.simulation.options import RunOptions
+from tests.simulation.other_tasks import cancel_other_tasks
 from tests.simulation.run_context import Later, RunContext
 from tests.simulation.service_faults import ServiceFaults
 from tests.simulation.simulated_members import SimulatedMembers
@@ -95,11 +96,7 @@ async def _end(cluster: SimulatedCluster) -> None:
     cluster.network.end()
     for host in cluster.hosts:
         host.thaw()
-    this = asyncio.current_task()
-    while left := [task for task in asyncio.all_tasks() if task is not this]:
-        for task in left:
-            task.cancel()
-        await asyncio.wait(left, timeout=5)
+    await cancel_other_tasks()
 
 
 class SimulationRun:

@@ -25,6 +25,7 @@ from batonmq.errors import BatonError, Unreachable
 from batonmq_server.testing import MemoryBroker, run_virtual
 from batonmq_server.testing.memory_network import Faults
 from batonmq_server.testing.processes import SimulatedProcess
+from tests.simulation.other_tasks import cancel_other_tasks
 from tests.simulation.transactions import BrokerSet
 
 NUMBERS, ITEMS, AUDIT, GROUP = "numbers", "items", "audit", "doubler"
@@ -211,11 +212,7 @@ class _Members:
         """Cancel the tasks of killed transformers, so that the loop can close."""
         for process in self._processes:
             process.host.thaw()
-        this = asyncio.current_task()
-        while left := [task for task in asyncio.all_tasks() if task is not this]:
-            for task in left:
-                task.cancel()
-            await asyncio.wait(left, timeout=5)
+        await cancel_other_tasks()
 
 
 def play_transforms(seed: str, *, replicated: bool = False) -> TransformRun:
