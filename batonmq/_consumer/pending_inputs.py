@@ -1,4 +1,4 @@
-"""Inputs that were handled, and whose outputs are not all stored."""
+"""Handled inputs that wait until all of their outputs are stored."""
 
 from __future__ import annotations
 

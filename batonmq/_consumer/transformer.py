@@ -161,7 +161,7 @@ class Transformer:
 
     @property
     def pending_count(self) -> int:
-        """Number of inputs whose outputs are not all stored."""
+        """Number of handled inputs that wait until all of their outputs are stored."""
         return sum(
             len(pending.messages)
             for state in list(self._queues.values())
@@ -462,7 +462,7 @@ class Transformer:
             self.wake(queue)
 
     def _report(self, message: ReceivedMessage, error: BatonError) -> HandlingFailure:
-        """Report an input whose outputs are refused; return its failure."""
+        """Report that the outputs of an input are refused; return its failure."""
         log.error("outputs of %r refused: %s", message, error)
         if self._session.metrics is not None:
             self._session.metrics.output_refused(message.topic, error.reason)

@@ -47,7 +47,7 @@ _OUTCOMES = {
 _NO_TRACES = frozenset({"mock stack", "PrintStackTrace is not supported"})
 """Texts that the clients of Node.js and C++ send in place of stack traces."""
 _IGNORES_COMMANDS = frozenset({"PYTHON", "RUST"})
-"""Languages whose official clients read these commands and do nothing."""
+"""Official clients of these languages read the commands and do nothing."""
 
 
 class Question(NamedTuple):

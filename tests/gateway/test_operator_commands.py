@@ -171,7 +171,7 @@ async def stream_is_gone(operator: Operator, queue: QueueRef) -> bool:
         return True
     except errors.RemoteClientSilent:
         return False
-    raise AssertionError("nobody can have answered")
+    raise AssertionError("no client can have answered")
 
 
 async def listener_consumes_the_message(

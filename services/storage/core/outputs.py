@@ -148,7 +148,7 @@ class SourceOutputs:
     """What is remembered of a source.
 
     Most batches have inputs behind all others. They are kept as they came, in `_pieces`, and joined
-    with the others only when somebody asks for the rows.
+    with the others only when the rows are read.
 
     Attributes:
         floor: Outputs of inputs below it are forgotten, and refused.
@@ -468,7 +468,7 @@ def encode_opened(heads: Iterable[OutputHead]) -> bytes:
 
 
 def _receipt_of(outputs: OutputBatch, rows: Rows, found: npt.NDArray[np.bool_]) -> StoreReceipt:
-    """Return the receipt of a batch whose outputs are stored.
+    """Return the receipt of a batch if its outputs are stored.
 
     Args:
         rows: The stored output for each message; any row where there is none.
