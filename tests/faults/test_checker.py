@@ -6,12 +6,14 @@ the second one in flight, and another member continues. Each test breaks it in o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from tools.faults.checker import check
 from tools.faults.history import (
+    REMOTE_LANE,
     HandlerCall,
     History,
     LoggedMessage,
@@ -19,6 +21,7 @@ from tools.faults.history import (
     OwnershipChange,
     ProgressSample,
     RemoteDelivery,
+    RemoteLedger,
     Send,
     SendOutcome,
     StuckReport,
@@ -382,19 +385,27 @@ def test_stalled_queue_with_a_reason_is_valid() -> None:
     )
 
 
-REMOTE = replace(
-    CORRECT,
-    sends=[*(ok(number, number, lane="") for number in range(3)), ok(4, 4)],
-    handler_calls=[*CORRECT.handler_calls, handled(4, 4, 1_015, "b")._replace(token=2)],
-    stored=[*LOG, LoggedMessage(Q, 3, 3), LoggedMessage(Q, 4, 4)],
-    remote_deliveries=[
+LEDGER = RemoteLedger(
+    deliveries=[
         RemoteDelivery("r", "gateway", 0, 1, 100, Q, 0),
         RemoteDelivery("r", "gateway", 1, 1, 100, Q, 1),
         RemoteDelivery("r", "gateway-1", 1, 2, 500, Q, 1),
         RemoteDelivery("s", "gateway-1", 2, 1, 500, Q, 2),
     ],
-    remote_acks={0: 150, 1: 550, 2: 560},
+    asked={0: 110, 1: 510, 2: 510},
+    acks={0: 150, 1: 550, 2: 560},
 )
+REMOTE = replace(
+    CORRECT,
+    sends=[*(ok(number, number, lane="") for number in range(3)), ok(4, 4)],
+    handler_calls=[*CORRECT.handler_calls, handled(4, 4, 1_015, "b")._replace(token=2)],
+    stored=[*LOG, LoggedMessage(Q, 3, 3), LoggedMessage(Q, 4, 4)],
+    remote=[LEDGER],
+)
+
+
+def with_ledger(history: History = REMOTE, **changes: object) -> History:
+    return replace(history, remote=[replace(LEDGER, **changes)])  # type: ignore[arg-type]
 
 
 def test_correct_ledger_of_remote_clients_is_valid() -> None:
@@ -402,51 +413,82 @@ def test_correct_ledger_of_remote_clients_is_valid() -> None:
 
 
 def test_message_that_no_remote_client_acknowledged_is_lost() -> None:
-    assert rules(replace(REMOTE, remote_acks={0: 150, 1: 550})) == {"remote lost"}
-    assert rules(replace(REMOTE, remote_deliveries=[], remote_acks={})) == {"remote lost"}
+    assert rules(with_ledger(acks={0: 150, 1: 550})) == {"remote lost"}
+    assert rules(with_ledger(deliveries=[], acks={})) == {"remote lost"}
 
 
 def test_lost_answer_to_an_acknowledgement_counts_if_progress_has_it() -> None:
-    unsure = replace(REMOTE, remote_acks={0: 150, 1: 550})
-    assert rules(replace(unsure, remote_committed={Q: 3})) == set()
-    assert rules(replace(unsure, remote_committed={Q: 2})) == {"remote lost"}
-    assert rules(replace(unsure, remote_committed={OTHER: 3})) == {"remote lost"}
+    unsure = {0: 150, 1: 550}
+    assert rules(with_ledger(acks=unsure, committed={Q: 3})) == set()
+    assert rules(with_ledger(acks=unsure, committed={Q: 2})) == {"remote lost"}
+    assert rules(with_ledger(acks=unsure, committed={OTHER: 3})) == {"remote lost"}
+
+
+def test_message_that_is_committed_without_an_acknowledgement_is_lost() -> None:
+    skipped = with_ledger(acks={0: 150, 1: 550}, asked={0: 110, 1: 510}, committed={Q: 3})
+    assert rules(skipped) == {"remote lost"}
 
 
 def test_acknowledged_message_is_not_delivered_to_a_remote_client_again() -> None:
     late = RemoteDelivery("s", "gateway", 0, 2, 600_000, Q, 0)
-    broken = replace(REMOTE, remote_deliveries=[*REMOTE.remote_deliveries, late])
+    broken = with_ledger(deliveries=[*LEDGER.deliveries, late])
     assert rules(broken) == {"remote again"}
-    resumed = [MemberOutage("gateway", 1_000, 500_000)]
-    assert rules(replace(broken, gateway_outages=resumed)) == set()
-    assert rules(replace(broken, gateway_outages=[MemberOutage("gateway-1", 1_000, 500_000)])) == {
-        "remote again"
-    }
-    assert rules(replace(broken, gateway_outages=[MemberOutage("gateway", 1_000, 300_000)])) == {
-        "remote again"
-    }
-    assert rules(replace(broken, gateway_outages=[MemberOutage("gateway", 1_000, None)])) == {
-        "remote again"
-    }
+    resumed = MemberOutage("gateway", 1_000, 500_000)
+    assert rules(replace(broken, gateway_outages=[resumed])) == set()
+    for other in (
+        resumed._replace(member="gateway-1"),
+        resumed._replace(end_us=300_000),
+        resumed._replace(end_us=None),
+    ):
+        assert rules(replace(broken, gateway_outages=[other])) == {"remote again"}
 
 
 def test_repeated_delivery_to_a_remote_client_counts_the_attempt() -> None:
     again = RemoteDelivery("s", "gateway-1", 2, 1, 555, Q, 2)
-    broken = replace(REMOTE, remote_deliveries=[*REMOTE.remote_deliveries, again])
-    assert rules(broken) == {"remote attempt"}
+    assert rules(with_ledger(deliveries=[*LEDGER.deliveries, again])) == {"remote attempt"}
 
 
 def test_remote_client_gets_no_failed_and_no_unknown_message() -> None:
     unknown = RemoteDelivery("r", "gateway", 9, 1, 100, Q, 9)
-    assert rules(replace(REMOTE, remote_deliveries=[*REMOTE.remote_deliveries, unknown])) == {
-        "unknown"
-    }
+    assert rules(with_ledger(deliveries=[*LEDGER.deliveries, unknown])) == {"unknown"}
     failed = Send(3, "", 1, 2, SendOutcome.FAIL)
     delivery = RemoteDelivery("r", "gateway", 3, 1, 100, Q, 3)
-    assert rules(
+    sent = replace(REMOTE, sends=[*REMOTE.sends, failed])
+    assert rules(with_ledger(sent, deliveries=[*LEDGER.deliveries, delivery])) == {"failed"}
+
+
+LANE = f"{REMOTE_LANE}0"
+
+
+def in_order(*deliveries: tuple[int, int], asked: Mapping[int, int]) -> set[str]:
+    """Check messages 0 to 2 of a message group, delivered at given times."""
+    ledger = RemoteLedger(
+        in_order=True,
+        deliveries=[
+            RemoteDelivery("r", "gateway", number, 1, at_us, Q, number)
+            for number, at_us in deliveries
+        ],
+        asked=dict(asked),
+        acks=dict(asked),
+    )
+    return rules(
         replace(
-            REMOTE,
-            sends=[*REMOTE.sends, failed],
-            remote_deliveries=[*REMOTE.remote_deliveries, delivery],
+            CORRECT,
+            sends=[ok(number, number, lane=LANE) for number in range(3)],
+            remote=[ledger],
         )
-    ) == {"failed"}
+    )
+
+
+def test_message_of_a_message_group_waits_for_the_one_ahead_of_it() -> None:
+    asked = {0: 110, 1: 210, 2: 310}
+    assert in_order((0, 100), (1, 200), (2, 300), asked=asked) == set()
+    assert in_order((0, 100), (1, 105), (2, 300), asked=asked) == {"remote order"}
+    assert in_order((1, 100), (0, 200), (2, 300), asked=asked | {0: 250}) == {"remote order"}
+    unsettled = in_order((0, 100), (1, 200), (2, 300), asked={0: 110, 2: 310})
+    assert unsettled == {"remote lost", "remote order"}
+
+
+def test_group_in_order_gets_its_own_messages_only() -> None:
+    ledger = RemoteLedger(in_order=True, deliveries=LEDGER.deliveries[:1])
+    assert rules(replace(REMOTE, remote=[LEDGER, ledger])) == {"unknown"}

@@ -5,7 +5,7 @@ Every time is read from one monotonic clock, in microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class Send(NamedTuple):
 
     Attributes:
         number: Body; unique in a run.
-        lane: Producer and ordering key; empty without a key.
+        lane: Producer and ordering key, or message group of a remote client; empty without one.
         begin_us: Time of the call of the producer.
         end_us: Time of the outcome.
         queue: Queue of the receipt; None without one.
@@ -110,6 +110,51 @@ class RemoteDelivery(NamedTuple):
     offset: int
 
 
+REMOTE_LANE = "remote-lane-"
+"""Begin of the message groups of remote clients."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RemoteLedger:
+    """What the remote clients of a group got and acknowledged.
+
+    Attributes:
+        in_order: Whether the group gets the messages with a message group of remote clients; it
+            gets those without an ordering key otherwise.
+        asked: When the first acknowledgement of each message was sent.
+        acks: When the first one was answered OK.
+        committed: Committed offsets of the group at the end.
+    """
+
+    in_order: bool = False
+    deliveries: list[RemoteDelivery] = field(default_factory=list)
+    asked: dict[int, int] = field(default_factory=dict)
+    acks: dict[int, int] = field(default_factory=dict)
+    committed: Mapping[Queue, int] = field(default_factory=dict)
+
+    def is_for(self, send: Send) -> bool:
+        """Return whether the group gets this message."""
+        return send.lane.startswith(REMOTE_LANE) if self.in_order else not send.lane
+
+    def settled(self) -> Set[int]:
+        """Return the numbers of the acknowledged messages.
+
+        The answer to an acknowledgement may be lost with its gateway; then progress counts.
+        """
+        return self.acks.keys() | {
+            one.number
+            for one in self.deliveries
+            if one.number in self.asked and one.offset < self.committed.get(one.queue, 0)
+        }
+
+    def lost(self, sends: Iterable[Send]) -> Iterator[Send]:
+        """Yield the stored messages that are for the group and not acknowledged."""
+        settled = self.settled()
+        for send in sends:
+            if send.outcome is SendOutcome.OK and self.is_for(send) and send.number not in settled:
+                yield send
+
+
 class LoggedMessage(NamedTuple):
     """A message that was read from the log at the end of the run."""
 
@@ -170,10 +215,7 @@ class History:
     """The merged history of all processes of a run; only `samples` are ordered by time.
 
     Attributes:
-        remote_deliveries: Deliveries to remote clients; their group gets every message, too.
-        remote_acks: When the first acknowledgement of each message was answered OK; None without
-            gateways.
-        remote_committed: Committed offsets of their group at the end.
+        remote: Of each group of remote clients; empty without gateways.
         gateway_outages: Of gateways, by the names of their processes.
         stored: All messages of the topic; None if the topic was not read.
         problems: Failures of the run itself, such as a cluster that did not heal.
@@ -186,9 +228,7 @@ class History:
     handler_calls: Sequence[HandlerCall] = ()
     ownership_changes: Sequence[OwnershipChange] = ()
     outages: Sequence[MemberOutage] = ()
-    remote_deliveries: Sequence[RemoteDelivery] = ()
-    remote_acks: Mapping[int, int] | None = None
-    remote_committed: Mapping[Queue, int] = field(default_factory=dict)
+    remote: Sequence[RemoteLedger] = ()
     gateway_outages: Sequence[MemberOutage] = ()
     samples: Sequence[ProgressSample] = ()
     stuck_reports: Sequence[StuckReport] = ()

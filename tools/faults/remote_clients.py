@@ -1,8 +1,9 @@
 """Remote clients of a run: plain stubs of the RocketMQ 5 contract.
 
-They send, receive and acknowledge. Each calls every gateway, as official clients do. Their group is
-another one than that of the members. It gets every message without an ordering key: messages with
-one are delivered one at a time, each after a durable acknowledgement, and the load has more.
+They send, receive and acknowledge. Each calls every gateway, as official clients do. They have two
+groups of their own: one gets every message without an ordering key, the other one the messages that
+they send with a message group. Messages of a message group are delivered one at a time, each after
+a durable acknowledgement: the producers of the members would send more.
 """
 
 from __future__ import annotations
@@ -18,11 +19,18 @@ from google.protobuf.duration_pb2 import Duration
 from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2, service_pb2_grpc
 from tests.support.member import now_us
-from tools.faults.history import Queue, RemoteDelivery, Send, SendOutcome
+from tools.faults.history import (
+    REMOTE_LANE,
+    Queue,
+    RemoteDelivery,
+    RemoteLedger,
+    Send,
+    SendOutcome,
+)
 from tools.faults.load import FREE, Load
 from tools.faults.member import TOPIC
 
-REMOTE_GROUP = "remote-survivors"
+FREE_GROUP, ORDERED_GROUP = "remote-survivors", "remote-in-order"
 GATEWAY_SETTINGS: Mapping[str, object] = {
     "invisible_ms_min": 1_000,
     "delivery_attempts_max": 1_000,
@@ -30,11 +38,15 @@ GATEWAY_SETTINGS: Mapping[str, object] = {
 }
 """No message becomes a dead letter: each has to be acknowledged at last."""
 CLIENTS = 2
+ORDERED = "ordered"
+"""Tag of the messages with a message group of remote clients."""
+_TAGS = {FREE_GROUP: FREE, ORDERED_GROUP: ORDERED}
+_LANES = 8
 _INVISIBLE_S, _WAIT_S, _CALL_S = 6, 2, 4.0
 _BATCH, _SEND_COUNT, _SEND_EVERY_S = 256, 3, 0.25
 """An acknowledgement is answered when it is durable, up to 0.5 s later: large batches keep up."""
 _PAUSE_S = 0.2
-_TOPIC, _GROUP = pb.Resource(name=TOPIC), pb.Resource(name=REMOTE_GROUP)
+_TOPIC = pb.Resource(name=TOPIC)
 _CHANNEL = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
@@ -48,60 +60,64 @@ class RemoteClients:
     Attributes:
         gateways: host:port of each gateway, by the name of its process.
         load: Gets the outcomes of their sends.
-        acks: When the first acknowledgement of each message was answered OK.
-        committed: Committed offsets of their group, as last read.
+        ledgers: Of each group.
     """
 
     gateways: Mapping[str, str]
     load: Load
-    deliveries: list[RemoteDelivery] = field(default_factory=list)
-    acks: dict[int, int] = field(default_factory=dict)
-    committed: Mapping[Queue, int] = field(default_factory=dict)
+    ledgers: Mapping[str, RemoteLedger] = field(
+        default_factory=lambda: {
+            FREE_GROUP: RemoteLedger(),
+            ORDERED_GROUP: RemoteLedger(in_order=True),
+        }
+    )
 
-    def have_acknowledged_all(self, committed: Mapping[Queue, int]) -> bool:
-        """Return whether every message that was stored for them is acknowledged.
+    def have_begun(self, least: int) -> bool:
+        """Return whether each group has acknowledged something, and one of them `least`."""
+        counts = [len(ledger.acks) for ledger in self.ledgers.values()]
+        return all(counts) and max(counts) >= least
 
-        The answer to an acknowledgement may be lost with its gateway; then progress counts.
+    def have_acknowledged_all(self, group: str, committed: Mapping[Queue, int]) -> bool:
+        """Return whether every message that was stored for a group is acknowledged.
 
         Args:
-            committed: Committed offsets of their group.
+            committed: Committed offsets of the group.
         """
-        self.committed = committed
-        settled = self.acks.keys() | {
-            one.number for one in self.deliveries if one.offset < committed.get(one.queue, 0)
-        }
-        return all(
-            send.number in settled
-            for send in self.load.sends
-            if send.outcome is SendOutcome.OK and not send.lane
-        )
+        ledger = self.ledgers[group]
+        ledger.committed = committed
+        return not any(ledger.lost(self.load.sends))
 
     async def consume(self) -> None:
         """Receive and acknowledge until cancelled."""
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-            for number in range(CLIENTS):
-                for name, address in self.gateways.items():
-                    client = _Client(await _stub(stack, address), f"remote-{number}")
-                    tasks.create_task(self._consume(name, client))
+            for name, address in self.gateways.items():
+                for group, ledger in self.ledgers.items():
+                    for number in range(CLIENTS):
+                        client = _Client(await _stub(stack, address), f"{group}-{number}", group)
+                        tasks.create_task(self._consume(name, client, ledger))
 
     async def produce(self) -> None:
-        """Send about 10 messages per second, by all gateways in turn, until the load stops."""
+        """Send about 10 messages per second, by all gateways in turn, until the load stops.
+
+        Every fourth one has a message group.
+        """
         async with AsyncExitStack() as stack:
             stubs = [await _stub(stack, address) for address in self.gateways.values()]
-            clients = [_Client(stub, "remote-producer") for stub in stubs]
+            clients = [_Client(stub, "remote-producer", FREE_GROUP) for stub in stubs]
             turn = 0
             while not self.load.stop.is_set():
-                await self._send(clients[turn % len(clients)])
+                await self._send(clients[turn % len(clients)], turn)
                 turn += 1
                 await asyncio.sleep(_SEND_EVERY_S)
 
-    async def _send(self, client: _Client) -> None:
+    async def _send(self, client: _Client, turn: int) -> None:
         begun = [
-            Send(self.load.number(), "", now_us(), 0, SendOutcome.INDETERMINATE)
-            for _ in range(_SEND_COUNT)
+            Send(number, lane, now_us(), 0, SendOutcome.INDETERMINATE)
+            for lane in (*[""] * _SEND_COUNT, f"{REMOTE_LANE}{turn % _LANES}")
+            for number in (self.load.number(),)
         ]
         try:
-            codes = await client.send([one.number for one in begun])
+            codes = await client.send(begun)
         except grpc.aio.AioRpcError as error:
             codes = [error.code().name] * len(begun)
         for one, code in zip(begun, codes, strict=True):
@@ -114,14 +130,14 @@ class RemoteClients:
                 else done._replace(reason=f"gateway: {code}")
             )
 
-    async def _consume(self, gateway: str, client: _Client) -> None:
+    async def _consume(self, gateway: str, client: _Client, ledger: RemoteLedger) -> None:
         while True:
             try:
                 messages = await client.receive()
                 at_us = now_us()
                 for message in messages:
                     system = message.system_properties
-                    self.deliveries.append(
+                    ledger.deliveries.append(
                         RemoteDelivery(
                             client.client_id,
                             gateway,
@@ -132,8 +148,9 @@ class RemoteClients:
                             system.queue_offset,
                         )
                     )
+                    ledger.asked.setdefault(int(message.body), at_us)
                 for number in await client.acknowledge(messages):
-                    self.acks.setdefault(number, now_us())
+                    ledger.acks.setdefault(number, now_us())
             except grpc.aio.AioRpcError:
                 await asyncio.sleep(_PAUSE_S)
             else:
@@ -147,36 +164,41 @@ class _Client:
 
     stub: service_pb2_grpc.MessagingServiceAsyncStub
     client_id: str
+    group: str
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return (("x-mq-client-id", self.client_id), ("x-mq-language", "JAVA"))
 
-    async def send(self, numbers: list[int]) -> list[str]:
+    async def send(self, sends: list[Send]) -> list[str]:
         """Send messages by one call; return the name of the code of each."""
         messages = [
             pb.Message(
                 topic=_TOPIC,
-                body=str(number).encode(),
-                system_properties=pb.SystemProperties(message_id=f"remote-{number}", tag=FREE),
+                body=str(one.number).encode(),
+                system_properties=pb.SystemProperties(
+                    message_id=f"remote-{one.number}",
+                    tag=ORDERED if one.lane else FREE,
+                    message_group=one.lane or None,
+                ),
             )
-            for number in numbers
+            for one in sends
         ]
         answer = await self.stub.SendMessage(
             service_pb2.SendMessageRequest(messages=messages),
             timeout=_CALL_S,
             metadata=self.metadata,
         )
-        if len(answer.entries) != len(numbers):
-            return [pb.Code.Name(answer.status.code)] * len(numbers)
+        if len(answer.entries) != len(sends):
+            return [pb.Code.Name(answer.status.code)] * len(sends)
         return [pb.Code.Name(entry.status.code) for entry in answer.entries]
 
     async def receive(self) -> list[pb.Message]:
         """Receive messages; none if there are none."""
         request = service_pb2.ReceiveMessageRequest(
-            group=_GROUP,
+            group=pb.Resource(name=self.group),
             message_queue=pb.MessageQueue(topic=_TOPIC),
-            filter_expression=pb.FilterExpression(type=pb.TAG, expression=FREE),
+            filter_expression=pb.FilterExpression(type=pb.TAG, expression=_TAGS[self.group]),
             batch_size=_BATCH,
             invisible_duration=Duration(seconds=_INVISIBLE_S),
             long_polling_timeout=Duration(seconds=_WAIT_S),
@@ -194,7 +216,9 @@ class _Client:
             service_pb2.AckMessageEntry(receipt_handle=one.system_properties.receipt_handle)
             for one in messages
         ]
-        request = service_pb2.AckMessageRequest(group=_GROUP, topic=_TOPIC, entries=entries)
+        request = service_pb2.AckMessageRequest(
+            group=pb.Resource(name=self.group), topic=_TOPIC, entries=entries
+        )
         answer = await self.stub.AckMessage(request, timeout=_CALL_S, metadata=self.metadata)
         if len(answer.entries) != len(messages):
             return []

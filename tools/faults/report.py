@@ -122,15 +122,15 @@ def describe(history: History, reasons: Sequence[HistoryProblem], name: str) -> 
 
 def _remote(history: History) -> dict[str, int] | None:
     """Return what the remote clients did; None without gateways."""
-    if history.remote_acks is None:
+    if not history.remote:
         return None
-    numbers = {one.number for one in history.remote_deliveries}
     sent = [one for one in history.sends if one.queue is None and one.outcome is SendOutcome.OK]
     return {
         "sent": len(sent),
-        "deliveries": len(history.remote_deliveries),
-        "delivered": len(numbers),
-        "acknowledged": len(history.remote_acks),
+        "deliveries": sum(len(one.deliveries) for one in history.remote),
+        "delivered": sum(len({of.number for of in one.deliveries}) for one in history.remote),
+        "acknowledged": sum(len(one.acks) for one in history.remote),
+        "acknowledged_in_order": sum(len(one.acks) for one in history.remote if one.in_order),
         "gateway_outages": len(history.gateway_outages),
     }
 

@@ -41,7 +41,7 @@ from tools.faults.named_schedules import NamedSchedule
 from tools.faults.network import Network
 from tools.faults.power import PowerDisks
 from tools.faults.progress_monitor import ProgressMonitor, difference, read_all
-from tools.faults.remote_clients import GATEWAY_SETTINGS, REMOTE_GROUP, RemoteClients
+from tools.faults.remote_clients import GATEWAY_SETTINGS, RemoteClients
 
 QUEUES, GATEWAYS = 8, 2
 SEGMENT_BYTES = 1024 * 1024
@@ -220,8 +220,7 @@ async def _play(
             history.ownership_changes, history.faults = pool.ownership_changes(), run.records
             history.notes = injector.notes
             if remote is not None:
-                history.remote_deliveries, history.remote_acks = remote.deliveries, remote.acks
-                history.remote_committed = remote.committed
+                history.remote = [*remote.ledgers.values()]
                 history.gateway_outages = injector.gateway_outages
             history.problems = [*run.problems, *injector.problems, *pool.problems]
     history.problems += _differences(folder / "cluster", sets)
@@ -372,7 +371,7 @@ def _busy(count: int) -> Iterator[None]:
 
 
 def _has_begun(run: FaultRun, load: Load) -> bool:
-    if run.remote is not None and len(run.remote.acks) < _WARM_UP:
+    if run.remote is not None and not run.remote.have_begun(_WARM_UP):
         return False
     return len(load.sends) >= _WARM_UP and len(run.pool.handler_calls()) >= _WARM_UP
 
@@ -380,17 +379,16 @@ def _has_begun(run: FaultRun, load: Load) -> bool:
 async def _is_done(run: FaultRun) -> bool:
     try:
         queues = (await run.admin.group_progress(GROUP)).queues
-        remote = await run.admin.progress(REMOTE_GROUP) if run.remote is not None else ()
+        for group in run.remote.ledgers if run.remote is not None else ():
+            committed = {
+                (one.queue.queue.broker, one.queue.queue.queue_id): one.committed_offset
+                for one in await run.admin.progress(group)
+                if one.queue.queue.topic == TOPIC
+            }
+            if run.remote is not None and not run.remote.have_acknowledged_all(group, committed):
+                return False
     except BatonError:
         return False
-    if run.remote is not None:
-        committed = {
-            (one.queue.queue.broker, one.queue.queue.queue_id): one.committed_offset
-            for one in remote
-            if one.queue.queue.topic == TOPIC
-        }
-        if not run.remote.have_acknowledged_all(committed):
-            return False
     return len(queues) == QUEUES and all(queue.lag == 0 for queue in queues)
 
 
