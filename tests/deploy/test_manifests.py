@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from batonmq._process.config import load
+from batonmq_server.console.config import PREFIX, ConsoleSettings
 from batonmq_server.gateway.config import GatewaySettings
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.nameserver.config import NameserverSettings
@@ -27,7 +28,7 @@ from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.runtime.health import LIVE, READY, STARTED
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.storage.config import StorageSettings
-from tools.containers.pods import K8S, REPO, Pod, pods
+from tools.containers.pods import K8S, REPO, Pod, deployments, pods
 from tools.manifests import prometheus_rules as rules
 from tools.manifests.check import (
     OVERLAYS,
@@ -228,6 +229,23 @@ def test_gateways_accept_their_settings_and_are_reached_by_the_names_of_their_po
 
 
 @kubectl
+@pytest.mark.parametrize("security", SECURITY, ids="+".join)
+def test_console_is_reached_inside_its_pod_only_and_has_a_certificate_where_there_is_tls(
+    security: tuple[str, ...],
+) -> None:
+    pod = deployments(render_combination(("console", "etcd", *security)))["console"]
+    settings = load(ConsoleSettings, PREFIX, pod.env)
+    assert settings.on_loopback
+    assert settings.hosts == {"localhost", "127.0.0.1", "[::1]"}
+    assert settings.nameserver == "nameserver:9876"
+    assert settings.changes, "as in baton up: each person has its own rights"
+    files = {settings.ca_file, settings.cert_file, settings.key_file}
+    folders = {str(Path(file).parent) for file in files if file}
+    assert folders == ({"/etc/baton/tls"} if "tls" in security else set())
+    assert folders <= pod.secrets.keys()
+
+
+@kubectl
 def test_autoscaler_decides_the_number_of_gateways_alone() -> None:
     parts = ("gateway", "gateway-autoscaling", "etcd", "insecure")
     by_kind = {
@@ -326,6 +344,7 @@ def test_each_combination_has_one_etcd_and_a_security_level() -> None:
     assert all(("insecure" in one) != ("tls" in one) for one in all_combinations)
     with_gateway = {one[-1] for one in all_combinations if "gateway" in one}
     assert with_gateway == {"insecure", "tls", "access"}
+    assert {one[-1] for one in all_combinations if "console" in one} == with_gateway
 
 
 def test_kind_nodes_publish_the_external_ports_of_pods() -> None:

@@ -25,7 +25,7 @@ STRANGERS = (
     NetworkPeer("any address", None, {}),
 )
 ETCD_ELSEWHERE = NetworkPeer("etcd", None, {}, ((2379, "TCP"), (2380, "TCP")))
-CLIENTS = {"demo", "traffic", "spark"}
+CLIENTS = {"demo", "traffic", "spark", "console"}
 _ROW = re.compile(r"^\| (.+?)(?:, with `(.+)`)? \| (.+) \|$", re.MULTILINE)
 _CALLEE = re.compile(r"`([\w-]+):(\d+)`")
 
@@ -88,7 +88,17 @@ def test_allowed_connections_of_an_overlay_are_those_of_the_table(
 
 @kubectl
 def test_allowed_connections_of_all_components_are_those_of_the_table() -> None:
-    components = ("gateway", "ha", "outside", "demo", "monitoring", "spark", "etcd", "tls")
+    components = (
+        "gateway",
+        "console",
+        "ha",
+        "outside",
+        "demo",
+        "monitoring",
+        "spark",
+        "etcd",
+        "tls",
+    )
     resources = render_combination(components)
     assert {one.name for one in workloads(resources)} == {*SETTINGS, *CLIENTS, "etcd"}
     assert measured(resources) == expected(resources, set(components))

@@ -1,6 +1,6 @@
 """Reads the pods of the manifests in deploy/k8s, to run them without Kubernetes.
 
-Rendered with `kubectl kustomize`; every pod of every StatefulSet and Job, with its environment
+Rendered with `kubectl kustomize`; every pod of every StatefulSet, Job and Deployment, with its environment
 resolved as the kubelet would, its names, its volumes, and the restrictions it runs under.
 """
 
@@ -75,11 +75,20 @@ def pods(resources: Iterable[Resource]) -> list[Pod]:
 
 def jobs(resources: Iterable[Resource]) -> dict[str, Pod]:
     """Return the pod of each Job by the Job's name; it has no service."""
+    return _pods_by_owner(resources, "Job")
+
+
+def deployments(resources: Iterable[Resource]) -> dict[str, Pod]:
+    """Return the pod of each Deployment by the Deployment's name."""
+    return _pods_by_owner(resources, "Deployment")
+
+
+def _pods_by_owner(resources: Iterable[Resource], kind: str) -> dict[str, Pod]:
     found = list(resources)
     return {
         one["metadata"]["name"]: _pod(one, None, _configs(found), ())
         for one in found
-        if one["kind"] == "Job"
+        if one["kind"] == kind
     }
 
 
