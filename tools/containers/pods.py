@@ -1,7 +1,7 @@
 """Reads the pods of the manifests in deploy/k8s, to run them without Kubernetes.
 
-Rendered with `kubectl kustomize`; every pod of every StatefulSet, Job and Deployment, with its environment
-resolved as the kubelet would, its names, its volumes, and the restrictions it runs under.
+Rendered with `kubectl kustomize`; the pods of every StatefulSet, Job and Deployment, with their
+environments resolved as the kubelet would, names, volumes, and the restrictions they run under.
 """
 
 from __future__ import annotations
