@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import uvicorn
+from uvicorn import Server
 
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
@@ -30,7 +30,7 @@ class BusyCluster:
     broker: MemoryBroker
     web: WebConsole
     url: str
-    server: uvicorn.Server
+    server: Server
     stopped: asyncio.Event
     tasks: asyncio.TaskGroup
 
@@ -118,15 +118,22 @@ async def busy_cluster(**settings: object) -> AsyncIterator[BusyCluster]:
         }  # fmt: skip
         config = ConsoleSettings.model_validate(values)
         web = make_console(config, broker.environment)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = uvicorn.Server(server_config(web.application(), config))
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            async with asyncio.TaskGroup() as tasks:
-                serving = tasks.create_task(server.serve([listener]))
-                cluster = BusyCluster(broker, web, url, server, asyncio.Event(), tasks)
-                try:
-                    yield cluster
-                finally:
-                    cluster.stopped.set()
-                    server.should_exit = server.force_exit = True
-                    await serving
+        async with served(web, config) as (url, server), asyncio.TaskGroup() as tasks:
+            cluster = BusyCluster(broker, web, url, server, asyncio.Event(), tasks)
+            try:
+                yield cluster
+            finally:
+                cluster.stopped.set()
+
+
+@asynccontextmanager
+async def served(web: WebConsole, config: ConsoleSettings) -> AsyncIterator[tuple[str, Server]]:
+    """Serve a console on a free port; yield its address and its server."""
+    server = Server(server_config(web.application(), config))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(server.serve([listener]))
+            try:
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
+            finally:
+                server.should_exit = server.force_exit = True

@@ -9,6 +9,7 @@ import re
 
 import pytest
 from playwright.async_api import Page, expect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from batonmq.admin.resets import Resets
 from tests.console.busy_cluster import busy_cluster
@@ -89,3 +90,18 @@ async def test_keyboard_opens_pages_and_rows_and_finds_topics() -> None:
             await page.keyboard.press("j")
             await page.keyboard.press("Enter")
             await expect(page.locator("h1")).to_contain_text("topic-41")
+
+
+async def test_page_says_that_the_console_does_not_answer_and_keeps_its_last_state() -> None:
+    async with busy_cluster() as cluster, chromium() as browser:
+        await cluster.broker.create_topic("orders", 2)
+        async with page_of(browser, may_be_offline=True) as page:
+            await page.goto(f"{cluster.url}/topics")
+            await expect(page.locator("html")).to_have_attribute("data-live", "on")
+            await expect(page.locator("#offline")).to_be_hidden()
+            cluster.server.should_exit = cluster.server.force_exit = True
+            for connection in cluster.server.server_state.connections.copy():
+                if isinstance(connection, H11Protocol):
+                    connection.transport.abort()
+            await expect(page.locator("#offline")).to_contain_text("does not answer")
+            await expect(page.locator("tbody tr")).to_contain_text("orders")

@@ -1,7 +1,7 @@
 """Goal: a secure cluster shows nothing without a sign-in, and to each person what its grants allow.
 
 Method: a real cluster with TLS and access control; a console with the certificate of the
-administrator; a client with cookies in place of a browser.
+administrator; a client with cookies in place of a browser, then Debian's chromium.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from playwright.async_api import expect
 
 from batonmq.admin.access import AccessControl, Role, RoleGrant
 from batonmq.admin.admin import Admin
@@ -19,7 +20,9 @@ from batonmq_server.console.app import COOKIE, make_console
 from batonmq_server.console.config import ConsoleSettings
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
+from tests.console.busy_cluster import served
 from tests.console.scene import words_of
+from tests.support.browser import chromium, page_of
 from tests.support.cluster import SEGMENT_BYTES, fork_server
 from tests.support.conditions import until
 
@@ -75,6 +78,8 @@ async def test_each_person_sees_what_its_grants_allow_and_nobody_else_sees_anyth
                 await nobody_sees_anything(browser)
                 await alice_sees_her_topic(browser, alice)
                 await key_is_the_administrator(browser)
+                async with served(web, settings) as (url, _):
+                    await person_signs_in_and_out(url, alice)
                 await revoked_token_ends_the_session(browser, control, alice)
 
 
@@ -127,6 +132,24 @@ async def key_is_the_administrator(browser: httpx.AsyncClient) -> None:
     assert "Some values are hidden" not in cluster
     assert "broker-0" in cluster
     assert "read only" in cluster
+
+
+async def person_signs_in_and_out(url: str, token: str) -> None:
+    async with chromium() as browser, page_of(browser) as page:
+        await page.goto(f"{url}/topics")
+        await page.get_by_label("Token").fill("no-such-token")
+        await page.get_by_role("button", name="Sign in").click()
+        await expect(page.get_by_role("alert")).to_contain_text("Refused")
+        await page.get_by_label("Token").fill(token)
+        await page.get_by_role("button", name="Sign in").click()
+        await expect(page).to_have_url(f"{url}/topics")
+        await expect(page.locator("tbody tr")).to_contain_text("orders")
+        await page.get_by_role("button", name="Sign out").click()
+        await expect(page.get_by_label("Token")).to_be_visible()
+        # The link of `baton up`: the key is in the fragment, and not in the address afterwards.
+        await page.goto(f"{url}/sign-in?next=/topics#key={KEY}")
+        await expect(page).to_have_url(f"{url}/topics")
+        await expect(page.locator("table")).to_contain_text("secrets")
 
 
 async def revoked_token_ends_the_session(

@@ -35,12 +35,16 @@ async def chromium() -> AsyncIterator[Browser]:
 
 
 @asynccontextmanager
-async def page_of(browser: Browser, **options: Any) -> AsyncIterator[Page]:
+async def page_of(
+    browser: Browser, *, may_be_offline: bool = False, **options: Any
+) -> AsyncIterator[Page]:
     """Open a page with cookies of its own; it fails if the page has an error of its own.
 
     Args:
+        may_be_offline: Whether calls without an answer are no errors.
         options: Of the context, such as `color_scheme`.
     """
+    expected = ("status of 4", *(("net::ERR_",) if may_be_offline else ()))
     errors: list[str] = []
     context = await browser.new_context(**options)
     context.set_default_timeout(TIMEOUT_MS)
@@ -50,7 +54,7 @@ async def page_of(browser: Browser, **options: Any) -> AsyncIterator[Page]:
         "console",
         lambda said: (
             errors.append(said.text)
-            if said.type == "error" and "status of 4" not in said.text
+            if said.type == "error" and not any(one in said.text for one in expected)
             else None
         ),
     )
