@@ -11,15 +11,14 @@ import secrets
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, Protocol
-from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from batonmq.admin.access import Role
 from batonmq.admin.operation import Operation
 from batonmq.errors import BatonError, InvalidArgument, PermissionDenied
+from batonmq_server.console.access_changes import ROLES
 from batonmq_server.console.changes import CHANGES, Change
 from batonmq_server.console.core.change_plan import TARGETS, author_problem
 from batonmq_server.console.viewers import Viewer
@@ -95,27 +94,34 @@ class ChangePages:
         fields: Mapping[str, str],
         problem: str = "",
     ) -> Response:
-        group = fields.get("group", "")
-        if kind == "reset" and not fields.get("target"):
-            chosen = {"group": group, "targets": TARGETS, "fields": fields, "section": "groups"}
-            return self._web.page(request, "reset.html", chosen)
-        plan = await CHANGES[kind].plan(viewer, fields)
+        change = _change(kind)
+        area = change.area
+        if change.asks is not None and not fields.get(change.asks[0]):
+            chosen = {
+                "targets": TARGETS,
+                "roles": ROLES,
+                "fields": fields,
+                "back": area.page(fields),
+                "section": area.section,
+            }
+            return self._web.page(request, change.asks[1], chosen)
+        resource = area.resource(fields)
         values: dict[str, Any] = {
-            "plan": plan,
+            "plan": await change.plan(viewer, fields),
             "kind": kind,
             "fields": fields,
-            "back": back_of(fields),
+            "back": area.page(fields),
             "op_id": secrets.token_hex(8),
             "by": viewer.identity,
             "name": request.cookies.get(NAME_COOKIE, ""),
             "reason": fields.get("reason", ""),
             "problem": problem,
-            "allowed": await _may(viewer, kind, fields),
-            "section": "topics" if kind == "produce" else "groups",
+            "allowed": await viewer.may(area.role, resource),
+            "needed": f"{area.role} on {resource}",
+            "section": area.section,
         }
-        template = "produce.html" if kind == "produce" else "change.html"
         status = HTTPStatus.BAD_REQUEST if problem else HTTPStatus.OK
-        return self._web.page(request, template, values, status)
+        return self._web.page(request, change.template, values, status)
 
     async def _carry_out(
         self, request: Request, viewer: Viewer, change: Change, form: dict[str, str]
@@ -139,8 +145,8 @@ class ChangePages:
             "change made kind=%s by=%s reason=%r op_id=%s on=%s", kind, by, reason, op_id, facts
         )
         viewer.reports.forget()
-        section = "topics" if kind == "produce" else "groups"
-        values = {"result": result, "back": back_of(form), "section": section}
+        area = change.area
+        values = {"result": result, "back": area.page(form), "section": area.section}
         response = self._web.page(request, "changed.html", values)
         if not viewer.identity:
             response.set_cookie(
@@ -151,24 +157,13 @@ class ChangePages:
         return response
 
 
-_LOGGED = ("group", "topic", "broker", "queue", "target", "value", "op", "to_topic")
-
-
-def back_of(fields: Mapping[str, str]) -> str:
-    """Return the path of the page that a change belongs to."""
-    if fields.get("group"):
-        return f"/groups/{quote(fields['group'], safe='')}"
-    return f"/topics/{quote(fields.get('topic', ''), safe='')}"
+_LOGGED = (
+    "group", "topic", "broker", "queue", "target", "value", "op", "to_topic",
+    "identity", "role", "resource", "token", "subject",
+)  # fmt: skip
 
 
 def _change(kind: str) -> Change:
     if kind not in CHANGES:
         raise InvalidArgument(f"there is no change {kind[:40]!r}")
     return CHANGES[kind]
-
-
-async def _may(viewer: Viewer, kind: str, fields: Mapping[str, str]) -> bool:
-    """Return whether the services would allow the change, so that the form can say so before."""
-    if kind == "produce":
-        return await viewer.may(Role.PRODUCE, f"topic:{fields.get('topic', '')}")
-    return await viewer.may(Role.ADMIN, f"group:{fields.get('group', '')}")

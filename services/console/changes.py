@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from batonmq._core.dead_letters import Criteria
 from batonmq._core.queues import QueueRef
 from batonmq._core.reset_targets import ShiftBy
+from batonmq.admin.access import Role
 from batonmq.admin.dead_letters import DeadLetters
 from batonmq.admin.locks import Locks
 from batonmq.admin.operation import Operation
 from batonmq.admin.redriver import RedriveOptions, RedriveResult
 from batonmq.admin.resets import ResetPlan, ResetResult, Resets, ResetScope
 from batonmq.errors import InvalidArgument
+from batonmq_server.console import access_changes as access
 from batonmq_server.console.core.change_plan import (
     ChangePlan,
     ChangeResult,
@@ -35,6 +38,36 @@ _OUTCOMES = {"redriven": "good", "repeated": "good", "passed_over": "warn", "ref
 Fields = Mapping[str, str]
 
 
+def _page_of_group(fields: Fields) -> str:
+    return f"/groups/{quote(fields.get('group', ''), safe='')}"
+
+
+def _page_of_topic(fields: Fields) -> str:
+    return f"/topics/{quote(fields.get('topic', ''), safe='')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """What changes belong to: a group, a topic, or the access to the cluster.
+
+    Attributes:
+        section: Section of the console.
+        role: Role that a person needs for a change.
+        resource: The resource on which the person needs it.
+        page: Path of the page to go back to.
+    """
+
+    section: str
+    role: Role
+    resource: Callable[[Fields], str]
+    page: Callable[[Fields], str]
+
+
+GROUP = Area("groups", Role.ADMIN, lambda fields: f"group:{fields.get('group')}", _page_of_group)
+TOPIC = Area("topics", Role.PRODUCE, lambda fields: f"topic:{fields.get('topic')}", _page_of_topic)
+ACCESS = Area("access", Role.ADMIN, lambda _: "cluster", lambda _: "/access")
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """One kind of change.
@@ -42,10 +75,15 @@ class Change:
     Attributes:
         plan: Returns what the change would do; changes nothing.
         carry_out: Does it, and returns what was done.
+        asks: Field without which a form asks for the details of the change, and its template.
+        template: Template of the plan.
     """
 
     plan: Callable[[Viewer, Fields], Awaitable[ChangePlan]]
     carry_out: Callable[[Viewer, Fields, Operation], Awaitable[ChangeResult]]
+    area: Area = GROUP
+    asks: tuple[str, str] | None = None
+    template: str = "change.html"
 
 
 def group_of(fields: Fields) -> str:
@@ -335,9 +373,14 @@ CHANGES: Mapping[str, Change] = {
     "pause": Change(_plan_pause, _pause),
     "resume": Change(_plan_resume, _resume),
     "release": Change(_plan_release, _release),
-    "reset": Change(_plan_reset, _reset),
+    "reset": Change(_plan_reset, _reset, asks=("target", "reset.html")),
     "skip": Change(_plan_skip, _skip),
     "undo": Change(_plan_undo, _undo),
-    "produce": Change(plan_produce, produce),
+    "produce": Change(plan_produce, produce, TOPIC, template="produce.html"),
     "redrive": Change(_plan_redrive, _redrive),
+    "grant": Change(access.plan_grant, access.grant_role, ACCESS, ("role", "grant.html")),
+    "revoke": Change(access.plan_revoke, access.revoke_role, ACCESS),
+    "revoke-token": Change(access.plan_revoke_token, access.revoke_token, ACCESS),
+    "block": Change(access.plan_block, access.block, ACCESS, ("subject", "block.html")),
+    "unblock": Change(access.plan_unblock, access.unblock, ACCESS),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batonmq.admin.access import AccessControl
+from batonmq.admin.access import AccessControl, Role
 from batonmq_server.console.core.paging import page_of
 from batonmq_server.console.visit import PageSpec, Visit
 
@@ -24,6 +24,7 @@ async def _load(visit: Visit) -> dict[str, Any]:
         "page": page,
         "blocks": blocks,
         "access_on": viewer.access_on,
+        "may_change": visit.console.settings.changes and await viewer.may(Role.ADMIN, "cluster"),
         "now_unix_ms": visit.now_unix_ms,
     }
 
