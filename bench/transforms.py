@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import count
 from time import perf_counter
 
@@ -25,6 +26,8 @@ QUEUES = 8
 BODY = b"x" * 100
 OUTPUTS = "bench-outputs"
 SETTINGS = ConsumerSettings(consume_from="first", send_back=False)
+BY_KEY = replace(SETTINGS, order="key", queue_concurrency=64)
+KEYS = 1_000
 _groups = count()
 
 
@@ -41,11 +44,13 @@ async def transforms(setup: Setup) -> list[Figure]:
             await admin.create_topic(TOPIC, QUEUES)
             await admin.create_topic(OUTPUTS, QUEUES)
         setup.say("filling")
-        await _send(cluster.nameserver, TOPIC, total)
+        await _send(cluster.nameserver, TOPIC, total, KEYS)
 
-        async def consume(use: Callable[[Consumer], Awaitable[object]]) -> float:
+        async def consume(
+            use: Callable[[Consumer], Awaitable[object]], settings: ConsumerSettings = SETTINGS
+        ) -> float:
             group = f"bench-{next(_groups)}"
-            async with Consumer(cluster.nameserver, group, {TOPIC: "*"}, SETTINGS) as consumer:
+            async with Consumer(cluster.nameserver, group, {TOPIC: "*"}, settings) as consumer:
                 begin_s = perf_counter()
                 await use(consumer)
                 return perf_counter() - begin_s
@@ -54,6 +59,7 @@ async def transforms(setup: Setup) -> list[Figure]:
         seconds = await interleaved(
             {
                 "transform": lambda: consume(lambda consumer: _transform(consumer, total)),
+                "by key": lambda: consume(lambda consumer: _transform(consumer, total), BY_KEY),
                 "consume": lambda: consume(lambda consumer: handle_one_by_one(consumer, total)),
                 "send": lambda: _send(cluster.nameserver, OUTPUTS, total),
             },
@@ -67,7 +73,14 @@ async def transforms(setup: Setup) -> list[Figure]:
             "msg/s",
             Goal(ratio_min=0.6),
             reference=total / apart,
-        )
+        ),
+        figure(
+            "the same in the order of 1,000 keys, against any order",
+            total / seconds["by key"],
+            "msg/s",
+            Goal(ratio_min=0.2),
+            reference=total / seconds["transform"],
+        ),
     ]
 
 
@@ -89,11 +102,12 @@ async def _transform(consumer: Consumer, total: int) -> None:
         await asyncio.sleep(0.001)
 
 
-async def _send(nameserver: str, topic: str, total: int) -> float:
-    """Send messages; return the seconds until all are stored."""
+async def _send(nameserver: str, topic: str, total: int, keys: int = 0) -> float:
+    """Send messages, with so many ordering keys; return the seconds until all are stored."""
     async with Producer(nameserver) as producer:
         begin_s = perf_counter()
-        for _ in range(total):
-            await producer.submit(topic, Message(BODY))
+        for number in range(total):
+            key = f"key-{number % keys}" if keys else None
+            await producer.submit(topic, Message(BODY), ordering_key=key)
         await producer.flush()
         return perf_counter() - begin_s

@@ -159,7 +159,6 @@ class _QueueRun:
         rules = RunRules(
             newest=newest,
             compact_to=self._compact_to,
-            now_unix_ms=unix_ms,
             tombstones_before_unix_ms=unix_ms - self._due.policy.tombstone_retention_ms,
         )
         await self._write_sections(old, rules)
@@ -256,7 +255,7 @@ class _QueueRun:
             rows, data = self._unchanged(draft, merged), merged[0][5:7] if merged else (0, 0)
             if rows is None:
                 positions = await self._write(draft)
-                rows = draft.rows(positions)
+                rows = draft.rows(positions, appender.clock.unix_ms())
                 data = (positions[0], self._store.log.next_position) if positions else (0, 0)
             order = CompactionOrder(
                 topic=topic_of(queue.folder),
@@ -284,7 +283,7 @@ class _QueueRun:
             return None
         if merged[0].first_position < self._due.moved_before:
             return None
-        offsets, since = draft.tombstones()
+        offsets, since = draft.tombstones(self._runner.appender.clock.unix_ms())
         rows = self._store.compacted.rows(merged[0])
         return replace(rows, tombstone_offsets=offsets, tombstone_since=since)
 

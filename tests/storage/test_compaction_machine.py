@@ -564,3 +564,25 @@ CompactionMachine.TestCase.settings = settings(
     deadline=None,
 )
 TestCompaction = CompactionMachine.TestCase
+
+
+def test_time_of_a_tombstone_begins_when_its_section_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run of a long queue takes hours: until then readers get what the tombstone deletes."""
+    machine = CompactionMachine()
+    machine.start()
+    machine.put(1, 8)
+    begin_unix_ms, take = machine.clock.unix_ms(), CompactionRunner.take
+
+    async def slow(runner: CompactionRunner, *of: Any) -> None:
+        await take(runner, *of)
+        machine.clock.now_unix_ms += 2 * TOMBSTONE_RETENTION_MS
+
+    monkeypatch.setattr(CompactionRunner, "take", slow)
+    machine.compact(0, 32_768, 1 << 20, None)
+    parts = machine.store.compacted.parts.values()
+    times = [one.tombstone_unix_ms for part in parts for one in part.sections]
+    assert any(times)
+    assert all(one - begin_unix_ms >= 2 * TOMBSTONE_RETENTION_MS for one in times if one)
+    machine.teardown()

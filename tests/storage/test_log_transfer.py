@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batonmq.errors import DataLoss
+from batonmq_server.storage.core import floors
 from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC
 from batonmq_server.storage.core.epochs import EpochHistory
+from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.log_transfer import (
     check_received,
     count_whole_bytes,
@@ -22,8 +24,9 @@ from batonmq_server.storage.core.log_transfer import (
 )
 from batonmq_server.storage.core.recovery import Recovery
 from batonmq_server.storage.core.store import MessageStore
+from batonmq_server.storage.node import LogStart, recover_directory, reset_disk
 from batonmq_server.testing.memory_disks import MemoryDisk
-from tests.storage.batches import batch, bodies, open_store, stored, sync
+from tests.storage.batches import TOPIC, TOPIC_ID, batch, bodies, open_store, stored, sync
 
 SEGMENT_BYTES = 4_096
 HISTORY = EpochHistory(((1, 0),))
@@ -154,3 +157,27 @@ def test_rest_of_a_segment_is_whole_whatever_its_length(room: int) -> None:
         whole, needed = count_whole_bytes(raw[:length], 100, 100 + room)
         assert whole == 0
         assert needed > length
+
+
+def test_new_copy_may_begin_with_batches_that_their_queue_has_dropped() -> None:
+    """A compaction dropped them; the log of the leader still has them at its begin."""
+    pair = Pair()
+    while pair.leader.log.next_position < SEGMENT_BYTES:
+        stored(pair.leader, batch(bytes(500)))
+    receipts = stored(pair.leader, batch(b"one"), batch(b"two"), batch(b"three"))
+    begin, segment = SEGMENT_BYTES, (SEGMENT_BYTES, 2 * SEGMENT_BYTES)
+    floor = QueueFloor(TOPIC, TOPIC_ID, 0, receipts[2].first_offset)
+    disk = MemoryDisk()
+    reset_disk(disk, LogStart(floors.encode([floor]), segment, HISTORY))
+    with recover_directory(
+        disk, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: 0, replicated=True
+    ) as node:
+        data = read_whole_batches(pair.leader.log, HISTORY, begin, 10_000)
+        batches, end = check_received(node.recovery, begin, data, segment)
+        node.store.log.copy(data, segment, end)
+        for header, one in batches:
+            node.recovery.take(header, one)
+        node.store.confirmed(end)
+        sync(node.store)
+        assert node.store.offsets((TOPIC_ID, 0)).first_offset == floor.next_offset
+        assert bodies(node.store) == [b"three"]

@@ -28,13 +28,11 @@ class RunRules:
         newest: The newest offset of each key, of the messages that are new since the last run and
             below `compact_to`.
         compact_to: Messages from here on are kept, whatever their keys.
-        now_unix_ms: Time of the run.
         tombstones_before_unix_ms: Tombstones since before this time are removed.
     """
 
     newest: NewestOffsets
     compact_to: int
-    now_unix_ms: int
     tombstones_before_unix_ms: int
 
 
@@ -75,17 +73,15 @@ class SectionDraft:
             part = kept[chunk.begins[number] : chunk.begins[number + 1]]
             self.relocations += relocations(raw, header, part)
         tombstones = chunk.tombstones & kept
-        begun = np.where(since > 0, since, rules.now_unix_ms)
-        begun = np.where(chunk.offsets < rules.compact_to, begun, since)
-        counted = tombstones & (begun > 0)
-        self._tombstones.append((chunk.offsets[counted], begun[counted]))
+        counted = tombstones & ((since > 0) | (chunk.offsets < rules.compact_to))
+        self._tombstones.append((chunk.offsets[counted], since[counted]))
         self._offsets.append(chunk.offsets[kept])
         self._tags.append(chunk.tags[kept])
         self.removed_count += int(len(kept) - kept.sum())
         self.bytes_count = sum(one.header.length for one in self.relocations)
         self.next_offset = max(self.next_offset, chunk.next_offset)
 
-    def rows(self, positions: list[int]) -> SectionRows:
+    def rows(self, positions: list[int], now_unix_ms: int) -> SectionRows:
         """Return the rows of the section, given the positions of its relocated batches."""
         counts = [one.header.count for one in self.relocations]
         sizes = [one.header.length for one in self.relocations]
@@ -94,13 +90,20 @@ class SectionDraft:
             np.repeat(np.array(positions, np.int64), counts),
             np.repeat(np.array(sizes, np.int64), counts),
             np.concatenate([_NONE, *self._tags]),
-            *self.tombstones(),
+            *self.tombstones(now_unix_ms),
         )
 
-    def tombstones(self) -> tuple[Int64Array, Int64Array]:
-        """Return the offsets of its tombstones that count, and since when."""
+    def tombstones(self, now_unix_ms: int) -> tuple[Int64Array, Int64Array]:
+        """Return the offsets of its tombstones that count, and since when.
+
+        Args:
+            now_unix_ms: Time at which the section is written: those that did not count before count
+                from now on. The messages that they delete are in this section, or in one that is
+                already safe.
+        """
         offsets = np.concatenate([_NONE, *(one for one, _ in self._tombstones)])
-        return offsets, np.concatenate([_NONE, *(one for _, one in self._tombstones)])
+        since = np.concatenate([_NONE, *(one for _, one in self._tombstones)])
+        return offsets, np.where(since > 0, since, now_unix_ms)
 
 
 def kept_messages(chunk: ExaminedChunk, rules: RunRules, since: Int64Array) -> BoolArray:

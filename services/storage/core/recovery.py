@@ -237,7 +237,7 @@ class Recovery:
     def expected_offset(self, header: Header) -> int:
         """Return the offset that `take` expects as the first one of a batch."""
         key, first_offset = (header.topic_id, header.queue_id), header.first_offset
-        if is_relocated(header):
+        if is_relocated(header) or self._is_dropped(header):
             return first_offset
         queue = self.store.queues.get(key)
         expected = queue.next_offset if queue else self._first_offset(key, first_offset)
@@ -245,9 +245,8 @@ class Recovery:
         last_position = queue.last_position if queue else -1
         if queue is not None and self._begins(key):
             return max(expected, first_offset)
-        if self._is_dropped(header) or (
-            first_offset > expected
-            and self.store.log.purged_between(last_position, header.position)
+        if first_offset > expected and self.store.log.purged_between(
+            last_position, header.position
         ):
             return first_offset
         return expected
