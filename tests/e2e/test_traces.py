@@ -55,7 +55,7 @@ class Collector(TraceServiceServicer):
 def collecting() -> Iterator[tuple[Collector, str]]:
     """Run a collector; yield it and its address."""
     server, collector = grpc.server(ThreadPoolExecutor(2)), Collector()
-    add_TraceServiceServicer_to_server(collector, server)
+    add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
