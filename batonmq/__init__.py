@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from batonmq._producer.send_buffer import ProducerClosed
     from batonmq._producer.transaction import Transaction
     from batonmq._telemetry.client_metrics import ClientMetrics
+    from batonmq._telemetry.open_telemetry import OpenTelemetry
     from batonmq.admin.admin import Admin
     from batonmq.errors import BatonError, Retry
 
@@ -79,6 +80,7 @@ __all__ = [
     "Message",
     "MessageBatch",
     "MessageFailed",
+    "OpenTelemetry",
     "Origin",
     "Output",
     "OwnershipEvent",
@@ -127,6 +129,7 @@ _HOMES = {
     "Message": "batonmq._core.records",
     "MessageBatch": "batonmq._consumer.message_batch",
     "MessageFailed": "batonmq._consumer.handler_results",
+    "OpenTelemetry": "batonmq._telemetry.open_telemetry",
     "Origin": "batonmq._core.retries",
     "OwnershipEvent": "batonmq._consumer.session",
     "FailedRange": "batonmq._producer.receipts",

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from batonmq._common.stop_signals import STOP_SIGNALS
 from batonmq._consumer.consumer import Consumer
@@ -34,6 +34,9 @@ from batonmq._producer.scheduled_sender import ScheduleReceipt
 from batonmq._producer.transaction import Transaction
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq.errors import Unreachable
+
+if TYPE_CHECKING:
+    from batonmq._telemetry.open_telemetry import OpenTelemetry
 
 T = TypeVar("T")
 
@@ -217,12 +220,17 @@ class BlockingProducer:
         *,
         group: str = "",
         transaction_checker: Callable[[PendingTransaction], TransactionState] | None = None,
+        telemetry: OpenTelemetry | None = None,
     ) -> None:
         """See `Producer`; the transaction checker is a function that may block."""
         self._thread = _LoopThread()
         checker = None if transaction_checker is None else _in_a_thread(transaction_checker)
         self._make: Callable[[], Producer] = lambda: Producer(
-            nameserver, settings, group=group, transaction_checker=checker
+            nameserver,
+            settings,
+            group=group,
+            transaction_checker=checker,
+            telemetry=telemetry,
         )
 
     def __enter__(self) -> Self:
@@ -399,7 +407,7 @@ class BlockingConsumer:
     SIGTERM or SIGINT stops a consumer that runs, or is iterated, in the main thread.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keyword-only from the settings on, each with a default
         self,
         nameserver: str,
         group: str,
@@ -408,10 +416,17 @@ class BlockingConsumer:
         *,
         client_id: str = "",
         metrics: ClientMetrics | None = None,
+        telemetry: OpenTelemetry | None = None,
     ) -> None:
         self._thread = _LoopThread()
         self._consumer = Consumer(
-            nameserver, group, subscriptions, settings, client_id=client_id, metrics=metrics
+            nameserver,
+            group,
+            subscriptions,
+            settings,
+            client_id=client_id,
+            metrics=metrics,
+            telemetry=telemetry,
         )
 
     def __enter__(self) -> Self:

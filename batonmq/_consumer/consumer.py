@@ -69,6 +69,7 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from batonmq._telemetry.client_stream import ClientStream
     from batonmq._telemetry.event_counters import ConsumerEventCounter
+    from batonmq._telemetry.open_telemetry import OpenTelemetry
 
 
 class _QueueHandlers(Protocol):
@@ -120,6 +121,7 @@ class Consumer:
             default the host name and a random part.
         on_ownership: Called in the event loop when the ownership of a queue changes.
         metrics: Counts what this consumer does, if given.
+        telemetry: Spans and metrics of OpenTelemetry; None for none.
         environment: Clock, random numbers and transport, for tests; signals are left alone then.
 
     Attributes:
@@ -147,6 +149,7 @@ class Consumer:
         client_id: str = "",
         on_ownership: Callable[[OwnershipEvent], None] = _ignore,
         metrics: ClientMetrics | None = None,
+        telemetry: OpenTelemetry | None = None,
         environment: ClientEnvironment | None = None,
     ) -> None:
         chosen = settings or ConsumerSettings()
@@ -156,6 +159,7 @@ class Consumer:
         incarnation_id = random.getrandbits(63) or 1
         self.client_id = client_id or f"{host}-{incarnation_id:016x}"
         counted = None if metrics is None else ConsumerMetrics(metrics, group, self.client_id)
+        self._telemetry = telemetry
         self._stream: ClientStream | None = None
         event_counter: ConsumerEventCounter | None = None
         if chosen.metrics_stream:
@@ -215,8 +219,7 @@ class Consumer:
         self._deadlines: HandlerDeadlines | None = None
         self._handle_timeout_ms = self._session.settings.handle_timeout_ms
         self._failed: MessageFailed | None = None
-        self._rotation = QueueRotation(self._session)
-        self._returned_s = 0.0
+        self._rotation, self._returned_s = QueueRotation(self._session), 0.0
         self._stopped = asyncio.Event()
         self._all_released = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
@@ -348,6 +351,8 @@ class Consumer:
                 if event_counter is not None:
                     event_counter.begun(message.topic, [message.store_unix_ms])
                     self._returned_s = self._loop_s()
+                if self._telemetry is not None:
+                    self._telemetry._receive(message, self._session.group, self.client_id)
                 return message
             self._session.available.clear()
             await self._session.available.wait()
@@ -447,6 +452,10 @@ class Consumer:
         await self._run(TransformAdapter(handler, topics), transformer)
 
     async def _run(self, adapter: HandlerAdapter, transformer: Transformer | None = None) -> None:
+        if self._telemetry is not None:
+            from batonmq._consumer.traced_handlers import trace_calls  # noqa: PLC0415
+
+            trace_calls(adapter, self._telemetry, self._session.group, self.client_id)
         dispatcher = MessageDispatcher(
             self._session,
             adapter,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,16 +57,20 @@ class MessageColumns:
         self._bodies, self._keys = _checked_bodies(_listed(bodies)), _listed(keys)
         self._tag = tag
         self._properties = b""
-        if ordering_key is not None:
-            properties = {ORDERING_KEY: check_ordering_key(ordering_key)}
-            self._properties = encode_properties(properties)
         self._fixed_bytes = RECORD.size + COLUMN_BYTES + len(_checked_tag(tag))
-        self._fixed_bytes += len(self._properties)
+        if ordering_key is not None:
+            self.add_properties({ORDERING_KEY: check_ordering_key(ordering_key)})
         if self._keys:
             _check_keys(self._keys, len(self._bodies))
 
     def __len__(self) -> int:
         return len(self._bodies)
+
+    def add_properties(self, properties: Mapping[str, str]) -> None:
+        """Add properties to every message."""
+        added = encode_properties(properties)
+        self._properties += added
+        self._fixed_bytes += len(added)
 
     def piece(self, begin: int, bytes_max: int, count_max: int) -> MessagePiece:
         """Return the messages from `begin` on that fit into one batch; at least one."""

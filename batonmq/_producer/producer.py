@@ -38,6 +38,7 @@ from batonmq._producer.requester import Requester
 from batonmq._producer.scheduled_sender import PendingSchedule, ScheduledSender, ScheduleReceipt
 from batonmq._producer.send_buffer import ProducerClosed, SendBuffer
 from batonmq._producer.topic_queues import TopicQueues
+from batonmq._producer.traced_sends import TracedSends
 from batonmq._producer.transaction import Transaction, TransactionBlock
 from batonmq._producer.transaction_sender import (
     TransactionSender,
@@ -51,6 +52,7 @@ from batonmq.errors import BatonError, Unreachable
 if TYPE_CHECKING:
     from batonmq._telemetry.client_stream import ClientStream
     from batonmq._telemetry.event_counters import ProducerEventCounter
+    from batonmq._telemetry.open_telemetry import OpenTelemetry
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,7 @@ class Producer:
         transaction_checker: Says what became of a transaction, when a broker asks; needs a group.
             It is called in the event loop, and may be a coroutine function.
         metrics: Prometheus metrics; None for none.
+        telemetry: Spans and metrics of OpenTelemetry; None for none.
         environment: Clock, random numbers and transport, for tests.
 
     Every send is idempotent: a batch that is retried is stored once, and the receipt is that of
@@ -88,6 +91,7 @@ class Producer:
         group: str = "",
         transaction_checker: TransactionChecker | None = None,
         metrics: ClientMetrics | None = None,
+        telemetry: OpenTelemetry | None = None,
         environment: ClientEnvironment | None = None,
     ) -> None:
         self._group = check_group(group) if group else ""
@@ -97,6 +101,7 @@ class Producer:
         self._settings = settings or ProducerSettings()
         secured = (environment or ClientEnvironment()).secured(self._settings.security)
         self._metrics = None if metrics is None else ProducerMetrics(metrics)
+        self._traced = None if telemetry is None else TracedSends(telemetry, self._start)
         self._clock = secured.clock
         self._directory = Directory(nameserver, secured.random, secured.connect)
         self._tasks = asyncio.TaskGroup()
@@ -252,8 +257,11 @@ class Producer:
             BatonError: Storage rejected the message.
         """
         message = with_ordering_key(Message(body, tag, tuple(keys), properties or {}), ordering_key)
+        when = (deliver_at_unix_ms, delay_ms, delay_level)
+        if self._traced is not None:
+            submit = self._submitting(topic, when, SendOptions(ordering_key, queue))
+            return await self._traced.send(topic, message, submit)
         if not (deliver_at_unix_ms is delay_ms is delay_level is None):
-            when = (deliver_at_unix_ms, delay_ms, delay_level)
             return await (
                 await self._schedule(topic, message, when, SendOptions(ordering_key, queue))
             )
@@ -364,7 +372,7 @@ class Producer:
         """
         group = check_group(group) if group else needs_group(self._group)
         message = with_ordering_key(message, ordering_key)
-        record = encode_record(message)
+        encode_record(message)  # is refused before the topic is opened
         self._refuse_if_closing()
         known = self._buffer.topics.get(topic) or await self._open_topic(
             topic, self._settings.delivery_timeout_ms
@@ -374,8 +382,14 @@ class Producer:
         def choose() -> QueueRef:
             return known.choose(options, self._clock.monotonic_ms())
 
-        begun, transaction_id = await self._transactions.begin(
-            group, message, record, choose, checked_after_ms(check_after_ms)
+        async def begin(message: Message) -> tuple[Any, str]:
+            record = encode_record(message)
+            after_ms = checked_after_ms(check_after_ms)
+            return await self._transactions.begin(group, message, record, choose, after_ms)
+
+        traced = self._traced
+        begun, transaction_id = await (
+            begin(message) if traced is None else traced.begin(topic, message, begin)
         )
         return Transaction(self._transactions, begun, transaction_id)
 
@@ -450,8 +464,11 @@ class Producer:
             ProducerClosed: The producer is closed.
         """
         message = with_ordering_key(message, ordering_key)
+        when = (deliver_at_unix_ms, delay_ms, delay_level)
+        if self._traced is not None:
+            submit = self._submitting(topic, when, SendOptions(ordering_key, queue))
+            return await self._traced.submit(topic, message, submit)
         if not (deliver_at_unix_ms is delay_ms is delay_level is None):
-            when = (deliver_at_unix_ms, delay_ms, delay_level)
             return await self._schedule(topic, message, when, SendOptions(ordering_key, queue))
         record = encode_record(message)
         options = (
@@ -486,8 +503,12 @@ class Producer:
             ProducerClosed: The producer is closed.
         """
         message = with_ordering_key(Message(body, tag, tuple(keys), properties or {}), ordering_key)
-        record = encode_record(message)
         options = SendOptions(ordering_key, queue, one_way=True)
+        if self._traced is not None:
+            submit = self._submitting(topic, (None, None, None), options)
+            await self._traced.submit(topic, message, submit)
+            return
+        record = encode_record(message)
         if self._place(topic, options, message, record) is None:
             await self._wait_to_place(topic, options, message, record)
 
@@ -526,6 +547,18 @@ class Producer:
             TopicNotFound, Unreachable, ProducerClosed: As for `send`, for all messages.
         """
         columns = MessageColumns(bodies, tag, keys, ordering_key)
+        if self._traced is None or not len(columns):
+            return await self._send_columns(topic, columns, ordering_key, queue)
+
+        async def send(properties: Mapping[str, str]) -> list[ReceiptRange]:
+            columns.add_properties(properties)
+            return await self._send_columns(topic, columns, ordering_key, queue)
+
+        return await self._traced.send_many(topic, len(columns), send)
+
+    async def _send_columns(
+        self, topic: str, columns: MessageColumns, ordering_key: str | None, queue: QueueRef | None
+    ) -> list[ReceiptRange]:
         no_options = ordering_key is None and queue is None
         options = ANY_QUEUE if no_options else SendOptions(ordering_key, queue)
         outcomes: list[ReceiptRange | FailedRange] = []
@@ -584,6 +617,25 @@ class Producer:
         self._closing.set()
         self._waiting.fail_all(_closed())
         await self.flush()
+
+    def _submitting(
+        self,
+        topic: str,
+        when: tuple[int | None, int | None, int | None],
+        options: SendOptions,
+    ) -> Callable[[Message], Coroutine[Any, Any, PendingReceipt | PendingSchedule]]:
+        """Return a function that starts to send a message, for a send with a span."""
+
+        async def submit(message: Message) -> PendingReceipt | PendingSchedule:
+            if when != (None, None, None):
+                return await self._schedule(topic, message, when, options)
+            record = encode_record(message)
+            placed = self._place(topic, options, message, record)
+            return PendingReceipt(
+                *(placed or await self._wait_to_place(topic, options, message, record))
+            )
+
+        return submit
 
     def _place(
         self, topic: str, options: SendOptions, message: Message, record: bytes

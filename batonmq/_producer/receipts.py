@@ -151,6 +151,12 @@ class PendingReceipt:
     def __init__(self, outcome: BatchOutcome, index: int) -> None:
         self._outcome, self._index = outcome, index
 
+    @property
+    def settled(self) -> bool:
+        """Whether the message has its outcome."""
+        outcome = self._outcome
+        return outcome.settled and (not outcome.moved or outcome.moved[self._index].settled)
+
     def __await__(self) -> Generator[object, None, Receipt]:
         return self._outcome.wait(self._index).__await__()
 

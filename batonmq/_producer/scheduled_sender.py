@@ -50,6 +50,11 @@ class PendingSchedule:
     def __init__(self, future: asyncio.Future[ScheduleReceipt]) -> None:
         self._future = future
 
+    @property
+    def settled(self) -> bool:
+        """Whether the message has its outcome."""
+        return self._future.done()
+
     def __await__(self) -> Generator[object, None, ScheduleReceipt]:
         return (yield from asyncio.shield(self._future).__await__())
 

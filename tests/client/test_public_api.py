@@ -37,6 +37,7 @@ NOT_FOR_CLIENTS = (
     "grpc_reflection",
     "grpc_status",
     "numpy",
+    "opentelemetry",
     "pandas",
     "prometheus_client",
     "pyarrow",
@@ -316,3 +317,9 @@ def test_client_metrics_name_the_extra_that_they_need(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'batonmq\[prometheus\]'"):
         batonmq.ClientMetrics(None)  # type: ignore[arg-type]
+
+
+def test_open_telemetry_names_the_extra_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'batonmq\[opentelemetry\]'"):
+        batonmq.OpenTelemetry()

@@ -31,6 +31,7 @@ BROKEN = {
     "price_requests.py": ('else b"%d" % price', 'else b"0"'),
     "reminders.py": ("await producer.cancel(receipt.schedule_id)", "pass"),
     "sql_filter.py": (" AND agent IS NULL", ""),
+    "traced_orders.py": ("Producer(nameserver, telemetry=telemetry)", "Producer(nameserver)"),
     "transactional_orders.py": ("TransactionState.COMMIT if known else ", ""),
 }
 
