@@ -39,8 +39,13 @@ from batonmq.errors import (
     Unreachable,
 )
 
-ERROR_OF: dict[str, type[BatonError]] = {e.reason: e for e in BatonError.__subclasses__()}
-"""Error class of each reason. Subclasses that other modules derive from these are not included."""
+ERROR_OF: dict[str, type[BatonError]] = {
+    each.reason: each
+    for each in BatonError.__subclasses__()
+    if each.__module__ == BatonError.__module__
+}
+"""Error class of each reason. Classes of other modules share reasons with these and are left out:
+which of them exist depends on what was imported first."""
 STATUS_TRAILER = "grpc-status-details-bin"
 """Trailing metadata with the serialized `google.rpc.Status` of a failed call."""
 ERROR_DOMAIN = "batonmq"

@@ -5,6 +5,9 @@ Method: errors as gRPC makes them.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import grpc
 import grpc.aio
 import pytest
@@ -60,3 +63,15 @@ def test_status_that_quotes_a_long_name_fits_into_a_trailer(letter: str) -> None
     assert status.ByteSize() < 5_000  # gRPC's default limit of all trailers is 8 KiB, in base64
     assert status.message.startswith(f"broker {letter}")
     assert status.message.endswith("...")
+
+
+def test_reason_means_the_same_error_whatever_was_imported_first() -> None:
+    program = """
+import batonmq._producer.receipts
+from batonmq._common.rpc import ERROR_OF
+print(ERROR_OF["UNREACHABLE"].__name__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "Unreachable"
