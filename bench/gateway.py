@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -35,6 +35,9 @@ WARM_UP_COUNT = 200
 CALL_S = 30.0
 CONNECTIONS_AT_ONCE = 20
 POLL_MS = 600_000
+REPEATED_MS = 20_000
+SETTLED_S = 10
+"""The settings are pushed again until 5 s after they came."""
 WINDOW_S = 20
 GROUP, DRAINED_GROUP = "bench", next(group for group in GROUPS if group.startswith(TOPICS[0]))
 KIB = 1024
@@ -95,7 +98,7 @@ class RemoteClient:
 
 async def gateway(setup: Setup) -> list[Figure]:
     """Measure sends, clients that wait, messages in flight, and a proxy of RocketMQ."""
-    settings = {"gateway": {"polling_ms_max": POLL_MS, "client_timeout_ms": POLL_MS}}
+    settings = {"gateway": {"polling_ms_max": POLL_MS}}
     options = ClusterOptions(gateways=1, settings=settings, auto_restart=False, log_level="WARNING")
     async with (
         LocalCluster(setup.folder / "cluster", options, start=start_program) as cluster,
@@ -170,44 +173,68 @@ async def _in_flight(setup: Setup, nameserver: str, client: RemoteClient, pid: i
     )
 
 
-async def _clients(
-    setup: Setup, connect: Callable[[str], Awaitable[RemoteClient]], pid: int
-) -> list[Figure]:
-    """Measure clients with a connection, a telemetry stream and a long poll each."""
-    count = setup.sized(1_000, 50)
-    setup.say(f"{count:,} clients connect")
-    before, slots = process_tree.rss_bytes([pid]), asyncio.Semaphore(CONNECTIONS_AT_ONCE)
+class Pollers:
+    """Clients with a connection, a telemetry stream and a long poll each; they get no message.
 
-    opening = asyncio.Event()
-    left = count
+    Attributes:
+        poll_ms: How long the polls wait that are sent from now on.
+        ended: Number of polls that have ended.
+    """
 
-    async def live(number: int) -> None:
-        nonlocal left
-        async with slots:
-            client = await connect(f"client-{number}")
+    def __init__(self, connect: Callable[[str], Awaitable[RemoteClient]], count: int) -> None:
+        self._connect, self._count = connect, count
+        self._slots, self._left = asyncio.Semaphore(CONNECTIONS_AT_ONCE), count
+        self._opened = asyncio.Event()
+        self.poll_ms = REPEATED_MS
+        self.ended = 0
+
+    @asynccontextmanager
+    async def polling(self) -> AsyncIterator[None]:
+        """Connect all of them, and poll inside `async with`."""
+        async with asyncio.TaskGroup() as tasks:
+            lives = [tasks.create_task(self._live(number)) for number in range(self._count)]
+            await self._opened.wait()
+            yield
+            for one in lives:
+                one.cancel()
+
+    async def _live(self, number: int) -> None:
+        async with self._slots:
+            client = await self._connect(f"client-{number}")
             opened = asyncio.Event()
-            stream = tasks.create_task(client.telemetry(opened))
+            stream = asyncio.create_task(client.telemetry(opened))
             await opened.wait()
-        left -= 1
-        if not left:
-            opening.set()
+        self._left -= 1
+        if not self._left:
+            self._opened.set()
         try:
-            assert not await client.receive(1, POLL_MS), "no message is sent"
+            while True:
+                assert not await client.receive(1, self.poll_ms), "no message is sent"
+                self.ended += 1
         finally:
             stream.cancel()
 
-    async with asyncio.TaskGroup() as tasks:
-        lives = [tasks.create_task(live(number)) for number in range(count)]
-        await opening.wait()
-        await asyncio.sleep(10)  # the settings are pushed again until 5 s after they came
+
+async def _clients(
+    setup: Setup, connect: Callable[[str], Awaitable[RemoteClient]], pid: int
+) -> list[Figure]:
+    """Measure long polls that end and are sent again, and then those that only wait."""
+    count, before = setup.sized(1_000, 50), process_tree.rss_bytes([pid])
+    setup.say(f"{count:,} clients connect")
+    pollers = Pollers(connect, count)
+    async with pollers.polling():
+        await asyncio.sleep(SETTLED_S)
+        setup.say(f"{count:,} long polls end and are sent again")
+        begin = pollers.ended
+        repeated = await _share(pid, 2 * setup.sized(WINDOW_S, 10))
+        setup.say(f"{pollers.ended - begin:,} long polls ended")
+        pollers.poll_ms = POLL_MS
+        await asyncio.sleep(REPEATED_MS / 1_000 + SETTLED_S)
         each = (process_tree.rss_bytes([pid]) - before) / count
         setup.say(f"{count:,} long polls wait")
-        begin_cpu_s, begin_s = process_tree.cpu_s([pid]), perf_counter()
-        await asyncio.sleep(setup.sized(WINDOW_S, 2))
-        share = (process_tree.cpu_s([pid]) - begin_cpu_s) / (perf_counter() - begin_s)
-        assert not any(one.done() for one in lives), "a long poll ended"
-        for one in lives:
-            one.cancel()
+        begin = pollers.ended
+        waiting = await _share(pid, setup.sized(WINDOW_S, 2))
+        assert pollers.ended == begin, "a long poll ended"
     return [
         figure(
             f"memory of each of {count:,} connected clients",
@@ -217,11 +244,25 @@ async def _clients(
         ),
         figure(
             f"processor time of {count:,} long polls that wait",
-            100 * share,
+            100 * waiting,
+            "% of a core",
+            Goal(value_max=1),
+        ),
+        figure(
+            f"processor time of {count:,} long polls, each sent again after "
+            f"{REPEATED_MS // 1_000} s",
+            100 * repeated,
             "% of a core",
             Goal(value_max=1),
         ),
     ]
+
+
+async def _share(pid: int, seconds: float) -> float:
+    """Return the processor time of a process during a window, as a share of one core."""
+    begin_cpu_s, begin_s = process_tree.cpu_s([pid]), perf_counter()
+    await asyncio.sleep(seconds)
+    return (process_tree.cpu_s([pid]) - begin_cpu_s) / (perf_counter() - begin_s)
 
 
 async def _against_proxy(setup: Setup) -> list[Figure]:

@@ -10,13 +10,15 @@ from bench.peers.downloads import PeerFailed, command, kept
 
 SOURCES = Path(__file__).parent / "java"
 _CALL_S = 300
+_FAILURE = "last failure of a call"
 
 
 class Drained(NamedTuple):
-    """What one program did."""
+    """What one program did; `failure` is the last call that failed, empty if all were answered."""
 
     message_count: int
     seconds: float
+    failure: str
 
 
 class JavaClient:
@@ -54,7 +56,7 @@ class JavaClient:
 
     async def join(self, endpoints: str, topic: str, group: str) -> None:
         """Receive for a group from a topic without messages, so that the server knows the group."""
-        await self._run("drain", endpoints, topic, group, 1)
+        await self._run("join", endpoints, topic, group, 1)
 
     async def drain(self, endpoints: str, topic: str, group: str, count: int) -> Drained:
         """Receive and acknowledge messages.
@@ -64,7 +66,9 @@ class JavaClient:
         """
         done = await self._run("drain", endpoints, topic, group, count)
         if done.message_count < count:
-            raise PeerFailed(f"{done.message_count} of {count} messages were received")
+            raise PeerFailed(
+                f"{done.message_count} of {count} messages were received. {done.failure}".strip()
+            )
         return done
 
     async def _run(self, work: str, endpoints: str, topic: str, group: str, count: int) -> Drained:
@@ -73,5 +77,7 @@ class JavaClient:
             "Drain", work, endpoints, topic, group, str(count),
             env={"PATH": os.environ["PATH"]}, timeout_s=_CALL_S,
         )  # fmt: skip
-        done, milliseconds = map(int, text.split()[-2:])
-        return Drained(done, milliseconds / 1_000)
+        lines = text.splitlines()
+        done, milliseconds = map(int, lines[-1].split())
+        failure = next((line for line in lines if line.startswith(_FAILURE)), "")
+        return Drained(done, milliseconds / 1_000, failure)

@@ -1,12 +1,15 @@
 // Fills a topic, or receives and acknowledges its messages, with the official Java client.
-// Arguments: fill|drain, endpoints, topic, group, messages. Prints the count and the milliseconds.
+// Arguments: fill|join|drain, endpoints, topic, group, messages. Prints the count and milliseconds.
+// `join` ends when each thread has had one answer: then the server knows the group.
 import java.time.Duration;
 import java.util.ArrayDeque;
 import java.util.ArrayList;
 import java.util.Collections;
 import java.util.List;
 import java.util.concurrent.CompletableFuture;
+import java.util.concurrent.ExecutionException;
 import java.util.concurrent.atomic.AtomicInteger;
+import java.util.concurrent.atomic.AtomicReference;
 import org.apache.rocketmq.client.apis.ClientConfiguration;
 import org.apache.rocketmq.client.apis.ClientServiceProvider;
 import org.apache.rocketmq.client.apis.consumer.FilterExpression;
@@ -20,7 +23,9 @@ public final class Drain {
     private static final int THREADS = 4;
     private static final int BATCH = 32;
     private static final Duration INVISIBLE = Duration.ofSeconds(60);
-    private static final int EMPTY_MAX = 20;
+    private static final int EMPTY_MAX = 12;
+    private static final int FAILURES_MAX = 20;
+    private static final AtomicReference<Exception> FAILURE = new AtomicReference<>();
 
     private Drain() {}
 
@@ -44,9 +49,10 @@ public final class Drain {
         return count;
     }
 
-    private static void receive(SimpleConsumer consumer, AtomicInteger left) {
+    private static void receive(SimpleConsumer consumer, AtomicInteger left, int emptyMax) {
         int empty = 0;
-        while (left.get() > 0 && empty < EMPTY_MAX) {
+        int failures = 0;
+        while (left.get() > 0 && empty < emptyMax && failures < FAILURES_MAX) {
             try {
                 List<MessageView> messages = consumer.receive(BATCH, INVISIBLE);
                 empty = messages.isEmpty() ? empty + 1 : 0;
@@ -55,17 +61,22 @@ public final class Drain {
                     acks.add(consumer.ackAsync(message));
                 }
                 for (CompletableFuture<Void> ack : acks) {
-                    ack.get();
-                    left.decrementAndGet();
+                    try {
+                        ack.get();
+                        left.decrementAndGet();
+                    } catch (ExecutionException failure) {
+                        FAILURE.set(failure); // the message is delivered once more
+                    }
                 }
             } catch (Exception failure) {
-                empty++; // the server does not know the consumer yet, or an ack failed
+                failures++; // the server does not know the consumer yet
+                FAILURE.set(failure);
             }
         }
     }
 
     private static int drain(
-        ClientConfiguration configuration, String topic, String group, int count)
+        ClientConfiguration configuration, String topic, String group, int count, int emptyMax)
         throws Exception {
         AtomicInteger left = new AtomicInteger(count);
         try (SimpleConsumer consumer = PROVIDER.newSimpleConsumerBuilder()
@@ -77,7 +88,7 @@ public final class Drain {
             .build()) {
             List<Thread> threads = new ArrayList<>();
             for (int number = 0; number < THREADS; number++) {
-                threads.add(new Thread(() -> receive(consumer, left)));
+                threads.add(new Thread(() -> receive(consumer, left, emptyMax)));
             }
             for (Thread thread : threads) {
                 thread.start();
@@ -98,7 +109,11 @@ public final class Drain {
         long begin = System.nanoTime();
         int done = arguments[0].equals("fill")
             ? fill(configuration, arguments[2], count)
-            : drain(configuration, arguments[2], arguments[3], count);
+            : drain(configuration, arguments[2], arguments[3], count,
+                arguments[0].equals("join") ? 1 : EMPTY_MAX);
+        if (FAILURE.get() != null) {
+            System.out.println("last failure of a call: " + FAILURE.get());
+        }
         System.out.println(done + " " + (System.nanoTime() - begin) / 1_000_000);
         System.out.flush();
         Runtime.getRuntime().halt(0);

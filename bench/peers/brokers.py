@@ -29,6 +29,7 @@ from bench.peers.steps import GROUPS
 
 _READY_S = 240.0
 _STOP_S = 15.0
+_DISK_SHARE_MAX = 0.87
 _CLUSTER_ID = "YmF0b25tcS1iZW5jaC1wZQ"
 _JAVA = ("java", "-XX:+UseG1GC")
 
@@ -183,6 +184,7 @@ class RocketMq(Broker):
 
     @asynccontextmanager
     async def serve(self, folder: Path, *, fsync: bool) -> AsyncIterator[Servers]:  # noqa: D102
+        _check_disk(folder)
         ports = keep_ports(
             folder / "ports.json", ("names", "broker", "fast", "replication", "grpc", "remoting")
         )
@@ -235,6 +237,21 @@ class RocketMq(Broker):
                 await stack.enter_async_context(running("proxy", folder, proxy_server, proxy, env)),
             ]
             yield Servers(proxy, tuple(pids))
+
+
+def _check_disk(folder: Path) -> None:
+    """Raise PeerFailed if the disk is too full for RocketMQ.
+
+    From 90 % on its broker refuses every send and answers every receive call without a message; no
+    setting raises that limit.
+    """
+    usage = shutil.disk_usage(folder)
+    share = usage.used / (usage.used + usage.free)
+    if share > _DISK_SHARE_MAX:
+        raise PeerFailed(
+            f"the disk of {folder} is {share:.0%} full, and RocketMQ stops at 90 %. Free some "
+            "space, or choose a folder on another disk with --folder"
+        )
 
 
 def _create_topics_and_groups(folder: Path) -> None:

@@ -44,6 +44,9 @@ log = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 2.0
 """How often silent clients are forgotten, and gauges are set."""
+PING_INTERVAL_MS = 30_000
+"""How often the connections of remote clients are pinged. At the interval of the other services
+1,000 clients that wait would cost several percent of a core."""
 _SERIAL_BITS = 62
 
 
@@ -114,6 +117,7 @@ async def build(settings: GatewaySettings, runtime: Runtime) -> AsyncIterator[Ap
                 own_admission=frozenset({SERVICE}),
                 listen=partial(listen_further, settings),
                 loops=[housekeeping],
+                ping_interval_ms=PING_INTERVAL_MS,
                 long_polls=frozenset({"ReceiveMessage", "PullMessage"}),
                 finish=finish,
             )

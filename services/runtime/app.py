@@ -48,6 +48,8 @@ class App:
         listen: Binds further ports of the server.
         loops: Background loops, each run as one task until the process stops. If one raises, the
             process ends with status 1: no service goes on with a dead flusher.
+        ping_interval_ms: How often each connection is pinged; 0 for the default. A dead peer is
+            noticed at the next ping.
         long_polls: Names of methods with calls that may wait with nothing to do; SIGTERM ends these
             calls with NOT_SERVING.
         epoch: Registered with the node; of two nodes of one name, the one with the higher epoch
@@ -67,6 +69,7 @@ class App:
     own_admission: frozenset[str] = frozenset()
     listen: Callable[[grpc.aio.Server], FurtherPorts] = lambda _: FurtherPorts()
     loops: Sequence[Loop] = ()
+    ping_interval_ms: int = 0
     long_polls: frozenset[str] = frozenset()
     epoch: int = 0
     leader: bool = True

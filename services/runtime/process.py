@@ -42,7 +42,11 @@ from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.metrics import export_descriptors
 from batonmq_server.runtime.metrics_server import MetricsServer
 from batonmq_server.runtime.process_state import process_state
-from batonmq_server.runtime.server_options import SERVER_OPTIONS, with_connections_max
+from batonmq_server.runtime.server_options import (
+    SERVER_OPTIONS,
+    with_connections_max,
+    with_ping_interval,
+)
 from batonmq_server.runtime.service_runtime import Runtime, StopRequested
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.settings_server import SettingsServicer, add_settings
@@ -249,6 +253,8 @@ def _server(
 ) -> grpc.aio.Server:
     """Return the server of the process, with all its services."""
     options = with_connections_max(SERVER_OPTIONS, connections_max)
+    if app.ping_interval_ms:
+        options = with_ping_interval(options, app.ping_interval_ms)
     server = grpc.aio.server(interceptors=[edge], options=options)
     status.add(server)
     for add in app.servicers.values():

@@ -32,6 +32,11 @@ HEALTH_OPTIONS: ServerOptions = tuple(
 """Options of the port that answers health checks only, without authentication."""
 
 
+def with_ping_interval(options: ServerOptions, interval_ms: int) -> ServerOptions:
+    """Return `options` with another interval between pings of a connection."""
+    return tuple({**dict(options), "grpc.keepalive_time_ms": interval_ms}.items())
+
+
 def with_connections_max(options: ServerOptions, connections_max: int) -> ServerOptions:
     """Return `options` with a bound of the open connections; others are closed when accepted."""
     return (*options, ("grpc.max_allowed_incoming_connections", connections_max))
