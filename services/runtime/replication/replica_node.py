@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 REACH_INTERVAL_S = 0.5
 """Interval of the checks whether the leader is cut off; it resigns after three that say so."""
-DRAIN_INTERVAL_S = 2.0
+DRAIN_INTERVAL_S = 0.5
 """Interval of the checks whether the leader is drained."""
 RESIGN_INTERVAL_MS = 60_000
 """A node resigns at most this often because it is cut off: if no node reaches another, one of them
