@@ -60,7 +60,6 @@ from batonmq.admin.reports import (
     TopicDetail,
     TopicPurge,
     compaction_to_pb,
-    drained_from_pb,
     lock_from_pb,
     node_from_pb,
     queue_from_pb,
@@ -306,7 +305,6 @@ class Admin:
             nodes,
             tuple(answer.etcd_alarms),
             answer.etcd_db_bytes,
-            tuple(map(drained_from_pb, answer.drained)),
         )
 
     async def list_groups(self) -> tuple[Group, ...]:

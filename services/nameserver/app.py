@@ -33,7 +33,6 @@ from batonmq_server.nameserver.metrics import (
     MembershipMetrics,
     ReplicaSetMetrics,
 )
-from batonmq_server.nameserver.node_drains import NodeDrains
 from batonmq_server.nameserver.placement_calls import PlacementCalls
 from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.queue_monitor import QueueMonitor
@@ -143,14 +142,12 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         progress_deleter.delete_topic,
         queue_count=settings.metrics_queue_count,
     )
-    drains = NodeDrains(etcd)
     servicer = NameserverServicer(
         catalog,
         topics,
         groups,
         DiagnosisCalls(groups, topics, inspector),
         UncleanElection(etcd),
-        drains,
         may=runtime.guard.allows,
         etcd_monitor=etcd_monitor,
         system_topics=system_topics,
@@ -176,7 +173,6 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
             rules=RULES,
             loops=(
                 *(mirror.run for mirror in catalog.mirrors),
-                drains.mirror.run,
                 maintainer.run,
                 sessions.run,
                 shrinker.run,
@@ -184,7 +180,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
                 etcd_monitor.run,
                 *((system_topics.run,) if settings.metrics_stream else ()),
             ),
-            caught_up=partial(all_ready, *catalog.mirrors, drains.mirror),
+            caught_up=partial(all_ready, *catalog.mirrors),
         )
     finally:
         await offsets.close()

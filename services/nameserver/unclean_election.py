@@ -33,7 +33,6 @@ class UncleanElection:
         record = decode_record(await self._etcd.get(key))
         up = await self._up(service, request.replica_set)
         _check(request, record, up)
-        await self._check_drained(service, request.node_id)
         if request.execute:
             await self._write(service, request, record)
         before = replicas_pb2.ReplicaSet.FromString(record.encode())
@@ -43,14 +42,6 @@ class UncleanElection:
         entries, _ = await self._etcd.get_prefix(f"nodes/{service}/")
         nodes = [node_from_bytes(stored.value) for stored in entries]
         return {node.node_id: node for node in nodes if node.replica_set == name}
-
-    async def _check_drained(self, service: str, node_id: str) -> None:
-        if await self._etcd.get(self._etcd.key("drains", service, node_id)) is not None:
-            raise InvalidArgument(
-                f"{node_id} is drained, so it would not be elected",
-                remedy=f"baton cluster undrain {node_id}",
-                facts={"field": "node_id"},
-            )
 
     async def _write(
         self, service: str, request: pb.ElectReplicaRequest, record: ReplicaSetRecord

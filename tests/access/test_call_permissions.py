@@ -125,8 +125,6 @@ NameserverService   QueryRoute         use
 NameserverService   WatchRoute         use
 NameserverService   DescribeCluster    granted
 NameserverService   ElectReplica
-NameserverService   DrainNode
-NameserverService   UndrainNode
 NameserverService   Heartbeat          both
 NameserverService   Leave              join
 NameserverService   WatchGroup         join

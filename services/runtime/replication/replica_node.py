@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 REACH_INTERVAL_S = 0.5
 """Interval of the checks whether the leader is cut off; it resigns after three that say so."""
-DRAIN_INTERVAL_S = 0.5
-"""Interval of the checks whether the leader is drained."""
 RESIGN_INTERVAL_MS = 60_000
 """A node resigns at most this often because it is cut off: if no node reaches another, one of them
 has to stay the leader."""
@@ -82,7 +80,6 @@ class ReplicaNode(ABC, Generic[L]):
         self.replica_set = ReplicaSetStore(
             self.election,
             runtime.etcd.key("replicas", runtime.service, name),
-            runtime.etcd.key("drains", runtime.service) + "/",
             node_ids,
             position,
             self._founders,
@@ -211,7 +208,6 @@ class ReplicaNode(ABC, Generic[L]):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(in_sync_set.run())
                 tasks.create_task(self._watch_reach(in_sync_set))
-                tasks.create_task(self._watch_drain(in_sync_set))
                 yield tasks
         finally:
             self._leadership = None
@@ -229,22 +225,6 @@ class ReplicaNode(ABC, Generic[L]):
             if checks == 3:  # a node that was paused has renewed its entry, and reports soon
                 names = ", ".join(sorted(in_sync_set.cut_off()))
                 self._give_way(in_sync_set, f"{names} reach etcd, and can't reach this node")
-                return
-
-    async def _watch_drain(self, in_sync_set: InSyncSet) -> None:
-        """Resign once this node is drained and another node that is not drained could lead.
-
-        Until then it goes on: a set without a leader is worse than one whose drain takes longer.
-        """
-        while True:
-            await asyncio.sleep(DRAIN_INTERVAL_S)
-            try:
-                drained = await self.replica_set.drained()
-            except NoQuorum:
-                continue
-            if self._node_id in drained and (others := in_sync_set.successors() - drained):
-                log.info("hands over: it is drained successors=%s", ",".join(sorted(others)))
-                self.election.resign()
                 return
 
     async def _is_cut_off(self, in_sync_set: InSyncSet) -> bool:

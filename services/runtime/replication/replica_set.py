@@ -36,7 +36,6 @@ class ReplicaSetRecord:
     served_epoch: int = 0
     accepted: tuple[replicas_pb2.AcceptedLoss, ...] = ()
     mod_revision: int = 0
-    min_in_sync: int = 0
 
     def encode(self) -> bytes:
         """Return the value that etcd keeps."""
@@ -46,7 +45,6 @@ class ReplicaSetRecord:
             in_sync=sorted(self.in_sync),
             served_epoch=self.served_epoch,
             accepted_losses=self.accepted,
-            min_in_sync=self.min_in_sync,
         ).SerializeToString()
 
     def with_accepted_loss(self, loss: replicas_pb2.AcceptedLoss) -> ReplicaSetRecord:
@@ -74,7 +72,6 @@ def decode_record(stored: KeyValue | None) -> ReplicaSetRecord:
         record.served_epoch,
         tuple(record.accepted_losses),
         stored.mod_revision,
-        record.min_in_sync,
     )
 
 
@@ -117,7 +114,6 @@ class ReplicaSetStore:
     Args:
         election: Election of the set's leader, with this node as candidate.
         key: Key of the record.
-        drains: Prefix of the keys that mark drained nodes, by node id.
         node_ids: Node ids of the set, by configuration.
         position: Returns the position of this node's copy.
         positions: Returns the positions of the nodes that are up and may found a set, by node id.
@@ -127,14 +123,12 @@ class ReplicaSetStore:
         self,
         election: Election,
         key: str,
-        drains: str,
         node_ids: frozenset[str],
         position: Callable[[], ReplicaPosition],
         positions: Callable[[], dict[str, ReplicaPosition]],
     ) -> None:
         self._election, self._session = election, election.session
         self.key, self._node_id, self.node_ids = key, election.node_id, node_ids
-        self._drains = drains
         self._position, self._positions = position, positions
         self._candidate: ReplicaSetRecord | None = None
 
@@ -146,19 +140,8 @@ class ReplicaSetStore:
         """
         return decode_record(await self._session.get(self.key))
 
-    async def drained(self) -> frozenset[str]:
-        """Return the drained nodes of the set; none of them may be elected.
-
-        Raises:
-            NoQuorum: etcd does not answer.
-        """
-        entries, _ = await self._session.get_prefix(self._drains)
-        return frozenset(one.key.removeprefix(self._drains) for one in entries) & self.node_ids
-
     async def candidacy(self) -> Candidacy | None:
         """Return what this node's election compares and writes; None if it may not be elected.
-
-        A drained node may not: the mark is compared too, so none is elected once it is written.
 
         If etcd has no record, the node with the greatest position founds the set, once all nodes
         are up and none of them runs without replicas: only then is it known which node has
@@ -167,8 +150,6 @@ class ReplicaSetStore:
         Raises:
             NoQuorum: etcd does not answer.
         """
-        if self._node_id in await self.drained():
-            return None
         before, own = await self.read(), self._position()
         in_sync = before.in_sync
         if not before.mod_revision:
@@ -181,10 +162,7 @@ class ReplicaSetStore:
         epoch = max(before.epoch, own.epoch) + 1
         self._candidate = replace(before, epoch=epoch, leader=self._node_id, in_sync=in_sync)
         return Candidacy(
-            compare=(
-                Compare(self.key, mod_revision=before.mod_revision),
-                Compare(self._drains + self._node_id, create_revision=0),
-            ),
+            compare=(Compare(self.key, mod_revision=before.mod_revision),),
             put=(Put(self.key, self._candidate.encode()),),
         )
 
