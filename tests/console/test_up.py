@@ -14,6 +14,7 @@ import pytest
 
 from tests.cli.baton import BATON, up
 from tests.console.scene import words_of
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -35,5 +36,9 @@ async def test_link_of_baton_up_signs_its_user_in(tmp_path: Path) -> None:
             assert (await browser.post("/sign-in", data=form)).status_code == 401
             form["token"] = key
             assert (await browser.post("/sign-in", data=form)).status_code == 303
-            assert "healthy" in words_of((await browser.get("/")).text)
+
+            async def is_healthy() -> bool:  # once every service has a leader
+                return "healthy" in words_of((await browser.get("/")).text)
+
+            await until(is_healthy)
         assert cluster.interrupt() == 0
