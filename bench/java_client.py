@@ -9,7 +9,7 @@ from typing import NamedTuple
 from bench.peers.downloads import PeerFailed, command, kept
 
 SOURCES = Path(__file__).parent / "java"
-_CALL_S = 300
+_CALL_S = 900
 _FAILURE = "last failure of a call"
 
 

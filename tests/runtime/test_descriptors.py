@@ -5,12 +5,14 @@ Method: the pure division of a limit; a process whose limit is lowered and raise
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from batonmq_server.runtime.descriptors import share_descriptors
+from batonmq_server.runtime.descriptors import open_descriptors, share_descriptors
 
 
 @pytest.mark.parametrize("limit", [64, 256, 1_024, 20_000, 65_536, 1 << 20])
@@ -30,6 +32,24 @@ def test_settings_bound_the_connections_of_all_clients_and_of_one_address() -> N
 def test_more_connections_than_the_limit_leaves_are_a_bad_setting() -> None:
     with pytest.raises(ValueError, match=r"raise the limit \(ulimit -n\) to at least 3336"):
         share_descriptors(1_024, 1_000)
+
+
+@pytest.mark.parametrize("told_by_size", [True, False])
+def test_each_open_descriptor_is_counted(
+    monkeypatch: pytest.MonkeyPatch, *, told_by_size: bool
+) -> None:
+    if not told_by_size:  # as before Linux 6.2
+        monkeypatch.setattr(
+            "batonmq_server.runtime.descriptors.os",
+            SimpleNamespace(stat=lambda _: SimpleNamespace(st_size=0), listdir=os.listdir),
+        )
+    before = open_descriptors()
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+    try:
+        assert open_descriptors() == before + 20
+    finally:
+        for one in opened:
+            os.close(one)
 
 
 def test_process_raises_its_limit_and_warns_of_a_low_one() -> None:

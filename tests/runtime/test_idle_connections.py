@@ -16,9 +16,14 @@ import grpc
 import grpc.aio
 import pytest
 
+from batonmq._common.clock import Clock
 from batonmq._connection.channels import OPTIONS, connect
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
-from batonmq_server.runtime.server_options import HEALTH_OPTIONS, SERVER_OPTIONS
+from batonmq_server.runtime.server_options import (
+    HEALTH_OPTIONS,
+    SERVER_OPTIONS,
+    with_ping_interval,
+)
 from batonmq_server.runtime.tls import server_credentials
 
 TIMES = {
@@ -51,6 +56,7 @@ def fields(**values: str) -> bytes:
     )
 
 
+SETTINGS, PING, ACK = 4, 6, 1
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
 CALL = frame(
     1,
@@ -151,6 +157,33 @@ async def test_connection_that_answers_no_pings_is_closed() -> None:
         assert holding.held.is_set()
         async with asyncio.timeout(PATIENCE_S):
             await holding.ended.wait()
+
+
+async def time_of_pings(port: int, count: int) -> float:
+    """Return how long `count` pings take to come to a client that answers them."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    begin_ms = Clock().monotonic_ms()
+    writer.write(HELLO + CALL)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while count:
+                head = await reader.readexactly(9)
+                payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+                kind, flags = head[3], head[4]
+                if kind in (SETTINGS, PING) and not flags & ACK:
+                    writer.write(frame(kind, ACK, 0, payload if kind == PING else b""))
+                    count -= kind == PING
+    finally:
+        writer.close()
+    return (Clock().monotonic_ms() - begin_ms) / 1_000
+
+
+async def test_server_with_a_longer_ping_interval_pings_at_that_interval() -> None:
+    often = {**dict(SERVER_OPTIONS), "grpc.keepalive_time_ms": 100}
+    rarely = with_ping_interval(tuple(often.items()), 700)
+    async with serving(rarely, times={}) as (port, _):
+        # The first one may be the ping that measures the connection.
+        assert await time_of_pings(port, 3) > 1.3
 
 
 async def test_idle_client_whose_connection_is_closed_can_still_call() -> None:
