@@ -20,7 +20,7 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.retries import HandlingFailure
 from batonmq.errors import Fenced
 
-AWAITED_GATHER_MS = 10
+AWAITED_GATHER_MS = 2
 """How long a commit waits for more acks: each caller waits for it."""
 
 

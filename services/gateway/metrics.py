@@ -17,7 +17,6 @@ class GatewayMetrics:
             ("call", "language", "code"),
             registry=registry,
         )
-        self._answered: dict[tuple[str, str, int], Counter] = {}
         self.sent = Counter(
             "baton_gateway_sent_messages", "Messages stored for remote clients.", registry=registry
         )
@@ -59,12 +58,9 @@ class GatewayMetrics:
 
     def answered(self, call: str, language: str, code: int) -> None:
         """Count an answer."""
-        key = call, language, code
-        if (counter := self._answered.get(key)) is None:
-            known = code in pb.Code.values()
-            name = pb.Code.Name(pb.Code.ValueType(code)) if known else str(code)
-            counter = self._answered[key] = self._answers.labels(call, language, name)
-        counter.inc()
+        known = code in pb.Code.values()
+        name = pb.Code.Name(pb.Code.ValueType(code)) if known else str(code)
+        self._answers.labels(call, language, name).inc()
 
     def set_gauges(self, **values: float) -> None:
         """Set gauges, by their names without `baton_gateway_`."""
