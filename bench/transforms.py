@@ -24,7 +24,7 @@ from bench.setup import TOPIC, Setup
 
 QUEUES = 8
 BODY = b"x" * 100
-OUTPUTS = "bench-outputs"
+OUTPUTS, KEYED = "bench-outputs", "bench-keyed"
 SETTINGS = ConsumerSettings(consume_from="first", send_back=False)
 BY_KEY = replace(SETTINGS, order="key", queue_concurrency=64)
 KEYS = 1_000
@@ -41,16 +41,19 @@ async def transforms(setup: Setup) -> list[Figure]:
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     async with LocalCluster(setup.folder / "cluster", options, start=start_program) as cluster:
         async with Admin(cluster.nameserver) as admin:
-            await admin.create_topic(TOPIC, QUEUES)
-            await admin.create_topic(OUTPUTS, QUEUES)
+            for topic in (TOPIC, KEYED, OUTPUTS):
+                await admin.create_topic(topic, QUEUES)
         setup.say("filling")
-        await _send(cluster.nameserver, TOPIC, total, KEYS)
+        await _send(cluster.nameserver, TOPIC, total)
+        await _send(cluster.nameserver, KEYED, total, KEYS)
 
         async def consume(
-            use: Callable[[Consumer], Awaitable[object]], settings: ConsumerSettings = SETTINGS
+            use: Callable[[Consumer], Awaitable[object]],
+            topic: str = TOPIC,
+            settings: ConsumerSettings = SETTINGS,
         ) -> float:
             group = f"bench-{next(_groups)}"
-            async with Consumer(cluster.nameserver, group, {TOPIC: "*"}, settings) as consumer:
+            async with Consumer(cluster.nameserver, group, {topic: "*"}, settings) as consumer:
                 begin_s = perf_counter()
                 await use(consumer)
                 return perf_counter() - begin_s
@@ -59,7 +62,9 @@ async def transforms(setup: Setup) -> list[Figure]:
         seconds = await interleaved(
             {
                 "transform": lambda: consume(lambda consumer: _transform(consumer, total)),
-                "by key": lambda: consume(lambda consumer: _transform(consumer, total), BY_KEY),
+                "keyed": lambda: consume(
+                    lambda consumer: _transform(consumer, total), KEYED, BY_KEY
+                ),
                 "consume": lambda: consume(lambda consumer: handle_one_by_one(consumer, total)),
                 "send": lambda: _send(cluster.nameserver, OUTPUTS, total),
             },
@@ -76,7 +81,7 @@ async def transforms(setup: Setup) -> list[Figure]:
         ),
         figure(
             "the same in the order of 1,000 keys, against any order",
-            total / seconds["by key"],
+            total / seconds["keyed"],
             "msg/s",
             Goal(ratio_min=0.2),
             reference=total / seconds["transform"],
