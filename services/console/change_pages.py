@@ -98,6 +98,7 @@ class ChangePages:
         area = change.area
         if change.asks is not None and not fields.get(change.asks[0]):
             chosen = {
+                "kind": kind,
                 "targets": TARGETS,
                 "roles": ROLES,
                 "fields": fields,

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from batonmq.admin.access import AccessControl, Role, RoleGrant
+from batonmq_server.console.changes import CHANGES
 from tests.console.scene import Scene, scene, words_of
 from tests.console.test_changes import carry_out
 
@@ -80,6 +81,19 @@ async def test_grant_that_is_none_is_refused_and_changes_nothing(query: str, rea
         assert done.status_code == 400
         assert reason in words_of(done.text)
         assert await control.list() == ()
+
+
+@pytest.mark.parametrize("kind", sorted(CHANGES))
+async def test_change_without_fields_is_asked_for_or_refused(kind: str) -> None:
+    async with scene() as shown:
+        answer = await shown.browser.get(f"/change/{kind}?queue=0")
+        if CHANGES[kind].asks is not None:
+            assert answer.status_code == 200
+            assert "Show the plan" in answer.text
+        elif answer.status_code == 200:
+            assert "There is nothing to change" in answer.text
+        else:
+            assert answer.status_code in (400, 404)
 
 
 async def test_block_records_the_reason_and_ends_by_undo() -> None:
