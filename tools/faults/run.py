@@ -379,17 +379,23 @@ def _has_begun(run: FaultRun, load: Load) -> bool:
 async def _is_done(run: FaultRun) -> bool:
     try:
         queues = (await run.admin.group_progress(GROUP)).queues
-        for group in run.remote.ledgers if run.remote is not None else ():
-            committed = {
-                (one.queue.queue.broker, one.queue.queue.queue_id): one.committed_offset
-                for one in await run.admin.progress(group)
-                if one.queue.queue.topic == TOPIC
-            }
-            if run.remote is not None and not run.remote.have_acknowledged_all(group, committed):
-                return False
+        if run.remote is not None and not await _have_acknowledged_all(run.admin, run.remote):
+            return False
     except BatonError:
         return False
     return len(queues) == QUEUES and all(queue.lag == 0 for queue in queues)
+
+
+async def _have_acknowledged_all(admin: Admin, remote: RemoteClients) -> bool:
+    for group in remote.ledgers:
+        committed = {
+            (one.queue.queue.broker, one.queue.queue.queue_id): one.committed_offset
+            for one in await admin.progress(group)
+            if one.queue.queue.topic == TOPIC
+        }
+        if not remote.have_acknowledged_all(group, committed):
+            return False
+    return True
 
 
 async def _within(timeout_s: float, condition: Callable[[], bool | Awaitable[bool]]) -> bool:
