@@ -1,4 +1,4 @@
-"""Handlers whose calls have spans."""
+"""Makes a span of OpenTelemetry for each call of a handler."""
 
 from __future__ import annotations
 

@@ -372,7 +372,7 @@ class Producer:
         """
         group = check_group(group) if group else needs_group(self._group)
         message = with_ordering_key(message, ordering_key)
-        encode_record(message)  # is refused before the topic is opened
+        record = encode_record(message)
         self._refuse_if_closing()
         known = self._buffer.topics.get(topic) or await self._open_topic(
             topic, self._settings.delivery_timeout_ms
@@ -382,10 +382,10 @@ class Producer:
         def choose() -> QueueRef:
             return known.choose(options, self._clock.monotonic_ms())
 
-        async def begin(message: Message) -> tuple[Any, str]:
-            record = encode_record(message)
+        async def begin(half: Message) -> tuple[Any, str]:
+            encoded = record if half is message else encode_record(half)
             after_ms = checked_after_ms(check_after_ms)
-            return await self._transactions.begin(group, message, record, choose, after_ms)
+            return await self._transactions.begin(group, half, encoded, choose, after_ms)
 
         traced = self._traced
         begun, transaction_id = await (

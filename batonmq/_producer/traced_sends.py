@@ -1,4 +1,4 @@
-"""Sends that have spans, and messages that carry their context."""
+"""Makes a span of OpenTelemetry for each send, and puts its context into the message."""
 
 from __future__ import annotations
 
