@@ -44,9 +44,9 @@ LEAST = {
 }  # fmt: skip
 """Minimum number of events of each kind in 100 runs, judged over a whole session."""
 LEAST_REPLICATED = {
-    "compactions": 800, "compactions broken off": 80, "removed": 6_000, "tombstones": 1_200,
-    "takeovers": 100, "kills": 120, "tables": 100, "removals seen": 200, "lags over holes": 40,
-    "purged segments": 100,
+    "compactions": 1_000, "compactions broken off": 100, "removed": 10_000, "tombstones": 2_000,
+    "takeovers": 100, "kills": 150, "tables": 100, "removals seen": 200, "lags over holes": 40,
+    "purged segments": 200,
 }  # fmt: skip
 
 
