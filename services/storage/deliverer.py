@@ -73,7 +73,8 @@ class Deliverer:
             key = check_queue(topic, queues, queue_id)
             self._check_group(pull)
             if role.is_follower:
-                check_covered(self._store, queues, key, pull.spec.offset)
+                offset, whole = pull.spec.offset, role.has_confirmed
+                check_covered(self._store, queues, key, offset, has_confirmed=whole)
             try:
                 reading = self._read(key, pull)
             except DataLoss as error:

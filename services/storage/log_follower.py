@@ -59,6 +59,7 @@ class LogFollower:
         self._hold_ms = settings.replica_policy.hold_ms
         self.first_position = 0
         self._last_answer_ms: int | None = None
+        self._confirmed_position = 0
 
     def is_connected(self) -> bool:
         """Return whether the leader has answered recently."""
@@ -66,6 +67,13 @@ class LogFollower:
         return (
             self._last_answer_ms is not None and now_ms - self._last_answer_ms < 2 * self._hold_ms
         )
+
+    def has_confirmed(self) -> bool:
+        """Return whether this copy has all that was confirmed when the leader last answered.
+
+        Each member of the in-sync set has.
+        """
+        return self._copy.components.node.store.log.synced_position >= self._confirmed_position
 
     async def run(self) -> None:
         """Follow the leader until cancelled; pauses while this node leads. Run it as one task."""
@@ -118,6 +126,7 @@ class LogFollower:
             ):
                 return  # this node was leader meanwhile
             self._last_answer_ms = self._runtime.clock.monotonic_ms()
+            self._confirmed_position = answer.confirmed_position
             await self._apply(components, answer, theirs)
 
     async def _apply(

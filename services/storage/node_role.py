@@ -39,6 +39,11 @@ class NodeRole(Protocol):
         """
         ...
 
+    @property
+    def has_confirmed(self) -> bool:
+        """Whether this copy has all that the in-sync set has, by a recent answer of the leader."""
+        ...
+
     def leader_age_ms(self) -> int:
         """Return how long ago etcd confirmed that this node leads, at most; 0 without replicas.
 
@@ -67,7 +72,7 @@ class NodeRole(Protocol):
 class StandaloneRole(NodeRole):
     """The role of a node without replicas."""
 
-    replicated, is_follower = False, False
+    replicated, is_follower, has_confirmed = False, False, True
 
     def __init__(self, store: MessageStore) -> None:
         self._store = store

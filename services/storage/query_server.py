@@ -143,7 +143,8 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         key = await self._queue(request, readable=True)
         if self._role.is_follower:
             topic = await self._topics.find(request.queue.topic)
-            check_covered(self._store, topic, key, spec.offset)
+            whole = self._role.has_confirmed
+            check_covered(self._store, topic, key, spec.offset, has_confirmed=whole)
         reading = await self._read(key, spec)
         if reading is None and (outdated := self._role.outdated()) is not None:
             raise outdated

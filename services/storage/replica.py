@@ -96,6 +96,14 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         followers = self._leadership.in_sync_set.current - {self._settings.node_id}
         return min(followers, default="") if lags_far else ""
 
+    @property
+    def has_confirmed(self) -> bool:
+        """See NodeRole."""
+        follower = self._follower
+        return not self.is_follower or (
+            follower is not None and follower.is_connected() and follower.has_confirmed()
+        )
+
     def leader_age_ms(self) -> int:
         """See NodeRole."""
         self.check()

@@ -25,7 +25,7 @@ from batonmq._core.queues import QueueRef
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.admin.reports import Compaction
-from batonmq.errors import BatonError, NoQuorum, Unreachable
+from batonmq.errors import BatonError, NoQuorum, OffsetsUnreachable, Unreachable
 from batonmq_server.storage import checkpointer, topic_compactor, topic_trimmer
 from batonmq_server.storage.compaction_runner import CompactionRunner, DueQueue
 from batonmq_server.storage.core.fsck import Fsck
@@ -136,7 +136,7 @@ class CompactionRun:
         while not self._queues:
             try:
                 created = await admin.create_topic(TOPIC, count, compaction=settings)
-            except (NoQuorum, Unreachable):
+            except (NoQuorum, OffsetsUnreachable, Unreachable):
                 continue
             self._queues = tuple(
                 QueueRef(TOPIC, name, number)

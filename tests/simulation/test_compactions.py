@@ -37,6 +37,8 @@ JUDGED_FROM = 20
 """Number of runs from which on rare events are judged: segments are purged in few runs."""
 COMPACTION_SEEDS = SEEDS[: max(1, len(SEEDS) // 200)]
 MUTANT_SEEDS = 12
+FOUND_REPLICATED = (43,)
+"""Seeds that failed in a long run, each before its cause was mended."""
 LEAST = {
     "compactions": 1_000, "compactions broken off": 100, "removed": 20_000, "tombstones": 3_000,
     "broker kills": 400, "offsets kills": 80, "kills": 150, "tables": 100, "removals seen": 200,
@@ -71,6 +73,11 @@ def test_promises_of_compacted_topics_hold_while_followers_take_over(
         counts += run.counts
     kind = "compactions with takeovers"
     note_runs(request, kind, len(seeds), counts, LEAST_REPLICATED, JUDGED_FROM)
+
+
+@pytest.mark.parametrize("seed", FOUND_REPLICATED)
+def test_replicated_runs_that_once_broke_a_promise_keep_it(seed: int) -> None:
+    assert not play_compactions(f"compactions/{seed}", replicated=True).violations
 
 
 def test_same_seed_is_the_same_run() -> None:
@@ -171,7 +178,7 @@ MUTANTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], bool, set[str]], ...]
     (lag_counts_holes, False, {"lag"}),
     (a_hole_stops_a_queue, False, {"settled"}),
     (an_order_is_applied_at_once, True, {"back"}),
-    (a_follower_compacts_by_itself, True, {"alike", "table"}),
+    (a_follower_compacts_by_itself, True, {"alike", "back", "table"}),
 )
 
 

@@ -168,10 +168,10 @@ class Scene(NodeSet[Replica]):
             await self.run_node(_running(own))
         return [self.nodes[name] for name in names]
 
-    async def put_topic(self) -> None:
+    async def put_topic(self, compaction: nameserver_pb.Compaction | None = None) -> None:
         """Write the topic as the nameserver does."""
         spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
-        topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
+        topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread, compaction=compaction)
         await self._etcd.put(self._etcd.key("topics", TOPIC), topic.SerializeToString())
 
     async def wait_vacant(self) -> None:

@@ -27,8 +27,9 @@ from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import Directory
 from batonmq._consumer.puller import Puller
+from batonmq._core.ordering_key import ORDERING_KEY
 from batonmq._core.queues import QueueRef
-from batonmq._core.records import decode_records, read_header
+from batonmq._core.records import Message, decode_records, read_header
 from batonmq.admin.admin import Admin
 from batonmq.admin.message_queries import MessageQueries
 from batonmq.errors import BatonError, NotLeader
@@ -276,6 +277,30 @@ async def test_lagging_follower_rejects_offsets_it_does_not_have(
     with pytest.raises(BatonError) as refused:
         await pull(leader, offset=7)
     assert refused.value.reason == "OFFSET_AHEAD_OF_LOG"
+
+
+async def test_follower_without_its_leader_serves_no_compacted_topic(
+    scene: Scene, offsets: OffsetsTwin
+) -> None:
+    """Its leader may have removed messages that it still has."""
+    await scene.put_topic(nameserver_pb.Compaction(dirty_percent=50))
+    leader, follower = await three(scene)
+    await leader.append(batch(Message(b"a", properties={ORDERING_KEY: "k"})))
+    await wait_visible(follower, 1)
+    leader.gate.shut.add(follower.name)
+
+    async def refuses() -> bool:
+        try:
+            await follower.read()
+        except NotLeader as error:
+            return "may lack compactions" in error.message
+        return False
+
+    await until(refuses)
+    assert "may lack compactions" in str(await rejection(follower))
+    assert bodies(await pull(leader)) == [b"a"]
+    leader.gate.shut.clear()
+    await wait_visible(follower, 1)
 
 
 async def test_lagging_consumer_is_redirected_to_a_follower_and_back(

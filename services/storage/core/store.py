@@ -235,15 +235,25 @@ def check_readable(topic: str, queues: LocalTopic) -> None:
         )
 
 
-def check_covered(store: MessageStore, queues: LocalTopic, key: QueueKey, offset: int) -> None:
+def check_covered(
+    store: MessageStore, queues: LocalTopic, key: QueueKey, offset: int, *, has_confirmed: bool
+) -> None:
     """Check that a follower knows which messages a compacted queue keeps at an offset.
 
-    A copy that got segments purged knows it only once it has the order that purged them.
+    A copy without all that the in-sync set has may lack orders, and so have messages that the
+    others removed. A copy that got segments purged must have the order that purged them.
 
     Raises:
         NotLeader: it does not know it yet.
     """
-    if queues.compaction is not None and not store.covers(key, offset):
+    if queues.compaction is None:
+        return
+    if not has_confirmed:
+        raise NotLeader(
+            "this follower may lack compactions: it lags behind, or its leader does not answer",
+            retry_after_ms=100,
+        )
+    if not store.covers(key, offset):
         raise NotLeader(
             f"this follower has not got the compaction of offset {offset} yet", retry_after_ms=100
         )
