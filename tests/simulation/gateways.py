@@ -263,8 +263,8 @@ class _Client:
             return None
         run.ledger.counts["changes"] += 1
         one.replaced_ms = run.now_ms()
-        if sent_ms >= end_ms:
-            run.ledger.fail("expired", f"{one.handle} expired at {end_ms}; changed at {sent_ms}")
+        if sent_ms >= one.expires_ms:
+            run.ledger.fail("expired", f"{one.handle} changed at {sent_ms}")
         handle = run.signer.read(answer.receipt_handle)
         changed = Delivery(one.body, one.message_group, self.name, handle, hold_ms, run.now_ms())
         run.ledger.changed(changed)

@@ -39,6 +39,11 @@ class Delivery:
     end_ms: int = UNKNOWN
     replaced_ms: int | None = None
 
+    @property
+    def expires_ms(self) -> int:
+        """The end of the lease by its handle; a lost call does not change it."""
+        return UNKNOWN if self.begin_ms is None else self.handle.expires_unix_ms - START_UNIX_MS
+
 
 @dataclass(slots=True)
 class Ack:
@@ -149,8 +154,8 @@ class RemoteLedger:
         if not before:  # a repeated call has the outcome of the first one
             if ack.other_token > one.handle.token:
                 self.fail("token", f"{text}: another gateway had token {ack.other_token}")
-            if ack.sent_ms >= one.end_ms:
-                self.fail("expired", f"{text}: the lease expired at {one.end_ms}")
+            if ack.sent_ms >= one.expires_ms:
+                self.fail("expired", f"{text}: the lease expired at {one.expires_ms}")
             if ack.replaced:
                 self.fail("replaced", f"{text}: the handle was replaced")
         others = [
