@@ -63,10 +63,13 @@ FOUND_OUTAGES = (300_135, 300_667)
 
 
 def played(seed: int, options: RunOptions) -> Mapping[str, int]:
-    """Return the event counts of a run without a violation."""
+    """Return the event counts of a run without a violation.
+
+    A run may have no start: the filter of its members can drop the few messages that it sends.
+    """
     outcome = play(str(seed), options)
     outcome.check()
-    assert outcome.counts["starts"] and outcome.counts["grants"], f"seed {seed}: nothing happened"
+    assert outcome.counts["grants"], f"seed {seed}: nothing happened"
     return outcome.counts
 
 
