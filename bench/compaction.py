@@ -16,9 +16,10 @@ from batonmq._core.records import BatchBuilder, Message, encode_record
 from batonmq._telemetry.event_hub import EventHub
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.compaction_runner import CompactionLimits, CompactionRunner, DueQueue
+from batonmq_server.storage.core.checks import check
 from batonmq_server.storage.core.compaction_policy import CompactionPolicy
 from batonmq_server.storage.core.retention import Retention, RetentionPolicy
-from batonmq_server.storage.core.store import MessageStore, check
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.flusher import Flusher, in_thread
 from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics

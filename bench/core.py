@@ -12,7 +12,8 @@ from time import monotonic, perf_counter
 from batonmq._core.records import tag_hash
 from batonmq._core.subscription import SqlFilter
 from batonmq.errors import BatonError
-from batonmq_server.storage.core.store import LocalTopic, ReadSpec, check
+from batonmq_server.storage.core.checks import LocalTopic, check
+from batonmq_server.storage.core.queue_reader import ReadSpec
 from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.storage.node import StorageNode, open_directory
 from batonmq_server.storage.validation import filter_of

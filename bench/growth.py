@@ -8,7 +8,7 @@ from itertools import cycle
 from statistics import median
 from time import perf_counter
 
-from batonmq_server.storage.core.store import check
+from batonmq_server.storage.core.checks import check
 from batonmq_server.storage.node import StorageNode
 from bench.core import open_node, sync, topics
 from bench.figures import Figure, Goal, figure, interleaved

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 
 from batonmq._core.records import BatchBuilder, Message, encode_record
-from batonmq_server.storage.core.store import check
+from batonmq_server.storage.core.checks import check
 from batonmq_server.storage.node import StorageNode
 from bench.core import open_node, sync, topics
 from bench.figures import Figure, Goal, figure

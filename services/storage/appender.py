@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, DiskFull, Overloaded
+from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic
 from batonmq_server.storage.core.compaction_order import Relocation
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.retention import DiskState, DiskUsage, Retention
-from batonmq_server.storage.core.store import CheckedBatch, LocalTopic, MessageStore
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics

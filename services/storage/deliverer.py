@@ -9,13 +9,10 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._core.names import METRICS_TOPIC
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
+from batonmq_server.storage.core.checks import check_queue, check_readable
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.core.store import (
-    ReadResult,
-    check_covered,
-    check_queue,
-    check_readable,
-)
+from batonmq_server.storage.core.queue_reader import ReadResult
+from batonmq_server.storage.core.store import check_covered
 from batonmq_server.storage.delivery_recorder import (
     NO_ADVANCE,
     PendingDelivery,

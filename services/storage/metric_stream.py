@@ -15,8 +15,8 @@ from batonmq._core.names import METRICS_TOPIC
 from batonmq._telemetry.event_hub import EventHub
 from batonmq._telemetry.latency_sketches import LatencyKey, LatencySketches
 from batonmq_server.storage.core.delivered_range import DeliveredRange, PullDelivery, ReportedRange
+from batonmq_server.storage.core.queue_reader import ReadResult
 from batonmq_server.storage.core.retention import DiskUsage
-from batonmq_server.storage.core.store import ReadResult
 from batonmq_server.storage.long_polls import QueueOwner
 from batonmq_server.storage.transaction_tally import TransactionTally
 

@@ -27,6 +27,7 @@ from batonmq.errors import (
 from batonmq_server.runtime.access.guard import PermissionCheck
 from batonmq_server.runtime.access.permissions import consume
 from batonmq_server.storage import validation
+from batonmq_server.storage.core.checks import check_queue, check_readable
 from batonmq_server.storage.core.keyindex import DamagedRun, RunExtent
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.query import (
@@ -36,14 +37,8 @@ from batonmq_server.storage.core.query import (
     SearchProbe,
     TimeWindow,
 )
-from batonmq_server.storage.core.store import (
-    MessageStore,
-    ReadResult,
-    ReadSpec,
-    check_covered,
-    check_queue,
-    check_readable,
-)
+from batonmq_server.storage.core.queue_reader import ReadResult, ReadSpec
+from batonmq_server.storage.core.store import MessageStore, check_covered
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.node_role import NodeRole, StandaloneRole
 from batonmq_server.storage.topic_cache import TopicCache

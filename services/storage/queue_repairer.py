@@ -14,6 +14,7 @@ from batonmq.errors import DataLoss
 from batonmq_server.runtime.descriptor_shortage import is_shortage
 from batonmq_server.storage.core.consumequeue import topic_of
 from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.core.queue_reader import SCANNED_MAX
 from batonmq_server.storage.core.queue_repair import (
     ENTRIES_AT_ONCE,
     QueueRepair,
@@ -21,7 +22,6 @@ from batonmq_server.storage.core.queue_repair import (
     find_damage,
     read_log,
 )
-from batonmq_server.storage.core.store import SCANNED_MAX
 from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.node import StorageNode
 

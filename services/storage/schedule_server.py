@@ -21,6 +21,14 @@ from batonmq_server.runtime.access.permissions import produce
 from batonmq_server.storage import validation
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core import outputs, schedule, transactions
+from batonmq_server.storage.core.checks import (
+    CheckedBatch,
+    LocalTopic,
+    check,
+    check_no_outputs,
+    check_queue,
+    check_takes,
+)
 from batonmq_server.storage.core.delay_queue import DelayKey
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.schedule import (
@@ -28,14 +36,6 @@ from batonmq_server.storage.core.schedule import (
     ScheduledBatch,
     encode_scheduled,
     encode_withdrawn,
-)
-from batonmq_server.storage.core.store import (
-    CheckedBatch,
-    LocalTopic,
-    check,
-    check_no_outputs,
-    check_queue,
-    check_takes,
 )
 from batonmq_server.storage.topic_cache import TopicCache
 

@@ -29,6 +29,7 @@ from batonmq.errors import (
 )
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.blocked_retention import REWRITE_INTERVAL_MS, blocked_segment_end
+from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic
 from batonmq_server.storage.core.delay_queue import DelayedBatch
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.schedule import (
@@ -38,7 +39,6 @@ from batonmq_server.storage.core.schedule import (
     encode_withdrawn,
     read_scheduled,
 )
-from batonmq_server.storage.core.store import CheckedBatch, LocalTopic
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.storage.topic_cache import TopicCache
 

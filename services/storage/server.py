@@ -18,14 +18,9 @@ from batonmq._core.names import METRICS_TOPIC, check_topic
 from batonmq.errors import BatonError, DataLoss
 from batonmq_server.runtime.access.owner import owner_of
 from batonmq_server.storage import validation
+from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic, check, check_queue
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.queue_bytes import batch_bytes_by_step
-from batonmq_server.storage.core.store import (
-    CheckedBatch,
-    LocalTopic,
-    check,
-    check_queue,
-)
 from batonmq_server.storage.deliverer import Deliverer
 from batonmq_server.storage.delivery_streams import DeliveryStreams
 from batonmq_server.storage.metric_stream import APPEND

@@ -14,8 +14,8 @@ from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, NoQuorum, TopicExists, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
+from batonmq_server.storage.core.checks import LocalTopic
 from batonmq_server.storage.core.compaction_policy import CompactionPolicy
-from batonmq_server.storage.core.store import LocalTopic
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,12 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from batonmq.errors import DataLoss
+from batonmq_server.storage.core.checks import LocalTopic
 from batonmq_server.storage.core.compaction_policy import CompactionPolicy
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, topic_of
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.schedule import TOPIC_ID as SYSTEM_TOPIC_ID
-from batonmq_server.storage.core.store import LocalTopic, MessageStore
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.topic_cache import TopicCache
 
 

@@ -21,9 +21,9 @@ from batonmq.errors import BadBatch, BatonError, DataLoss, NoQuorum, NotLeader, 
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.blocked_retention import REWRITE_INTERVAL_MS, blocked_segment_end
 from batonmq_server.storage.core.check_streams import CheckStreams
+from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic
 from batonmq_server.storage.core.open_transactions import OpenTransaction
 from batonmq_server.storage.core.producers import StoreReceipt
-from batonmq_server.storage.core.store import CheckedBatch, LocalTopic
 from batonmq_server.storage.core.transactions import (
     CheckMark,
     HalfMessage,

@@ -31,10 +31,7 @@ from batonmq_server.runtime.access.permissions import produce
 from batonmq_server.storage import validation
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.check_streams import CheckStreams
-from batonmq_server.storage.core.open_transactions import OpenTransaction
-from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
-from batonmq_server.storage.core.scan import HEAD_BYTES_MAX
-from batonmq_server.storage.core.store import (
+from batonmq_server.storage.core.checks import (
     CheckedBatch,
     LocalTopic,
     check,
@@ -42,6 +39,9 @@ from batonmq_server.storage.core.store import (
     check_queue,
     check_takes,
 )
+from batonmq_server.storage.core.open_transactions import OpenTransaction
+from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
+from batonmq_server.storage.core.scan import HEAD_BYTES_MAX
 from batonmq_server.storage.core.transactions import (
     FIRST,
     EndedTransaction,

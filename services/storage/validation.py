@@ -13,7 +13,7 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._core.names import check_broker, check_group, check_offsets_set, check_topic
 from batonmq._core.subscription import SqlFilter, parse_filter
 from batonmq.errors import InvalidArgument, LimitExceeded, WrongBroker
-from batonmq_server.storage.core.store import ReadSpec
+from batonmq_server.storage.core.queue_reader import ReadSpec
 from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.storage.delivery_advance import DeliveryAdvance
 from batonmq_server.storage.long_polls import QueueOwner

@@ -12,7 +12,7 @@ import pytest
 from batonmq._core.sql_parser import CONDITIONS_MAX
 from batonmq._core.subscription import EXPRESSION_CHARACTERS_MAX, parse_filter
 from batonmq_server.storage.core.property_filter import BYTES_PER_STEP, STEPS_MAX, STEPS_PER_BATCH
-from batonmq_server.storage.core.store import SCANNED_MAX
+from batonmq_server.storage.core.queue_reader import SCANNED_MAX
 from tools.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "reference" / "filters.md").read_text()

@@ -13,7 +13,7 @@ from batonmq_server.nameserver.group_store import GroupStore
 from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.runtime.group_record import HEAD, Parts, changed_parts
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.core.store import ReadResult
+from batonmq_server.storage.core.queue_reader import ReadResult
 from batonmq_server.storage.deliverer import Deliverer
 from batonmq_server.storage.delivery_advance import DeliveryAdvance
 from batonmq_server.storage.delivery_recorder import (

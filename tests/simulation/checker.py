@@ -23,8 +23,9 @@ from batonmq_server.offsets.core.change_log import Entry
 from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.group_placements import OFFSETS_SERVICE
 from batonmq_server.storage.core import schedule
+from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic
 from batonmq_server.storage.core.producers import StoreReceipt
-from batonmq_server.storage.core.store import CheckedBatch, LocalTopic, MessageStore
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.node import StorageNode
 from tests.simulation.answer_checks import AnswerChecks
 from tests.simulation.client_checks import ClientChecks

@@ -18,10 +18,11 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError
 from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
+from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic
 from batonmq_server.storage.core.commitlog import FOLDER
 from batonmq_server.storage.core.epochs import EpochHistory
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
-from batonmq_server.storage.core.store import CheckedBatch, LocalTopic, VisibleRange
+from batonmq_server.storage.core.store import VisibleRange
 from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing.memory_disks import MemoryDisk
 from batonmq_server.testing.memory_network import MemoryCall

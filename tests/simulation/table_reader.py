@@ -18,8 +18,9 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.records import Record, decode_records, read_header
 from batonmq.errors import BatonError
 from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.core.queue_reader import ReadSpec
 from batonmq_server.storage.core.schedule import TOPIC_ID as SYSTEM_TOPIC_ID
-from batonmq_server.storage.core.store import MessageStore, ReadSpec
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.testing.processes import SimulatedProcess
 from tests.simulation.table_ledger import NUMBER, Entry, Messages, Pass, TableLedger, ascending

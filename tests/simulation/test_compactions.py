@@ -22,7 +22,8 @@ from batonmq_server.storage.core.compaction_source import ExaminedChunk
 from batonmq_server.storage.core.consumequeue import Int64Array
 from batonmq_server.storage.core.key_digests import BoolArray
 from batonmq_server.storage.core.producers import StoreReceipt
-from batonmq_server.storage.core.store import MessageStore, ReadResult
+from batonmq_server.storage.core.queue_reader import ReadResult
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.deliverer import Deliverer
 from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.validation import ParsedPull

@@ -13,13 +13,15 @@ from batonmq._core.records import (
 )
 from batonmq._core.subscription import SqlFilter
 from batonmq.errors import BatonError
+from batonmq_server.storage.core.checks import LocalTopic, check
 from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.files import FileCache
 from batonmq_server.storage.core.keyindex import KeyIndex
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
 from batonmq_server.storage.core.query import MessageMatch, MessageQueries
+from batonmq_server.storage.core.queue_reader import ReadSpec
 from batonmq_server.storage.core.recovery import Recovery, RecoveryReport
-from batonmq_server.storage.core.store import LocalTopic, MessageStore, ReadSpec, check
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.testing.memory_disks import MemoryDisk
 

@@ -18,8 +18,9 @@ from batonmq._telemetry.event_hub import EventHub
 from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.check_streams import CheckStreams
+from batonmq_server.storage.core.checks import LocalTopic
 from batonmq_server.storage.core.retention import Retention, RetentionPolicy
-from batonmq_server.storage.core.store import LocalTopic, MessageStore
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics

@@ -26,6 +26,7 @@ from batonmq_server.runtime.access.permissions import (
     Grant,
     Permission,
 )
+from batonmq_server.storage.core.checks import check
 from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.scan import HEAD_BYTES_MAX
 from batonmq_server.storage.core.schedule import (
@@ -36,7 +37,6 @@ from batonmq_server.storage.core.schedule import (
     encode_scheduled,
     read_scheduled_topic,
 )
-from batonmq_server.storage.core.store import check
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.query_server import QueryServicer
 from batonmq_server.storage.schedule_server import ScheduleServicer, decode_id

@@ -20,11 +20,12 @@ from batonmq_server.runtime.access.owner import owner_of
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.checkpoint import Checkpoint, QueueState
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
+from batonmq_server.storage.core.checks import check
 from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
 from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.keyindex import OpenRun, RunExtent
 from batonmq_server.storage.core.producers import ProducerState, StoreReceipt
-from batonmq_server.storage.core.store import MessageStore, check
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
     NOW,

@@ -26,6 +26,7 @@ from batonmq._core.records import (
 from batonmq.errors import BadBatch
 from batonmq_server.storage.core import checkpoint
 from batonmq_server.storage.core.checkpoint import Checkpoint
+from batonmq_server.storage.core.checks import LocalTopic, check, check_takes
 from batonmq_server.storage.core.compacted import CompactedPart, Section
 from batonmq_server.storage.core.compaction_need import compacted_from
 from batonmq_server.storage.core.compaction_order import (
@@ -43,7 +44,6 @@ from batonmq_server.storage.core.files import FileCache
 from batonmq_server.storage.core.key_digests import KeyDigester, check_keyed, key_bounds
 from batonmq_server.storage.core.keyindex import OpenRun, RunExtent
 from batonmq_server.storage.core.newest_offsets import BYTES_PER_KEY, NewestOffsets
-from batonmq_server.storage.core.store import LocalTopic, check, check_takes
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import TOPIC, batch
 

@@ -31,6 +31,7 @@ from batonmq_server.storage import compaction_runner
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.compaction_runner import CompactionLimits, CompactionRunner
+from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic, check
 from batonmq_server.storage.core.compaction_order import is_relocated
 from batonmq_server.storage.core.compaction_policy import CompactionPolicy
 from batonmq_server.storage.core.epochs import EpochHistory
@@ -38,16 +39,11 @@ from batonmq_server.storage.core.fsck import Fsck
 from batonmq_server.storage.core.log_transfer import check_received, read_whole_batches
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.query import MessageQueries, TimeWindow
+from batonmq_server.storage.core.queue_reader import ReadSpec
 from batonmq_server.storage.core.recovery import Recovery
 from batonmq_server.storage.core.retention import Retention, RetentionPolicy
 from batonmq_server.storage.core.scrub import LogScrub
-from batonmq_server.storage.core.store import (
-    CheckedBatch,
-    LocalTopic,
-    MessageStore,
-    ReadSpec,
-    check,
-)
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.log_cleaner import CleaningBounds, LogCleaner

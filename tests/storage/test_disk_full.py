@@ -21,10 +21,10 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._core.records import decode_records, read_header
 from batonmq.errors import DiskFull
+from batonmq_server.storage.core.checks import check
 from batonmq_server.storage.core.files import File
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.retention import DiskState, DiskUsage
-from batonmq_server.storage.core.store import check
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage import schedule_scene
 from tests.storage.batches import (

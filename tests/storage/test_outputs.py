@@ -42,9 +42,10 @@ from batonmq.errors import (
 from batonmq_server.storage.core import outputs as core
 from batonmq_server.storage.core import schedule
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
+from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic, check
 from batonmq_server.storage.core.outputs import OutputTable, encode_opened, parse_outputs
 from batonmq_server.storage.core.producers import StoreReceipt
-from batonmq_server.storage.core.store import CheckedBatch, LocalTopic, MessageStore, check
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, append, bodies, open_store, stored, sync
 

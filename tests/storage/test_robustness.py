@@ -23,7 +23,7 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._core.records import BatchBuilder, Message, decode_records, encode_record, read_header
 from batonmq.errors import BatonError, DataLoss, QueueNotFound, TopicNotFound
-from batonmq_server.storage.core import store
+from batonmq_server.storage.core import checks
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.query import MessageQueries, TimeWindow
 from batonmq_server.testing.memory_disks import MemoryDisk
@@ -128,7 +128,7 @@ def test_batch_that_passes_the_checks_never_harms_the_store_or_its_readers() -> 
     stored_count = 0
     for _ in range(3_000):
         try:
-            checked = store.check(spoiled(random.choice(batches), random))
+            checked = checks.check(spoiled(random.choice(batches), random))
         except BatonError:
             continue
         if checked.header.topic == TOPIC:

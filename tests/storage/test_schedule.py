@@ -21,6 +21,7 @@ from batonmq._core.records import (
 )
 from batonmq.errors import BadBatch, DataLoss, LimitExceeded, SequenceGap
 from batonmq_server.storage.core import schedule
+from batonmq_server.storage.core.checks import CheckedBatch, check
 from batonmq_server.storage.core.delay_queue import DelayKey
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.schedule import (
@@ -34,7 +35,7 @@ from batonmq_server.storage.core.schedule import (
     encode_withdrawn,
     read_scheduled,
 )
-from batonmq_server.storage.core.store import CheckedBatch, MessageStore, check
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC_ID, TOPICS, batch, bodies, open_store, sync

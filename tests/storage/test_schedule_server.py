@@ -29,8 +29,8 @@ from batonmq.errors import (
     NotWritable,
     WrongBroker,
 )
+from batonmq_server.storage.core.checks import LocalTopic
 from batonmq_server.storage.core.retention import DiskUsage
-from batonmq_server.storage.core.store import LocalTopic
 from batonmq_server.storage.schedule_server import decode_id, encode_id
 from batonmq_server.storage.scheduled_deliverer import UNDELIVERED_MAX
 from batonmq_server.testing.memory_disks import MemoryDisk

@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 
 from batonmq._core.records import read_header
+from batonmq_server.storage.core.checks import check
 from batonmq_server.storage.core.commitlog import PositionRange
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.purge import PurgeOrder, QueueTrim, encode_order
 from batonmq_server.storage.core.schedule import delivery, encode_withdrawn
-from batonmq_server.storage.core.store import check
 from batonmq_server.storage.node import StorageNode, recover_directory
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.storage.segment_examiner import SegmentExaminer

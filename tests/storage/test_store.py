@@ -22,8 +22,10 @@ from batonmq.errors import (
     SequenceGap,
     TopicNotFound,
 )
+from batonmq_server.storage.core.checks import LocalTopic, check
 from batonmq_server.storage.core.producers import StoreReceipt
-from batonmq_server.storage.core.store import SCANNED_MAX, LocalTopic, VisibleRange, check
+from batonmq_server.storage.core.queue_reader import SCANNED_MAX
+from batonmq_server.storage.core.store import VisibleRange
 from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (

@@ -31,8 +31,8 @@ from batonmq.errors import DataLoss, OffsetAheadOfLog
 from batonmq_server.storage.core.commitlog import FILLER
 from batonmq_server.storage.core.producers import BATCHES_KEPT, StoreReceipt
 from batonmq_server.storage.core.query import MessageQueries, TimeWindow
+from batonmq_server.storage.core.queue_reader import ReadSpec
 from batonmq_server.storage.core.retention import Retention, RetentionPolicy
-from batonmq_server.storage.core.store import ReadSpec
 from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.storage.log_cleaner import CleaningBounds, LogCleaner
 from batonmq_server.storage.metrics import StorageMetrics

@@ -18,7 +18,7 @@ from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum, TopicExists, TopicNotFound
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
-from batonmq_server.storage.core.store import LocalTopic
+from batonmq_server.storage.core.checks import LocalTopic
 from batonmq_server.storage.topic_cache import MISSING_MS, TopicCache
 from tests.support.clock import MovableClock
 

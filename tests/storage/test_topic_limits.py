@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import cast
 
+from batonmq_server.storage.core.checks import LocalTopic, check
 from batonmq_server.storage.core.purge import QueueTrim
-from batonmq_server.storage.core.store import LocalTopic, MessageStore, check
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.topic_cache import TopicCache
 from batonmq_server.storage.topic_limits import QueueLimits, TopicLimits
 from batonmq_server.testing.memory_disks import MemoryDisk

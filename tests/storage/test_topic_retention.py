@@ -17,7 +17,7 @@ from batonmq_server.storage.core.files import FileCache
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.purge import PurgeOrder, QueueTrim, decode_order, encode_order
 from batonmq_server.storage.core.query import MessageQueries, TimeWindow
-from batonmq_server.storage.core.store import ReadResult
+from batonmq_server.storage.core.queue_reader import ReadResult
 from batonmq_server.storage.core.topic_retention import KeptAge, KeptBytes
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.testing.memory_disks import MemoryDisk

@@ -19,10 +19,11 @@ from batonmq._core.records import Message, Record, check_batch, decode_records, 
 from batonmq.errors import BadBatch, LimitExceeded
 from batonmq_server.storage.core import transactions
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
+from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic
 from batonmq_server.storage.core.fsck import Fsck
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.schedule import SCHEDULED_BYTES_MAX
-from batonmq_server.storage.core.store import CheckedBatch, LocalTopic, MessageStore
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.core.transactions import (
     FIRST,
     CheckMark,

@@ -17,8 +17,9 @@ from batonmq_server.storage.core.consumequeue import Entries, Int64Array
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.key_digests import BoolArray, Digests, KeyDigester, key_bounds
 from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.core.queue_reader import GAP_BYTES_MAX, verified_header
 from batonmq_server.storage.core.scrub import SegmentPart
-from batonmq_server.storage.core.store import GAP_BYTES_MAX, MessageStore, verified_header
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.core.tag_filter import batch_starts
 
 CHUNK_BYTES = 1024 * 1024

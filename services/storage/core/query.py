@@ -25,8 +25,9 @@ from batonmq_server.storage.core.compaction_order import is_relocated, written_u
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, Int64Array
 from batonmq_server.storage.core.keyindex import KeyHits
 from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.core.queue_reader import verified
 from batonmq_server.storage.core.scan import HEAD_BYTES_MAX
-from batonmq_server.storage.core.store import MessageStore, verified
+from batonmq_server.storage.core.store import MessageStore
 
 CANDIDATES_MAX = 2_000
 """Maximum number of messages that one search by key reads; some may only have the same hash."""

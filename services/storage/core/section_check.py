@@ -19,7 +19,8 @@ from batonmq_server.storage.core.compacted import CompactedPart, Section
 from batonmq_server.storage.core.compaction_order import SectionRows
 from batonmq_server.storage.core.consumequeue import topic_of
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.core.store import MessageStore, verified_header
+from batonmq_server.storage.core.queue_reader import verified_header
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.core.tag_filter import batch_starts
 
 

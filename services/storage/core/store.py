@@ -8,47 +8,16 @@ wakes readers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-
-from batonmq._columns.batch_columns import check_batch, key_hashes, tag_hashes
-from batonmq._core.names import check_topic
-from batonmq._core.outputs import OutputSource
-from batonmq._core.records import (
-    BODY_FROM,
-    Header,
-    check_body,
-    check_stamp,
-    read_header,
-    stamped_head,
-)
-from batonmq._core.subscription import SqlFilter
-from batonmq.errors import (
-    BadBatch,
-    BatonError,
-    DataLoss,
-    DataLossDetail,
-    DiskFull,
-    NotLeader,
-    NotReadable,
-    NotWritable,
-    OffsetAheadOfLog,
-    OffsetOutOfRange,
-    OffsetOutOfRangeDetail,
-    Overloaded,
-    QueueNotFound,
-)
+from batonmq._columns.batch_columns import key_hashes, tag_hashes
+from batonmq._core.records import BODY_FROM, Header, stamped_head
+from batonmq.errors import BatonError, DataLoss, DataLossDetail, DiskFull, NotLeader, Overloaded
+from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic, check_queue, check_takes
 from batonmq_server.storage.core.commitlog import CommitLog, PositionRange, StampedBatch
-from batonmq_server.storage.core.compacted import (
-    CompactedPart,
-    CompactedQueues,
-    PendingOrder,
-    Section,
-    section_of,
-)
+from batonmq_server.storage.core.compacted import CompactedQueues, PendingOrder, section_of
 from batonmq_server.storage.core.compaction_order import (
     ORDERS,
     CompactionOrder,
@@ -57,110 +26,17 @@ from batonmq_server.storage.core.compaction_order import (
     written_unix_ms,
 )
 from batonmq_server.storage.core.compaction_order import decode_order as decode_compaction
-from batonmq_server.storage.core.compaction_policy import CompactionPolicy
-from batonmq_server.storage.core.consumequeue import (
-    ConsumeQueue,
-    Entries,
-    Int64Array,
-    folder_of,
-    topic_of,
-)
+from batonmq_server.storage.core.consumequeue import ConsumeQueue, folder_of, topic_of
 from batonmq_server.storage.core.files import FileCache
 from batonmq_server.storage.core.floors import QueueFloor
-from batonmq_server.storage.core.key_digests import check_keyed
 from batonmq_server.storage.core.keyindex import KeyIndex
 from batonmq_server.storage.core.outputs import OutputBatch, OutputTable, parse_outputs
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
-from batonmq_server.storage.core.property_filter import find_passing
 from batonmq_server.storage.core.purge import ORDER_QUEUES, PurgeOrder, QueueTrim, decode_order
+from batonmq_server.storage.core.queue_reader import QueueReader, ReadResult, ReadSpec
 from batonmq_server.storage.core.schedule import Schedule
-from batonmq_server.storage.core.tag_filter import HashFilter, batch_starts, select
 from batonmq_server.storage.core.transactions import Transactions
-
-SCANNED_MAX = 16_384
-"""Maximum number of entries that one read scans, unless the caller asks for more messages."""
-GAP_BYTES_MAX = 64 * 1024
-"""Two batches with at most this many bytes of other queues between them are read with one read."""
-READ_BYTES_MAX = 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class LocalTopic:
-    """The queues of a topic on this broker.
-
-    Attributes:
-        queue_count: Number of queues on this broker; 0 if there are none.
-        write_queue_count: Queues with an id below this accept messages; None means all.
-        readable: Whether consumers may read the topic.
-        writable: Whether producers may write to the topic.
-        retention_ms: Retention time of its messages; 0 for that of the broker.
-        retention_bytes: Maximum bytes of a queue; 0 for unlimited.
-        compaction: How its queues are compacted; None if they are not.
-    """
-
-    topic_id: int
-    queue_count: int
-    write_queue_count: int | None = None
-    readable: bool = True
-    writable: bool = True
-    retention_ms: int = 0
-    retention_bytes: int = 0
-    compaction: CompactionPolicy | None = None
-
-    def takes(self, queue_id: int) -> bool:
-        """Return whether the queue accepts messages."""
-        count = self.queue_count if self.write_queue_count is None else self.write_queue_count
-        return self.writable and queue_id < count
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedBatch:
-    """A batch that has passed all checks that need no state of the store.
-
-    Attributes:
-        outputs: Its output columns; None if its messages are not outputs.
-    """
-
-    header: Header
-    batch: bytes
-    outputs: OutputBatch | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadSpec:
-    """What to read from a queue.
-
-    Attributes:
-        offset: First offset to read.
-        bytes_max: Approximate maximum of bytes; the first batch always fits.
-        messages_max: Maximum number of messages that pass the filter.
-    """
-
-    offset: int
-    bytes_max: int
-    messages_max: int
-    filter: HashFilter | SqlFilter
-
-
-@dataclass(frozen=True, slots=True)
-class ReadResult:
-    """The result of a read.
-
-    Attributes:
-        batches: Stored batches with at least one message to deliver.
-        next_offset: Offset after the last scanned one.
-        message_count: Messages in [offset, next_offset) that pass the filter.
-        filtered_count: Messages in [offset, next_offset) that do not pass it.
-        lost_count: Messages in [offset, next_offset) that retention has removed.
-        kept: Messages that pass, as indexes from the first one not lost; None if all pass.
-    """
-
-    batches: list[bytes]
-    next_offset: int
-    message_count: int
-    filtered_count: int
-    lost_count: int = 0
-    kept: Int64Array | None = field(default=None, compare=False)
+from batonmq_server.storage.core.write_run import AdmittedBatch, WriteRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,70 +45,6 @@ class VisibleRange:
 
     first_offset: int
     next_offset: int
-
-
-def check(batch: bytes, owner: int = 0) -> CheckedBatch:
-    """Check a batch that a producer has sent.
-
-    Args:
-        owner: Owner of the batch, see `owner_of`. What the batch itself says is ignored.
-
-    Raises:
-        BadBatch, BadChecksum, LimitExceeded, InvalidName: the batch is rejected.
-    """
-    header = check_batch(batch, stamped=False)
-    if header.owner != owner:
-        header = replace(header, owner=owner)
-    check_topic(header.topic)
-    outputs = parse_outputs(batch, header) if header.output_head_bytes else None
-    if header.producer_id < 0 or (outputs is not None and header.producer_id):
-        least = "be 0 in a batch of outputs" if outputs is not None else "not be negative"
-        raise BadBatch(
-            f"producer_id must {least}, got {header.producer_id}", facts={"field": "producer_id"}
-        )
-    return CheckedBatch(header, batch, outputs)
-
-
-def check_no_outputs(checked: CheckedBatch) -> CheckedBatch:
-    """Return the batch if its messages are not outputs.
-
-    Raises:
-        BadBatch: They are, and only `append` stores these.
-    """
-    if checked.outputs is not None:
-        raise BadBatch(
-            "outputs can't be scheduled, nor be part of a transaction", facts={"field": "outputs"}
-        )
-    return checked
-
-
-def check_queue(topic: str, queues: LocalTopic, queue_id: int) -> QueueKey:
-    """Return the key of a queue.
-
-    Raises:
-        QueueNotFound: the topic has no such queue on this broker.
-    """
-    if queue_id >= queues.queue_count:
-        raise QueueNotFound(
-            f"topic {topic} has {queues.queue_count} queues on this broker; there is no "
-            f"queue {queue_id}",
-            facts={"topic": topic, "queue_id": queue_id, "queue_count": queues.queue_count},
-        )
-    return queues.topic_id, queue_id
-
-
-def check_readable(topic: str, queues: LocalTopic) -> None:
-    """Check that consumers may read a topic.
-
-    Raises:
-        NotReadable: the topic is write-only.
-    """
-    if not queues.readable:
-        raise NotReadable(
-            f"topic {topic} is write-only: its messages can't be read",
-            retry_after_ms=2_000,
-            facts={"topic": topic},
-        )
 
 
 def check_covered(
@@ -256,24 +68,6 @@ def check_covered(
     if not store.covers(key, offset):
         raise NotLeader(
             f"this follower has not got the compaction of offset {offset} yet", retry_after_ms=100
-        )
-
-
-def check_takes(checked: CheckedBatch, queues: LocalTopic) -> None:
-    """Check that the queue of a batch accepts its messages.
-
-    Raises:
-        NotWritable: it accepts no messages.
-        BadBatch: the topic is compacted, and a message has no ordering key.
-    """
-    header = checked.header
-    if queues.compaction is not None:
-        check_keyed(header.topic, checked.batch, header)
-    if not queues.takes(header.queue_id):
-        which = f"queue {header.queue_id} of " if queues.writable else ""
-        raise NotWritable(
-            f"{which}topic {header.topic} accepts no messages",
-            facts={"topic": header.topic, "queue_id": header.queue_id},
         )
 
 
@@ -302,6 +96,7 @@ class MessageStore:
         self.outputs = OutputTable()
         self.purge_orders: list[PurgeOrder] = []
         self.compacted = CompactedQueues(log)
+        self._reader = QueueReader(log, self.compacted)
         self.dropped: Mapping[QueueKey, int] = {}
         self._unneeded_paths: list[str] = []
         self.cache = cache
@@ -344,7 +139,7 @@ class MessageStore:
         """
         self.store_unix_ms = max(self.store_unix_ms, now_unix_ms)
         outcomes: dict[int, StoreReceipt | BatonError] = {}
-        run = _WriteRun()
+        run = WriteRun()
         for index, checked in enumerate(batches):
             header, topic = checked.header, topics[checked.header.topic]
             try:
@@ -353,7 +148,7 @@ class MessageStore:
                 key = check_queue(header.topic, topic, header.queue_id)
                 if run.affects(checked, key):
                     outcomes |= self._write(run)
-                    run = _WriteRun()
+                    run = WriteRun()
                 if checked.outputs is None:
                     receipt = self.producers.check(header, key)
                 else:
@@ -372,36 +167,8 @@ class MessageStore:
         return [outcomes[index] for index in range(len(batches))]
 
     def read(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
-        """Read messages from `spec.offset` on; None if there is no message yet.
-
-        Raises:
-            OffsetAheadOfLog: the offset is beyond the end of the queue.
-            OffsetOutOfRange: the offset is before the first offset of the queue.
-            DataLoss: a stored batch is damaged.
-        """
-        queue = self._queues.get(key)
-        part = self.compacted.get(key)
-        if part is not None and (section := part.find(spec.offset)) is not None:
-            return self._read_section(key, part, section, spec)
-        _check_offset(queue, spec.offset)
-        if queue is None or spec.offset >= queue.visible_offset:
-            return None
-        scanned_max = spec.messages_max
-        if isinstance(spec.filter, SqlFilter) or not spec.filter.keeps_all:
-            scanned_max = max(SCANNED_MAX, scanned_max)
-        entries = queue.read(spec.offset, min(queue.visible_offset, spec.offset + scanned_max))
-        if isinstance(spec.filter, SqlFilter):
-            return self._find(key, entries, spec, spec.filter)
-        selection = select(
-            entries, spec.filter, bytes_max=spec.bytes_max, messages_max=spec.messages_max
-        )
-        return ReadResult(
-            list(self._read_batches(key, selection.positions, selection.sizes)),
-            spec.offset + selection.scanned_count,
-            selection.kept_count,
-            selection.scanned_count - selection.kept_count,
-            kept=selection.kept,
-        )
+        """See `QueueReader.read`."""
+        return self._reader.read(key, self._queues.get(key), spec)
 
     def pull(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
         """As `read`, but messages that retention has removed count as scanned and as lost.
@@ -650,7 +417,7 @@ class MessageStore:
         queue = self._queues.get(key)
         return queue.next_offset if queue else 0
 
-    def _write(self, run: _WriteRun) -> dict[int, StoreReceipt | BatonError]:
+    def _write(self, run: WriteRun) -> dict[int, StoreReceipt | BatonError]:
         """Write a run of batches, then index them; return the outcomes by index."""
         admitted = run.admitted
         if not admitted:
@@ -675,7 +442,7 @@ class MessageStore:
             outcomes[one.index] = receipt
         return outcomes
 
-    def _stamped(self, one: _Admitted, position: int) -> StampedBatch:
+    def _stamped(self, one: AdmittedBatch, position: int) -> StampedBatch:
         batch = one.checked.batch
         head = stamped_head(
             batch,
@@ -766,158 +533,6 @@ class MessageStore:
             queue.skip_to(offset)
             self._unseen.append((position, key, offset))
 
-    def _read_section(
-        self, key: QueueKey, part: CompactedPart, section: Section, spec: ReadSpec
-    ) -> ReadResult:
-        """Read from a section of the compacted part; empty ones are passed over."""
-        offset = spec.offset
-        while True:
-            rows = self.compacted.rows(section)
-            begin = int(np.searchsorted(rows.offsets, offset))
-            if begin < len(rows):
-                break
-            offset = section.next_offset
-            if (following := part.find(offset)) is None:
-                return ReadResult([], offset, 0, 0, kept=np.empty(0, np.int64))
-            section = following
-        end = begin + min(len(rows) - begin, max(SCANNED_MAX, spec.messages_max))
-        offsets = rows.offsets[begin:end]
-        entries = Entries(rows.positions[begin:end], rows.sizes[begin:end], rows.tags[begin:end])
-        stop = section.next_offset if end == len(rows) else int(rows.offsets[end])
-        if isinstance(spec.filter, SqlFilter):
-            return self._find_in_rows(key, offsets, entries, stop, spec, spec.filter)
-        selection = select(
-            entries, spec.filter, bytes_max=spec.bytes_max, messages_max=spec.messages_max
-        )
-        self.compacted.check_positions(selection.positions)
-        scanned = selection.scanned_count
-        kept = np.arange(scanned) if selection.kept is None else selection.kept
-        return ReadResult(
-            list(self._read_batches(key, selection.positions, selection.sizes)),
-            stop if scanned == len(offsets) else int(offsets[scanned]),
-            selection.kept_count,
-            scanned - selection.kept_count,
-            kept=offsets[kept] - spec.offset,
-        )
-
-    def _find_in_rows(
-        self,
-        key: QueueKey,
-        offsets: Int64Array,
-        entries: Entries,
-        stop: int,
-        spec: ReadSpec,
-        condition: SqlFilter,
-    ) -> ReadResult:
-        """As `_find`, for messages of which the offsets are not consecutive."""
-        starts = batch_starts(entries.positions)
-        places = entries.positions[starts].tolist(), entries.sizes[starts].tolist()
-        self.compacted.check_positions(places[0])
-        ends = offsets[np.append(starts[1:], len(offsets)) - 1] + 1 - spec.offset
-        matches = find_passing(
-            zip(ends.tolist(), self._read_batches(key, *places), strict=True),
-            spec.offset,
-            condition,
-            bytes_max=spec.bytes_max,
-            messages_max=spec.messages_max,
-        )
-        scanned = int(np.searchsorted(offsets, spec.offset + matches.scanned_count))
-        return ReadResult(
-            matches.batches,
-            stop if scanned == len(offsets) else int(offsets[scanned]),
-            matches.kept_count,
-            scanned - matches.kept_count,
-            kept=np.array(matches.kept, np.int64),
-        )
-
-    def _find(
-        self, key: QueueKey, entries: Entries, spec: ReadSpec, condition: SqlFilter
-    ) -> ReadResult:
-        """As `read`, with a condition on properties: batches must be read to test it."""
-        starts = batch_starts(entries.positions)
-        places = entries.positions[starts].tolist(), entries.sizes[starts].tolist()
-        matches = find_passing(
-            zip(
-                [*starts[1:].tolist(), len(entries)], self._read_batches(key, *places), strict=True
-            ),
-            spec.offset,
-            condition,
-            bytes_max=spec.bytes_max,
-            messages_max=spec.messages_max,
-        )
-        return ReadResult(
-            matches.batches,
-            spec.offset + matches.scanned_count,
-            matches.kept_count,
-            matches.scanned_count - matches.kept_count,
-            kept=np.array(matches.kept, np.int64),
-        )
-
-    def _read_batches(
-        self, key: QueueKey, positions: Sequence[int], sizes: Sequence[int]
-    ) -> Iterator[bytes]:
-        """Read the batches of a queue at ascending positions, with few reads."""
-        begin = 0
-        while begin < len(positions):
-            first = positions[begin]
-            limit = min(self.log.segment_end(first), first + READ_BYTES_MAX)
-            last, end = begin + 1, first + sizes[begin]
-            while (
-                last < len(positions)
-                and positions[last] - end <= GAP_BYTES_MAX
-                and positions[last] + sizes[last] <= limit
-            ):
-                end = positions[last] + sizes[last]
-                last += 1
-            chunk = self.log.read(first, end - first)
-            for index in range(begin, last):
-                at = positions[index] - first
-                batch = chunk[at : at + sizes[index]]
-                yield verified(batch, positions[index], key)
-            begin = last
-
-
-def _check_offset(queue: ConsumeQueue | None, offset: int) -> None:
-    first_offset, next_offset = (queue.first_offset, queue.next_offset) if queue else (0, 0)
-    if offset > next_offset:
-        raise OffsetAheadOfLog(
-            f"offset {offset} is beyond the end of the queue, {next_offset}",
-            facts={"offset": offset, "next_offset": next_offset},
-        )
-    if offset < first_offset:
-        raise OffsetOutOfRange(
-            f"offset {offset} is no longer kept; the queue has [{first_offset}, {next_offset})",
-            facts={"next_offset": next_offset},
-            detail=OffsetOutOfRangeDetail(offset=offset, first_offset=first_offset),
-        )
-
-
-def verified(batch: bytes, position: int, key: QueueKey) -> bytes:
-    """Return `batch` if it is the undamaged batch at `position` of the queue `key`.
-
-    Raises:
-        DataLoss: it is not.
-    """
-    verified_header(batch, position, key)
-    return batch
-
-
-def verified_header(batch: bytes, position: int, key: QueueKey) -> Header:
-    """Return the header of `batch`; see `verified`."""
-    try:
-        header = read_header(batch)
-        if (header.position, header.length) != (position, len(batch)):
-            raise BadBatch("its header has another position or length")
-        if (header.topic_id, header.queue_id) != key:
-            raise BadBatch("its header has another queue")
-        check_stamp(batch)
-        check_body(batch)
-    except BatonError as error:
-        raise DataLoss(
-            f"the batch at {position} is damaged: {error}", detail=DataLossDetail(position=position)
-        ) from error
-    return header
-
 
 class _Taken(NamedTuple):
     """A batch of the log; its outputs if they were parsed already."""
@@ -925,44 +540,3 @@ class _Taken(NamedTuple):
     header: Header
     batch: bytes | memoryview
     outputs: OutputBatch | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Admitted:
-    index: int
-    checked: CheckedBatch
-    key: QueueKey
-    first_offset: int
-
-
-class _WriteRun:
-    """Batches that are written together: the check of none depends on another one of them."""
-
-    def __init__(self) -> None:
-        self.admitted: list[_Admitted] = []
-        self._next_offsets: dict[QueueKey, int] = {}
-        self._writers: set[tuple[int, QueueKey]] = set()
-        self._epochs: dict[int, int] = {}
-        self._sources: dict[OutputSource, list[OutputBatch]] = {}
-
-    def affects(self, checked: CheckedBatch, key: QueueKey) -> bool:
-        """Return whether the check of this batch depends on a batch of the run."""
-        header, outputs = checked.header, checked.outputs
-        if outputs is not None:
-            others = self._sources.get(outputs.head.source, ())
-            return any(one.head != outputs.head or one.overlaps(outputs) for one in others)
-        return (header.producer_id, key) in self._writers or (
-            self._epochs.get(header.producer_id, header.producer_epoch) != header.producer_epoch
-        )
-
-    def add(self, index: int, checked: CheckedBatch, key: QueueKey, next_offset: int) -> None:
-        """Add a batch; `next_offset` is the next offset of its queue before the run."""
-        header = checked.header
-        first_offset = self._next_offsets.get(key, next_offset)
-        self._next_offsets[key] = first_offset + header.count
-        if (outputs := checked.outputs) is not None:
-            self._sources.setdefault(outputs.head.source, []).append(outputs)
-        if header.producer_id > 0:
-            self._writers.add((header.producer_id, key))
-            self._epochs[header.producer_id] = header.producer_epoch
-        self.admitted.append(_Admitted(index, checked, key, first_offset))
