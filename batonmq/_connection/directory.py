@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
@@ -130,6 +131,7 @@ class Directory:
         self._random = random
         self._current_address = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._storage_stubs: dict[str, storage_grpc.StorageServiceAsyncStub] = {}
         self._nodes: list[pb.Node] = []
         self._refreshed_s, self._outdated = 0.0, True
         self._throttled_s = 0.0
@@ -141,6 +143,7 @@ class Directory:
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
+        self._storage_stubs.clear()
 
     @property
     def nameserver_address(self) -> str:
@@ -182,8 +185,7 @@ class Directory:
         Raises:
             Unreachable: The broker is not registered, or no nameserver responds.
         """
-        address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
-        return storage_grpc.StorageServiceStub(self._channel(address))
+        return self.storage_at(await self._address(pb.SERVICE_KIND_STORAGE, broker))
 
     async def connected_storage(
         self, broker: str, timeout_s: float
@@ -197,18 +199,17 @@ class Directory:
         address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
         channel = self._channel(address)
         state = channel.get_state(try_to_connect=True)
-        try:
-            async with asyncio.timeout(timeout_s):
-                while state in _CONNECTING:
-                    await channel.wait_for_state_change(state)
-                    state = channel.get_state(try_to_connect=True)
-        except TimeoutError:
-            pass
+        if state is not grpc.ChannelConnectivity.READY:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while state in _CONNECTING:
+                        await channel.wait_for_state_change(state)
+                        state = channel.get_state(try_to_connect=True)
         if state is not grpc.ChannelConnectivity.READY:
             raise Unreachable(
                 f"can't connect to storage node {broker} at {address}", facts={"service": "storage"}
             )
-        return storage_grpc.StorageServiceStub(channel)
+        return self.storage_at(address)
 
     async def reader(self, broker: str, node_id: str) -> storage_grpc.StorageServiceAsyncStub:
         """Return a stub for pulls from a node of `broker`; for the leader if the node is unknown.
@@ -229,8 +230,12 @@ class Directory:
         return await self._address(pb.SERVICE_KIND_STORAGE, broker)
 
     def storage_at(self, address: str) -> storage_grpc.StorageServiceAsyncStub:
-        """Return a stub for the storage node at an address."""
-        return storage_grpc.StorageServiceStub(self._channel(address))
+        """Return a stub for the storage node at an address: always the same one."""
+        stub = self._storage_stubs.get(address)
+        if stub is None:
+            stub = storage_grpc.StorageServiceStub(self._channel(address))
+            self._storage_stubs[address] = stub
+        return stub
 
     def next_reader(self, broker: str, node_id: str) -> str:
         """Return the node to use after `node_id` failed: each node in turn, then the leader."""
