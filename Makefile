@@ -49,7 +49,7 @@ UNUSED := pandas python-dateutil pytz tzdata six
 LOCK_IMAGE = $(LOCK) --constraint requirements.lock
 
 lock: $(SETUP)  ## lock the newest allowed versions in requirements.lock and deploy/images
-	$(LOCK) --extra prometheus --extra redis --extra sql --extra backup --extra local --group dev $(PROJECTS) -o requirements.lock
+	$(LOCK) --extra prometheus --extra redis --extra sql --extra avro --extra pydantic --extra backup --extra local --group dev $(PROJECTS) -o requirements.lock
 	$(LOCK_IMAGE) --extra local --group build $(foreach name,$(UNUSED),--no-emit-package $(name)) \
 	  pyproject.toml services/pyproject.toml -o local.lock
 	$(LOCK_IMAGE) services/pyproject.toml -o deploy/images/services.lock

@@ -9,9 +9,9 @@ async with Consumer("127.0.0.1:9876", "billing", {"orders": "paid"}) as consumer
     async for message in consumer:
         ...
 
-Public are the names in `__all__` of this package, of `batonmq.admin` and of `batonmq.idempotence`,
-the error classes in `batonmq.errors`, and the program `baton` (`python -m batonmq`). Everything
-else may change in any release.
+Public are the names in `__all__` of this package, of `batonmq.admin`, `batonmq.idempotence` and
+`batonmq.schemas`, the error classes in `batonmq.errors`, and the program `baton` (`python -m
+batonmq`). Everything else may change in any release.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from batonmq._connection.security import Security
     from batonmq._consumer.consumer import Consumer
     from batonmq._consumer.consumer_settings import ConsumerSettings
-    from batonmq._consumer.handler_results import MessageFailed, RetryLater, Suspend
+    from batonmq._consumer.handler_results import BadBody, MessageFailed, RetryLater, Suspend
     from batonmq._consumer.membership import SubscriptionVerdict
     from batonmq._consumer.message import ReceivedMessage
     from batonmq._consumer.message_batch import MessageBatch
@@ -66,6 +66,7 @@ __all__ = [
     "Admin",
     "ArrowColumn",
     "AtTime",
+    "BadBody",
     "BatonError",
     "BlockingConsumer",
     "BlockingProducer",
@@ -116,6 +117,7 @@ _HOMES = {
     "Admin": "batonmq.admin.admin",
     "ArrowColumn": "batonmq._producer.message_columns",
     "AtTime": "batonmq._consumer.puller",
+    "BadBody": "batonmq._consumer.handler_results",
     "BatonError": "batonmq.errors",
     "BlockingConsumer": "batonmq._blocking",
     "BlockingProducer": "batonmq._blocking",

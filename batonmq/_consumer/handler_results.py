@@ -61,6 +61,15 @@ class MessageFailed(Exception):
     """A message failed as often as `retries_max` allows, and `exhausted` is `stop`."""
 
 
+class BadBody(Exception):
+    """The body of a message is not what its handler expects, and no retry can change that.
+
+    Raised by a handler of one message, it has no retries: the message becomes a dead letter at
+    once, or what else `exhausted` says. Raised by a handler of a batch it is an error like any
+    other, because it does not say which message it means.
+    """
+
+
 def failure_of(result: object) -> HandlingFailure | None:
     """Return the failure that a result means; any value but the two above is a success: None."""
     match result:
@@ -69,6 +78,12 @@ def failure_of(result: object) -> HandlingFailure | None:
         case Suspend(delay_ms=delay_ms):
             return HandlingFailure("asked", "suspended", delay_ms)
     return None
+
+
+def failure_by(error: BaseException, message_count: int) -> HandlingFailure:
+    """Return the failure of each of the messages with which a handler has raised."""
+    final = message_count == 1 and isinstance(error, BadBody)
+    return HandlingFailure("failed", f"{type(error).__name__}: {error}", final=final)
 
 
 def reply_of(result: object) -> Reply | None:

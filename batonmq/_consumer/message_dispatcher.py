@@ -24,7 +24,7 @@ from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.consumer_settings import retry_policy
 from batonmq._consumer.handler_adapters import HandlerAdapter, SingleMessageAdapter
 from batonmq._consumer.handler_deadlines import HandlerCall, HandlerDeadlines
-from batonmq._consumer.handler_results import MessageFailed
+from batonmq._consumer.handler_results import MessageFailed, failure_by
 from batonmq._consumer.handler_runs import HandlerRuns, RunPace, StartedCall
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_batch import MessageBatch
@@ -283,7 +283,7 @@ class MessageDispatcher:
         """
         if not queue.counts(message):
             return False
-        decision = self._policy.decide(message.attempts, failure.delay_ms)
+        decision = self._policy.decide(message.attempts, failure.delay_ms, final=failure.final)
         if isinstance(decision, RetryInPlace):
             self._count_failed(message, dead=False)
             now_ms = self._session.clock.monotonic_ms()
@@ -390,9 +390,7 @@ class MessageDispatcher:
                     first.attempts,
                     len(messages),
                 )
-                return [HandlingFailure("failed", f"{type(error).__name__}: {error}")] * len(
-                    messages
-                )
+                return [failure_by(error, len(messages))] * len(messages)
         finally:
             for one in extended:
                 one.extender = None

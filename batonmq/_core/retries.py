@@ -42,12 +42,14 @@ class HandlingFailure:
         error: Message of the error, or the reason that the handler gave.
         delay_ms: Delay that the handler asked for; None leaves the delay to the policy.
         refused: Reason of the error, if storage refuses the outputs of the message; else empty.
+        final: No retry can help: what follows is what follows the last retry.
     """
 
     reason: Reason
     error: str = ""
     delay_ms: int | None = None
     refused: str = ""
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +102,14 @@ class RetryPolicy:
     first_ms: int
     delay_ms_max: int
 
-    def decide(self, attempts: int, delay_ms: int | None) -> FailureAction:
+    def decide(self, attempts: int, delay_ms: int | None, *, final: bool = False) -> FailureAction:
         """Return what to do after attempt number `attempts` has failed.
 
         Args:
             delay_ms: Delay that the handler asked for, if any.
+            final: Whether no retry can help, however many are left.
         """
-        if self.retries_max is not None and attempts > self.retries_max:
+        if final or (self.retries_max is not None and attempts > self.retries_max):
             match self.exhausted:
                 case "dead_letter":
                     return SendToDeadLetters()

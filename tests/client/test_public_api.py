@@ -27,11 +27,19 @@ import batonmq
 import batonmq.admin
 import batonmq.errors
 import batonmq.idempotence
+import batonmq.schemas
 
-PACKAGES = [batonmq, batonmq.admin, batonmq.idempotence]
-PUBLIC_MODULES = {"batonmq.admin", "batonmq.cli", "batonmq.errors", "batonmq.idempotence"}
+PACKAGES = [batonmq, batonmq.admin, batonmq.idempotence, batonmq.schemas]
+PUBLIC_MODULES = {
+    "batonmq.admin",
+    "batonmq.cli",
+    "batonmq.errors",
+    "batonmq.idempotence",
+    "batonmq.schemas",
+}
 API_PAGES = Path(__file__).parents[2] / "docs" / "reference" / "api"
 NOT_FOR_CLIENTS = (
+    "fastavro",
     "google_crc32c",
     "grpc_health",
     "grpc_reflection",
@@ -93,13 +101,13 @@ class Hider:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Hider())
 import batonmq
-for package in ("batonmq", "batonmq.admin", "batonmq.idempotence"):
+for package in ("batonmq", "batonmq.admin", "batonmq.idempotence", "batonmq.schemas"):
     module = importlib.import_module(package)
     for name in module.__all__:
         try:
             getattr(module, name)
         except ImportError as error:
-            assert package == "batonmq.idempotence", error
+            assert package in ("batonmq.idempotence", "batonmq.schemas"), error
 for found in pkgutil.walk_packages(batonmq.__path__, "batonmq."):
     parts = found.name.split(".")
     if parts[-1] != "__main__" and not found.name.startswith(tuple(sys.argv[2].split())):
@@ -296,9 +304,9 @@ def test_unknown_name_is_an_attribute_error(module: ModuleType) -> None:
 
 
 def test_client_works_without_packages_of_services_and_of_extras() -> None:
-    """The extras of `batonmq.idempotence` may be missing."""
+    """The extras of `batonmq.idempotence` and `batonmq.schemas` may be missing."""
     program = [sys.executable, "-c", IMPORT_ALL, " ".join(NOT_FOR_CLIENTS)]
-    left_out = (*FOR_SERVICES, "batonmq.cli", "batonmq.idempotence.")
+    left_out = (*FOR_SERVICES, "batonmq.cli", "batonmq.idempotence.", "batonmq.schemas.")
     done = subprocess.run(
         [*program, " ".join(left_out)], capture_output=True, text=True, check=False
     )

@@ -23,6 +23,7 @@ from batonmq._core.retries import (
     RetryInPlace,
     SendBack,
     SendToDeadLetters,
+    SkipMessage,
     StopConsumer,
     origin_of,
     properties_of,
@@ -48,6 +49,16 @@ def test_retry_delays_are_those_of_rocketmq() -> None:
 def test_seventeenth_failure_is_the_last_by_default() -> None:
     made = [decide(attempts) for attempts in range(1, RETRIES_MAX + 2)]
     assert made == [*map(SendBack, RETRY_DELAYS_MS), SendToDeadLetters()]
+
+
+@pytest.mark.parametrize(
+    ("exhausted", "expected"),
+    [("dead_letter", SendToDeadLetters()), ("skip", SkipMessage()), ("stop", StopConsumer())],
+)
+@pytest.mark.parametrize("order", ["none", "queue", "key"])
+def test_final_failure_has_no_retry(order: str, exhausted: str, expected: FailureAction) -> None:
+    settings: Any = {"order": order, "exhausted": exhausted, "retries_max": 5}
+    assert retry_policy(ConsumerSettings(**settings)).decide(1, 5, final=True) == expected
 
 
 @pytest.mark.parametrize(
