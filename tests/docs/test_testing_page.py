@@ -49,7 +49,7 @@ async def summary(folder: Path, blocks: Sequence[str]) -> tuple[str, str]:
 
 async def test_tests_of_the_page_pass(tmp_path: Path) -> None:
     last_line, output = await summary(tmp_path, BLOCKS)
-    assert last_line == "6 passed", output
+    assert last_line == "7 passed", output
 
 
 async def test_tests_of_the_page_fail_with_negated_claims(tmp_path: Path) -> None:
@@ -59,5 +59,5 @@ async def test_tests_of_the_page_fail_with_negated_claims(tmp_path: Path) -> Non
         assert "assert" in before.splitlines()[-1]
         negated.append(f"{before}{last.replace('==', '!=')}{after}")
     last_line, output = await summary(tmp_path, negated)
-    assert last_line == "6 failed", output
-    assert output.count("AssertionError") >= 6
+    assert last_line == "7 failed", output
+    assert output.count("AssertionError") >= 7
