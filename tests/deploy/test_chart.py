@@ -9,6 +9,8 @@ k8s` does so for every case, this file for a few.
 from __future__ import annotations
 
 import copy
+import shutil
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -224,8 +226,8 @@ def test_missing_helm_is_named_and_is_a_failure_where_it_is_required(
 ) -> None:
     monkeypatch.setattr(check, "find_helm", lambda: None)
     monkeypatch.setattr(check, "check_kustomizations", lambda checker: [])
-    monkeypatch.setattr(check.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(check.sys, "argv", ["check", *(["--required"] if required else [])])
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(sys, "argv", ["check", *(["--required"] if required else [])])
     assert check.main() == int(required)
     assert "SKIPPED what needs helm, which was not found: make helm" in capsys.readouterr().err
 
