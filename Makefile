@@ -7,7 +7,7 @@ VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(CURDIR)/build/etcd:$(CURDIR)/build/helm:$(PATH)
 # Tests start hundreds of processes, which must not all compile the bytecode again.
 unexport PYTHONDONTWRITEBYTECODE
-PROTOS := $(shell find protos/baton protos/apache -name '*.proto')
+PROTOS := $(shell find protos/baton protos/apache protos/keda -name '*.proto')
 ETCD_PROTOS := $(shell find protos/batonmq_server -name '*.proto')
 SETUP := $(VENV)/.installed
 # What the demo and a local cluster need; all of it is part of the whole set-up.
