@@ -4,10 +4,10 @@ SHELL := bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 VENV := .venv
-export PATH := $(CURDIR)/$(VENV)/bin:$(CURDIR)/build/etcd:$(PATH)
+export PATH := $(CURDIR)/$(VENV)/bin:$(CURDIR)/build/etcd:$(CURDIR)/build/helm:$(PATH)
 # Tests start hundreds of processes, which must not all compile the bytecode again.
 unexport PYTHONDONTWRITEBYTECODE
-PROTOS := $(shell find protos/baton protos/apache -name '*.proto')
+PROTOS := $(shell find protos/baton protos/apache protos/keda -name '*.proto')
 ETCD_PROTOS := $(shell find protos/batonmq_server -name '*.proto')
 SETUP := $(VENV)/.installed
 # What the demo and a local cluster need; all of it is part of the whole set-up.
@@ -16,7 +16,7 @@ MAIN ?= main
 
 .NOTPARALLEL:
 .PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults fuzz clients check bench bench-quick bench-peers demo examples docs up clean \
-  etcd observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
+  etcd helm observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -164,6 +164,15 @@ etcd:           ## a newer etcd than the package index has, built with Go; the o
 	cd tools/etcd && CGO_ENABLED=0 go build -trimpath -o ../../build/etcd/etcd go.etcd.io/etcd/server/v3
 	build/etcd/etcd --version
 
+# As its releases are built: without these flags it takes a cluster for Kubernetes 1.20.
+HELM := helm.sh/helm/v3
+HELM_FLAGS = -s -w -X $(HELM)/internal/version.version=$$(go list -f '{{.Version}}' -m $(HELM)) \
+  $(foreach package,chartutil lint/rules,-X $(HELM)/pkg/$(package).k8sVersionMajor=1 -X $(HELM)/pkg/$(package).k8sVersionMinor=37)
+helm:           ## the program of Helm, built with Go, for `make k8s` and the tests of the chart
+	mkdir -p build/helm
+	cd tools/helm && CGO_ENABLED=0 go build -trimpath -ldflags "$(HELM_FLAGS)" -o ../../build/helm/helm $(HELM)/cmd/helm
+	build/helm/helm version --short
+
 observe: $(SETUP) ## check rules with promtool, and every dashboard query with a Prometheus, if they are installed
 	cd deploy/prometheus && if command -v promtool >/dev/null; \
 	then promtool check config prometheus.yml && promtool test rules alerts_test.yaml; \
@@ -180,7 +189,8 @@ wheels: $(SETUP) ## the three distributions, into dist/
 images: $(SETUP) ## container images, on BASE_IMAGE; WITH_SPARK=1 and WITH_ETCD=1 add images of Spark and etcd
 	deploy/images/build.sh
 
-k8s: $(SETUP)   ## render and validate every overlay and combination of components; check the scripts
+k8s: $(SETUP)   ## render and validate every overlay, combination of components and case of the chart; check the scripts
+	if ! command -v helm >/dev/null && command -v go >/dev/null; then $(MAKE) helm; fi
 	python -m tools.manifests.check $(if $(CI),--required)
 	if command -v shellcheck >/dev/null; then shellcheck deploy/*/*.sh deploy/k8s/scripts/*.sh .ci/run; \
 	else echo "shellcheck skipped: not found"; test -z "$(CI)"; fi

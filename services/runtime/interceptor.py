@@ -54,9 +54,10 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         long_polls: Names of the methods without a stream that are long polls.
         pause: Pauses a connection, named by its client, when its caller ignores its quota.
         services: Full names of the services of this process, beside those of `baton`.
+        open_ended: Names of further methods that need no deadline and end with the drain.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keyword-only from the fifth on
         self,
         clock: Clock,
         registry: CollectorRegistry,
@@ -65,8 +66,10 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         pause: Callable[[str], None] = lambda _: None,
         *,
         services: frozenset[str] = frozenset(),
+        open_ended: frozenset[str] = frozenset(),
     ) -> None:
         self._clock, self._long_polls, self._services = clock, long_polls, services
+        self._open_ended = open_ended
         self.draining = False
         self._admission = (
             Admission(guard, long_polls, pause) if guard is not None and guard.on else None
@@ -132,7 +135,11 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         codec = (decoder_of(handler), handler.response_serializer)
         path = f"/{service}/{method}"
         admission = self._admission_of(path)
-        open_ended = method.startswith("Watch") or handler.stream_stream is not None
+        open_ended = (
+            method.startswith("Watch")
+            or method in self._open_ended
+            or handler.stream_stream is not None
+        )
         waits = open_ended or method in self._long_polls
         edge = _Edge(self, service.rpartition(".")[2], method, open_ended=open_ended, waits=waits)
         call: Any

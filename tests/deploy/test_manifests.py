@@ -131,6 +131,32 @@ def test_termination_grace_period_exceeds_the_drain(workload: dict[str, Any]) ->
     assert spec["terminationGracePeriodSeconds"] > pre_stop_s + 2 * drain_ms / 1000
 
 
+def test_budget_never_blocks_the_drain_of_a_machine_for_a_pod_that_is_not_ready() -> None:
+    budgets = [
+        one for path in FILES for one in documents(path) if one.get("kind") == "PodDisruptionBudget"
+    ]
+    assert {one["metadata"]["name"] for one in budgets} == {*SETTINGS, "etcd"}
+    for one in budgets:
+        assert one["spec"]["maxUnavailable"] == 1
+        assert one["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [pytest.param(one, id=name) for name, one in NAMED_PODS if one["kind"] == "StatefulSet"],
+)
+def test_pods_of_a_service_are_spread_over_machines_and_zones(workload: dict[str, Any]) -> None:
+    """The label of its pods selects them, so that the pods of other services do not count."""
+    spec, selected = workload["spec"]["template"]["spec"], workload["spec"]["selector"]
+    (zones,) = spec["topologySpreadConstraints"]
+    (machines,) = spec["affinity"]["podAntiAffinity"][
+        "preferredDuringSchedulingIgnoredDuringExecution"
+    ]
+    assert zones["topologyKey"] == "topology.kubernetes.io/zone"
+    assert machines["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+    assert zones["labelSelector"] == machines["podAffinityTerm"]["labelSelector"] == selected
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(K8S)))
 def test_no_manifest_contains_a_pod_address(path: Path) -> None:
     assert "podIP" not in path.read_text()

@@ -94,7 +94,7 @@ def test_client_wheel_installs_few_and_small_packages(client: Environment) -> No
     ("wheel", "names"),
     [
         ("batonmq-", {"batonmq", "baton"}),
-        ("batonmq_server-", {"batonmq_server", "apache"}),
+        ("batonmq_server-", {"batonmq_server", "apache", "keda"}),
         ("batonmq_spark-", {"batonspark", "pyspark_baton", "pyspark_batondelta"}),
     ],
 )

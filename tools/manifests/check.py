@@ -1,9 +1,10 @@
-"""Renders and validates the kustomizations of deploy/k8s.
+"""Renders and validates the kustomizations of deploy/k8s and the Helm chart of deploy/helm.
 
 `python -m tools.manifests.check` (the verb `make k8s`) renders every overlay, and the base with
 every valid combination of components. It validates the resources strictly against the schemas of
-Kubernetes, and custom resources against those of their operators. Without kubectl it prints a
-message and ends with status 0, or with status 1 if `--required` is given.
+Kubernetes, and custom resources against those of their operators. The chart must render the same
+resources, in each case of `tools.manifests.chart`. A missing kubectl or helm is named, and what
+needs it is skipped; with `--required` it is an error.
 """
 
 from __future__ import annotations
@@ -22,6 +23,15 @@ import kubernetes_validate
 import yaml
 
 from tools.containers.pods import K8S, Resource
+from tools.manifests.chart import (
+    ChartCase,
+    cases,
+    differences,
+    examples,
+    find_helm,
+    lint,
+    render_chart,
+)
 from tools.manifests.custom_resources import DEFINED, custom_problems
 
 OVERLAYS = (
@@ -138,12 +148,9 @@ def _pod_problems(one: Resource) -> Iterator[str]:
             yield f"image of others without a digest: {image}"
 
 
-def main() -> int:
-    """Render and validate everything; return the exit status."""
-    if shutil.which("kubectl") is None:
-        print("k8s skipped: kubectl was not found", file=sys.stderr)
-        return 1 if "--required" in sys.argv else 0
-    checker, wrong = ManifestChecker(), []
+def check_kustomizations(checker: ManifestChecker) -> list[str]:
+    """Render and validate every overlay and combination; return what is wrong."""
+    wrong = []
     for overlay in OVERLAYS:
         resources = render(K8S / overlay)
         wrong += [f"{overlay}: {why}" for why in checker.problems(resources)]
@@ -153,6 +160,50 @@ def main() -> int:
         for components, resources in zip(every, pool.map(render_combination, every), strict=True):
             wrong += [f"{'+'.join(components)}: {why}" for why in checker.problems(resources)]
     print(f"{len(every)} combinations of components rendered and validated, strictly")
+    return wrong
+
+
+def render_same(case: ChartCase) -> list[Resource]:
+    """Return the resources of the overlay or of the components of a case.
+
+    Raises:
+        ValueError: kubectl fails, or warns.
+    """
+    if isinstance(case.same, str):
+        return render(K8S / case.same)
+    return render_combination(case.same)
+
+
+def check_chart(checker: ManifestChecker) -> list[str]:
+    """Lint, render, validate and compare every case of the chart; return what is wrong."""
+
+    def problems(case: ChartCase) -> list[str]:
+        resources = render_chart(case.values)
+        found = [*differences(resources, render_same(case)), *checker.problems(resources)]
+        return [f"chart, {case.name}: {why}" for why in found]
+
+    for example in examples():
+        lint(example.values)
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(problems, [*cases(), *examples()]))
+    print(f"{len(found)} cases of the chart rendered, validated, and the same as kustomize")
+    return list(itertools.chain.from_iterable(found))
+
+
+def main() -> int:
+    """Render and validate everything; return the exit status."""
+    found = {"kubectl": shutil.which("kubectl"), "helm": find_helm()}
+    absent = [name for name, path in found.items() if path is None]
+    for name in absent:
+        remedy = ": make helm builds it with Go" if name == "helm" else ""
+        print(f"k8s: SKIPPED what needs {name}, which was not found{remedy}", file=sys.stderr)
+    if absent and "--required" in sys.argv:
+        return 1
+    checker, wrong = ManifestChecker(), []
+    if "kubectl" not in absent:
+        wrong += check_kustomizations(checker)
+        if "helm" not in absent:
+            wrong += check_chart(checker)
     for why in wrong:
         print(why, file=sys.stderr)
     return 1 if wrong else 0

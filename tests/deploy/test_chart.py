@@ -1,0 +1,247 @@
+"""The Helm chart of deploy/helm/batonmq.
+
+Goal: a user of the chart gets what a user of the kustomizations gets, and a wrong value is refused
+in words before anything is installed.
+Method: the chart is rendered by helm and compared with the kustomization, field by field; `make
+k8s` does so for every case, this file for a few.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.test_manifests import kubectl
+from tools.containers.pods import K8S, REPO, Resource
+from tools.manifests import chart_schema, check
+from tools.manifests.chart import (
+    CHART,
+    OPTIONS,
+    ChartCase,
+    cases,
+    differences,
+    examples,
+    find_helm,
+    lint,
+    render_chart,
+)
+from tools.manifests.check import ManifestChecker, render_same
+
+helm = pytest.mark.skipif(
+    find_helm() is None, reason="NO HELM: the chart is not rendered: make helm"
+)
+NOT_OF_THE_CHART = {"demo", "demo-access", "outside", "small", "tls-clients"}
+"""Trials on one machine; `tls-clients` is a part of `tls`."""
+ALL = list(cases())
+WHOLE = {"gateway": {"enabled": True}, "console": {"enabled": True}, "spark": {"enabled": True}}
+FEW = [
+    ALL[1],
+    ALL[2],
+    next(one for one in ALL if {"tls-cert-manager", "etcd-own-tls"} <= {*one.same}),
+]
+
+
+def named(resources: list[Resource], kind: str, name: str) -> Resource:
+    (found,) = (one for one in resources if (one["kind"], one["metadata"]["name"]) == (kind, name))
+    return found
+
+
+@helm
+@kubectl
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_chart_renders_the_resources_of_the_components(case: ChartCase) -> None:
+    assert list(differences(render_chart(case.values), render_same(case))) == []
+
+
+@helm
+@kubectl
+@pytest.mark.parametrize("case", list(examples()), ids=lambda case: case.name)
+def test_example_renders_what_its_overlay_renders(case: ChartCase) -> None:
+    lint(case.values)
+    assert list(differences(render_chart(case.values), render_same(case))) == []
+
+
+@helm
+def test_resources_of_the_chart_are_valid() -> None:
+    assert ManifestChecker().problems(render_chart(ALL[2].values)) == []
+
+
+def test_cases_have_every_component_that_is_not_for_trials() -> None:
+    components = {path.name for path in (K8S / "components").iterdir()} - NOT_OF_THE_CHART
+    assert len({one.name for one in ALL}) == len(ALL) >= 30
+    assert {name for one in ALL for name in one.same} == components
+    for option in OPTIONS:
+        assert any(set(one.same) == {*option, "etcd", "insecure"} for one in ALL)
+
+
+@helm
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"storage": {"sise": 1}}, "at '/storage': additional properties 'sise' not allowed"),
+        (
+            {"storage": {"settings": {"BATON_STORAGE_SEGMENT_BYTE": "1"}}},
+            "'BATON_STORAGE_SEGMENT_BYTE' not allowed",
+        ),
+        (
+            {"storage": {"settings": {"BATON_STORAGE_PORT": "1"}}},
+            "'BATON_STORAGE_PORT' not allowed",
+        ),
+        (
+            {"offsets": {"settings": {"BATON_OFFSETS_LEADER_LEASE_MS": 5000}}},
+            "'/offsets/settings/BATON_OFFSETS_LEADER_LEASE_MS': got number, want string",
+        ),
+        ({"security": {"mode": "mtls"}}, "must be one of 'insecure', 'tls', 'access'"),
+        ({"security": {"admins": []}}, "at '/security/admins': minItems: got 0, want 1"),
+        ({"etcd": {"inside": False}}, "etcd.endpoints is required if etcd.inside is false"),
+        ({"etcd": {"endpoints": ["etcd:2379"]}}, "set etcd.inside to false, or remove"),
+        (
+            {"gateway": {"autoscaling": {"minReplicas": 9}}},
+            "minReplicas is 9, which is more than maxReplicas, 8",
+        ),
+        (
+            {"storage": {"resources": {"limits": {"memory": "1.5Gi"}}}},
+            'is "1.5Gi", which is no whole number of Mi or Gi',
+        ),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_wrong_value_is_refused_with_its_name(values: Mapping[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match="helm template") as refused:
+        render_chart(values)
+    assert why in str(refused.value)
+
+
+def test_schema_has_the_settings_of_the_services() -> None:
+    assert chart_schema.SCHEMA.read_text() == chart_schema.rendered(), (
+        "python -m tools.manifests.chart_schema"
+    )
+
+
+@helm
+def test_schema_refuses_each_setting_that_the_chart_sets_and_offers_the_others() -> None:
+    """But for those that a user may set otherwise."""
+    may_differ = {"LOG_FORMAT", "MEMORY_WINDOW_BYTES", "MIN_IN_SYNC", "CHANGES", "MASTER"}
+    properties = chart_schema.schema()["properties"]
+    offered = {
+        name
+        for part in properties.values()
+        for name in part.get("properties", {}).get("settings", {}).get("properties", ())
+    }
+    resources = render_chart({**WHOLE, "etcd": {"tls": True}})
+    insecure = render_chart({**WHOLE, "security": {"mode": "insecure"}})
+    given: set[str] = set()
+    for one in [*resources, *insecure]:
+        if one["kind"] == "ConfigMap":
+            given |= one["data"].keys()
+        for container in (
+            one.get("spec", {}).get("template", {}).get("spec", {}).get("containers", ())
+        ):
+            given |= {variable["name"] for variable in container.get("env", ())}
+    given = {name for name in given if name.startswith("BATON_")}
+    assert {name.split("_", 2)[2] for name in given & offered} == may_differ
+
+
+@helm
+def test_release_in_another_namespace_names_no_other() -> None:
+    resources = render_chart(WHOLE, namespace="mq")
+    assert {one["metadata"]["namespace"] for one in resources} == {"mq"}
+    certificates = [one for one in resources if one["kind"] == "Certificate"]
+    domains = [
+        name for one in certificates for name in one["spec"].get("dnsNames", ()) if "." in name
+    ]
+    assert len(domains) == 9
+    assert all(".mq" in name for name in domains)
+
+
+@helm
+def test_changed_setting_restarts_the_pods_of_its_service_only() -> None:
+    settings = {"BATON_OFFSETS_LEADER_LEASE_MS": "6000"}
+    before, after = render_chart({}), render_chart({"offsets": {"settings": settings}})
+    changed = {
+        one["metadata"]["name"]
+        for one in before
+        if one["kind"] == "StatefulSet"
+        and one["spec"]["template"]
+        != named(after, "StatefulSet", one["metadata"]["name"])["spec"]["template"]
+    }
+    assert changed == {"offsets"}
+
+
+@helm
+def test_new_version_of_the_chart_alone_restarts_no_pod() -> None:
+    """Labels of Helm name the version, so they are not in pods."""
+    for one in render_chart(WHOLE):
+        if "template" in one.get("spec", {}):
+            labels = one["spec"]["template"]["metadata"]["labels"]
+            assert "helm.sh/chart" not in labels
+        if one["kind"] == "StatefulSet":
+            for claim in one["spec"].get("volumeClaimTemplates", ()):
+                assert "helm.sh/chart" not in claim["metadata"]["labels"], "it can't be changed"
+
+
+@helm
+def test_every_difference_is_found() -> None:
+    chart = render_chart({})
+    assert list(differences(chart, chart)) == []
+
+    def changed(change: Any) -> list[str]:
+        other = copy.deepcopy(chart)
+        change(other)
+        return list(differences(chart, other))
+
+    def pod(resources: list[Resource]) -> dict[str, Any]:
+        template: dict[str, Any] = named(resources, "StatefulSet", "offsets")["spec"]["template"]
+        return template
+
+    def env(resources: list[Resource]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = pod(resources)["spec"]["containers"][0]["env"]
+        return found
+
+    (missing,) = changed(lambda other: other.remove(named(other, "PodDisruptionBudget", "offsets")))
+    assert missing == "PodDisruptionBudget/offsets: only in the chart"
+    (grace,) = changed(lambda other: pod(other)["spec"].update(terminationGracePeriodSeconds=30))
+    assert "terminationGracePeriodSeconds: 60 in the chart, 30 in the kustomization" in grace
+    (setting,) = changed(
+        lambda other: named(other, "ConfigMap", "offsets")["data"].update(BATON_OFFSETS_PORT="1")
+    )
+    assert "BATON_OFFSETS_PORT: '10912' in the chart, '1'" in setting
+    (label,) = changed(
+        lambda other: pod(other)["metadata"]["labels"].pop("app.kubernetes.io/part-of")
+    )
+    assert "'batonmq' in the chart, None" in label
+    order = changed(lambda other: env(other).reverse())
+    assert any("undefined POD_NAME" in one for one in order), "a reference before its variable"
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_missing_helm_is_named_and_is_a_failure_where_it_is_required(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], required: bool
+) -> None:
+    monkeypatch.setattr(check, "find_helm", lambda: None)
+    monkeypatch.setattr(check, "check_kustomizations", lambda checker: [])
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(sys, "argv", ["check", *(["--required"] if required else [])])
+    assert check.main() == int(required)
+    assert "SKIPPED what needs helm, which was not found: make helm" in capsys.readouterr().err
+
+
+def test_chart_has_the_version_of_the_project() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = (REPO / "pyproject.toml").read_text()
+    assert f'version = "{chart["version"]}"' in project
+    assert chart["appVersion"] == chart["version"]
+
+
+def test_links_of_the_chart_lead_to_the_files_of_the_kustomizations() -> None:
+    links = {path.name: path.resolve() for path in (CHART / "files").iterdir()}
+    assert links == {
+        "grafana": REPO / "deploy" / "grafana",
+        "rules.yaml": K8S / "components" / "monitoring" / "rules.yaml",
+    }
