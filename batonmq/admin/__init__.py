@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from batonmq.admin.cluster_state import BrokerDisk, CheckFinding, CheckLevel, ClusterState
     from batonmq.admin.dead_letters import DeadLetters, DeadLetterSummaries, DeadLetterSummary
     from batonmq.admin.diagnostics import Diagnostics
+    from batonmq.admin.drains import DrainPlan, drain_node, undrain_node
     from batonmq.admin.effective_settings import NodeSetting, node_settings
     from batonmq.admin.event_watch import EventWatch
     from batonmq.admin.group_lag import GroupLag, group_lags
@@ -120,6 +121,7 @@ if TYPE_CHECKING:
         ClusterNodes,
         Compaction,
         CreatedTopic,
+        DrainedNode,
         Lock,
         Node,
         QueueExtent,
@@ -173,6 +175,8 @@ __all__ = [
     "DeadLetters",
     "Denial",
     "Diagnostics",
+    "DrainPlan",
+    "DrainedNode",
     "ElectionPlan",
     "EventWatch",
     "ForcedRelease",
@@ -263,6 +267,7 @@ __all__ = [
     "Transactions",
     "cluster_verdicts",
     "config_drift",
+    "drain_node",
     "elect",
     "group_lags",
     "list_snapshots",
@@ -277,6 +282,7 @@ __all__ = [
     "remembered_outputs",
     "replicas",
     "replicas_of",
+    "undrain_node",
     "verify_backup",
 ]
 
@@ -315,6 +321,8 @@ _HOMES = {
     "DeadLetters": "batonmq.admin.dead_letters",
     "Denial": "batonmq.admin.locks",
     "Diagnostics": "batonmq.admin.diagnostics",
+    "DrainPlan": "batonmq.admin.drains",
+    "DrainedNode": "batonmq.admin.reports",
     "ElectionPlan": "batonmq.admin.replication",
     "EventWatch": "batonmq.admin.event_watch",
     "ForcedRelease": "batonmq.admin.locks",
@@ -405,6 +413,7 @@ _HOMES = {
     "Transactions": "batonmq.admin.transactions",
     "cluster_verdicts": "batonmq.admin.cluster_checks",
     "config_drift": "batonmq.admin.setting_drift",
+    "drain_node": "batonmq.admin.drains",
     "elect": "batonmq.admin.replication",
     "group_lags": "batonmq.admin.group_lag",
     "list_snapshots": "batonmq.admin.backup_writer",
@@ -418,6 +427,7 @@ _HOMES = {
     "read_cluster": "batonmq.admin.cluster_reader",
     "replicas": "batonmq.admin.replication",
     "replicas_of": "batonmq.admin.replication",
+    "undrain_node": "batonmq.admin.drains",
     "verify_backup": "batonmq.admin.backup_restorer",
 }
 

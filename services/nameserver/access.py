@@ -55,6 +55,8 @@ RULES: AccessRules = {
             "WatchRoute": requires_by_request(_topic),
             "DescribeCluster": requires(ANY_GRANT, services=SERVICES),
             "ElectReplica": requires(OPERATE),
+            "DrainNode": requires(OPERATE),
+            "UndrainNode": requires(OPERATE),
             "Heartbeat": requires_by_request(_heartbeat),
             "Leave": requires_by_request(_group),
             "WatchGroup": requires_by_request(_group),

@@ -125,6 +125,8 @@ NameserverService   QueryRoute         use
 NameserverService   WatchRoute         use
 NameserverService   DescribeCluster    granted
 NameserverService   ElectReplica
+NameserverService   DrainNode
+NameserverService   UndrainNode
 NameserverService   Heartbeat          both
 NameserverService   Leave              join
 NameserverService   WatchGroup         join
