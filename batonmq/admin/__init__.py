@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         Subscription,
     )
     from batonmq.admin.holds import queue_holds
+    from batonmq.admin.leader_spread import LeaderMove, move_leader, plan_leader_spread
     from batonmq.admin.locks import Denial, ForcedRelease, LockDetail, Locks, ReleasedQueues
     from batonmq.admin.message_queries import (
         KeyMatches,
@@ -194,6 +195,7 @@ __all__ = [
     "IssuedAccessKey",
     "IssuedToken",
     "KeyMatches",
+    "LeaderMove",
     "Lock",
     "LockDetail",
     "Locks",
@@ -273,9 +275,11 @@ __all__ = [
     "list_snapshots",
     "locate_group",
     "move_group",
+    "move_leader",
     "node_reports",
     "node_settings",
     "open_backup_store",
+    "plan_leader_spread",
     "queue_holds",
     "read_backup_manifest",
     "read_cluster",
@@ -321,6 +325,7 @@ _HOMES = {
     "DeadLetters": "batonmq.admin.dead_letters",
     "Denial": "batonmq.admin.locks",
     "Diagnostics": "batonmq.admin.diagnostics",
+    "move_leader": "batonmq.admin.leader_spread",
     "DrainPlan": "batonmq.admin.drains",
     "DrainedNode": "batonmq.admin.reports",
     "ElectionPlan": "batonmq.admin.replication",
@@ -340,6 +345,7 @@ _HOMES = {
     "IssuedAccessKey": "batonmq.admin.access",
     "IssuedToken": "batonmq.admin.access",
     "KeyMatches": "batonmq.admin.message_queries",
+    "LeaderMove": "batonmq.admin.leader_spread",
     "Lock": "batonmq.admin.reports",
     "LockDetail": "batonmq.admin.locks",
     "Locks": "batonmq.admin.locks",
@@ -356,6 +362,7 @@ _HOMES = {
     "Node": "batonmq.admin.reports",
     "NodeReport": "batonmq.admin.node_state",
     "RememberedOutputs": "batonmq.admin.outputs",
+    "plan_leader_spread": "batonmq.admin.leader_spread",
     "remembered_outputs": "batonmq.admin.outputs",
     "NodeSetting": "batonmq.admin.effective_settings",
     "OffsetsPlacement": "batonmq.admin.placement",

@@ -173,8 +173,7 @@ CHECKS: tuple[ClusterCheck, ...] = (
     ClusterCheck(
         "leader-balance",
         "Are storage leaders spread evenly over the hosts?",
-        "Drain a leader on the host with most, then undrain it: baton cluster drain NODE, baton "
-        "cluster undrain NODE.",
+        "Spread them: baton cluster spread-leaders --dry-run, then without --dry-run.",
         ("copies",),
         _cluster_findings.find_leader_balance,
     ),

@@ -43,6 +43,10 @@ commands = LazyGroup(
             "batonmq.cli.cluster_drain:undrain",
             "Allow a drained node to be elected again.",
         ),
+        "spread-leaders": LazyCommand(
+            "batonmq.cli.leader_spread:spread_leaders",
+            "Move leaders of storage and offsets so that each host has about as many.",
+        ),
         "spread-groups": LazyCommand(
             "batonmq.cli.group_placement:spread_groups",
             "Move each group to the offsets set that a new group of its name would get.",

@@ -57,6 +57,7 @@ RULES: AccessRules = {
             "ElectReplica": requires(OPERATE),
             "DrainNode": requires(OPERATE),
             "UndrainNode": requires(OPERATE),
+            "MoveLeader": requires(OPERATE),
             "Heartbeat": requires_by_request(_heartbeat),
             "Leave": requires_by_request(_group),
             "WatchGroup": requires_by_request(_group),

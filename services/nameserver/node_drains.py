@@ -22,7 +22,7 @@ LIST_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _FoundNode:
+class FoundNode:
     """A live node, and its set as etcd has it."""
 
     service: str
@@ -35,7 +35,7 @@ class NodeDrains:
     """Carries out DrainNode and UndrainNode from etcd's own state, and lists drained nodes."""
 
     def __init__(self, etcd: EtcdSession) -> None:
-        self._etcd = etcd
+        self.etcd = self._etcd = etcd
         self._known: list[pb.DrainedNode] = []
 
     async def drained(self) -> list[pb.DrainedNode]:
@@ -51,9 +51,9 @@ class NodeDrains:
 
     async def drain(self, request: pb.DrainNodeRequest) -> pb.DrainNodeResponse:
         """Carry out the call; see the proto."""
-        service = _checked_service(request.service, request.node_id)
-        _check_by(request)
-        found = await self._find(service, request.node_id)
+        service = checked_service(request.service, request.node_id)
+        check_by(request)
+        found = await self.find(service, request.node_id)
         already = request.node_id in found.scene.drained
         others = successors(found.scene)
         if request.execute and not already:
@@ -67,7 +67,7 @@ class NodeDrains:
 
     async def undrain(self, request: pb.UndrainNodeRequest) -> pb.UndrainNodeResponse:
         """Carry out the call; see the proto."""
-        service = _checked_service(request.service, request.node_id)
+        service = checked_service(request.service, request.node_id)
         marks = [
             stored
             for stored in await self._marks(f"elections/{service}/")
@@ -85,9 +85,10 @@ class NodeDrains:
 
     async def _marks(self, prefix: str) -> list[KeyValue]:
         entries, _ = await self._etcd.get_prefix(prefix)
-        return [stored for stored in entries if stored.key.split("/")[-2] == "drained"]
+        marks = [stored for stored in entries if stored.key.split("/")[-2] == "drained"]
+        return [stored for stored in marks if not stored.lease_id]  # others are moves of a leader
 
-    async def _find(self, service: str, node_id: str) -> _FoundNode:
+    async def find(self, service: str, node_id: str) -> FoundNode:
         """Return a node and the state of its set.
 
         Raises:
@@ -117,18 +118,22 @@ class NodeDrains:
             drained=frozenset(_mark(stored).node_id for stored in marks),
             min_in_sync=record.min_in_sync,
         )
-        return _FoundNode(service, node, record, scene)
+        return FoundNode(service, node, record, scene)
 
-    async def _write(self, found: _FoundNode, others: tuple[str, ...], by: str) -> None:
+    def mark(self, found: FoundNode, node_id: str, by: str) -> bytes:
+        """Return the value of the mark of a node in the set of `found`."""
+        return pb.DrainedNode(
+            service=found.node.service,
+            node_id=node_id,
+            replica_set=found.node.replica_set,
+            unix_ms=self._etcd.clock.unix_ms(),
+            by=by,
+        ).SerializeToString()
+
+    async def _write(self, found: FoundNode, others: tuple[str, ...], by: str) -> None:
         """Write the mark if the set is unchanged, and none of the others was drained meanwhile."""
         etcd, node = self._etcd, found.node
-        mark = pb.DrainedNode(
-            service=node.service,
-            node_id=node.node_id,
-            replica_set=node.replica_set,
-            unix_ms=etcd.clock.unix_ms(),
-            by=by,
-        )
+        mark = self.mark(found, node.node_id, by)
         election = etcd.key("elections", found.service, node.replica_set)
         record_key = etcd.key("replicas", found.service, node.replica_set)
         revision = await etcd.txn(
@@ -136,7 +141,7 @@ class NodeDrains:
                 Compare(record_key, mod_revision=found.record.mod_revision),
                 *(Compare(drain_key(election, name), create_revision=0) for name in others),
             ],
-            put=[Put(drain_key(election, node.node_id), mark.SerializeToString())],
+            put=[Put(drain_key(election, node.node_id), mark)],
         )
         if revision is None:
             raise NotDrainable(
@@ -157,7 +162,7 @@ def _mark(stored: KeyValue) -> pb.DrainedNode:
     return pb.DrainedNode.FromString(stored.value)
 
 
-def _checked_service(kind: pb.ServiceKind.ValueType, node_id: str) -> str:
+def checked_service(kind: pb.ServiceKind.ValueType, node_id: str) -> str:
     """Return the name of the service if the fields are well-formed.
 
     Raises:
@@ -172,7 +177,12 @@ def _checked_service(kind: pb.ServiceKind.ValueType, node_id: str) -> str:
     return "storage" if kind == pb.SERVICE_KIND_STORAGE else "offsets"
 
 
-def _check_by(request: pb.DrainNodeRequest) -> None:
+def check_by(request: pb.DrainNodeRequest | pb.MoveLeaderRequest) -> None:
+    """Return if the name of the operator is well-formed.
+
+    Raises:
+        InvalidArgument, LimitExceeded: it is missing or too long.
+    """
     if request.execute and not request.by:
         raise InvalidArgument("by is required with execute", facts={"field": "by"})
     if len(request.by) > BY_CHARS_MAX:

@@ -14,6 +14,7 @@ from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
 from batonmq_server.nameserver.etcd_monitor import EtcdMonitor
 from batonmq_server.nameserver.group_calls import GroupCalls
+from batonmq_server.nameserver.leader_moves import LeaderMoves
 from batonmq_server.nameserver.node_drains import NodeDrains
 from batonmq_server.nameserver.system_topics import SystemTopics
 from batonmq_server.nameserver.topic_calls import TopicCalls
@@ -50,7 +51,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     ) -> None:
         self._identity_of = identity_of
         self._catalog, self._unclean_election = catalog, unclean_election
-        self._drains = drains
+        self._drains, self._leader_moves = drains, LeaderMoves(drains)
         self._topics, self._groups = topics, groups
         self._diagnosis, self._may = diagnosis, may
         self._etcd_monitor, self._system_topics = etcd_monitor, system_topics
@@ -140,6 +141,12 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     ) -> pb.UndrainNodeResponse:
         """See the proto."""
         return await self._drains.undrain(request)
+
+    async def MoveLeader(
+        self, request: pb.MoveLeaderRequest, context: Context
+    ) -> pb.MoveLeaderResponse:
+        """See the proto."""
+        return await self._leader_moves.move(request)
 
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context

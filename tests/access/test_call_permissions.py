@@ -127,6 +127,7 @@ NameserverService   DescribeCluster    granted
 NameserverService   ElectReplica
 NameserverService   DrainNode
 NameserverService   UndrainNode
+NameserverService   MoveLeader
 NameserverService   Heartbeat          both
 NameserverService   Leave              join
 NameserverService   WatchGroup         join

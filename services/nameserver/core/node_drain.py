@@ -60,6 +60,23 @@ def successors(scene: DrainScene) -> tuple[str, ...]:
     return tuple(sorted(others))
 
 
+def check_successor(scene: DrainScene) -> None:
+    """Return if the node may lead its set, or leads it.
+
+    Raises:
+        NotDrainable: it is not in sync, or drained.
+    """
+    problem = "drained" if scene.node_id in scene.drained else "not in sync"
+    if problem == "drained" or scene.node_id not in scene.in_sync:
+        raise NotDrainable(
+            f"{scene.node_id} can't lead {scene.replica_set}: it is {problem}",
+            remedy=f"baton cluster undrain {scene.node_id}"
+            if problem == "drained"
+            else "Wait until it is in sync: baton cluster replication.",
+            facts={"node_id": scene.node_id},
+        )
+
+
 def _states(scene: DrainScene) -> str:
     """Return in words what each other node of the set is."""
 

@@ -1594,6 +1594,70 @@ class UndrainNodeResponse(_message.Message):
 Global___UndrainNodeResponse: _TypeAlias = UndrainNodeResponse  # noqa: Y015
 
 @_typing.final
+class MoveLeaderRequest(_message.Message):
+    """Request for MoveLeader."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    EXECUTE_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    service: Global___ServiceKind.ValueType
+    """Storage or offsets. Required."""
+    node_id: _builtins.str
+    """Node id of the node that is to lead its set. Required."""
+    execute: _builtins.bool
+    """False: only return what would happen."""
+    by: _builtins.str
+    """Name of the operator, logged with the move. Required with `execute`; up to 200 characters."""
+    def __init__(
+        self,
+        *,
+        service: Global___ServiceKind.ValueType = ...,
+        node_id: _builtins.str = ...,
+        execute: _builtins.bool = ...,
+        by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "execute", b"execute", "node_id", b"node_id", "service", b"service"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveLeaderRequest: _TypeAlias = MoveLeaderRequest  # noqa: Y015
+
+@_typing.final
+class MoveLeaderResponse(_message.Message):
+    """Response for MoveLeader."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_SET_FIELD_NUMBER: _builtins.int
+    LEADER_BEFORE_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    replica_set: _builtins.str
+    """Replica set of the node."""
+    leader_before: _builtins.str
+    """Node id of the leader before the call."""
+    leader: _builtins.str
+    """Node id of the leader after the call."""
+    def __init__(
+        self,
+        *,
+        replica_set: _builtins.str = ...,
+        leader_before: _builtins.str = ...,
+        leader: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader", "leader_before", b"leader_before", "replica_set", b"replica_set"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveLeaderResponse: _TypeAlias = MoveLeaderResponse  # noqa: Y015
+
+@_typing.final
 class Node(_message.Message):
     """A registered, live process."""
 

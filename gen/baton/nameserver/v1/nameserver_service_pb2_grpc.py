@@ -95,6 +95,11 @@ class NameserverServiceStub:
                 request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UndrainNodeRequest.SerializeToString,
                 response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UndrainNodeResponse.FromString,
                 _registered_method=True)
+        self.MoveLeader = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/MoveLeader',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderResponse.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/baton.nameserver.v1.NameserverService/Heartbeat',
                 request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.HeartbeatRequest.SerializeToString,
@@ -289,6 +294,18 @@ class NameserverServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MoveLeader(self, request, context):
+        """Moves the leadership of a replica set to one of its nodes, and returns when that node leads, or after
+        8 s. Meanwhile the other nodes of the set are excluded from elections, for at most 10 s.
+
+        Statuses: INVALID_ARGUMENT (no such set, or not a live node of it), FAILED_PRECONDITION
+        (NOT_DRAINABLE: the node is not in sync, or is drained, or the set changes), UNAVAILABLE (NO_QUORUM:
+        unknown whether it moves).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Heartbeat(self, request, context):
         """Joins a group, or renews the membership. To be repeated every `interval_ms` of the answer; a member
         without a heartbeat for 30 s is removed. The group's subscription policy decides whether a
@@ -467,6 +484,11 @@ def add_NameserverServiceServicer_to_server(servicer, server):
                     servicer.UndrainNode,
                     request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UndrainNodeRequest.FromString,
                     response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UndrainNodeResponse.SerializeToString,
+            ),
+            'MoveLeader': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveLeader,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderResponse.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -844,6 +866,33 @@ class NameserverService:
             '/baton.nameserver.v1.NameserverService/UndrainNode',
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UndrainNodeRequest.SerializeToString,
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UndrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveLeader(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/MoveLeader',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -123,6 +123,14 @@ class NameserverServiceStub:
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: unknown whether it was written).
     """
+    MoveLeader: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.MoveLeaderRequest, _nameserver_service_pb2.MoveLeaderResponse]
+    """Moves the leadership of a replica set to one of its nodes, and returns when that node leads, or after
+    8 s. Meanwhile the other nodes of the set are excluded from elections, for at most 10 s.
+
+    Statuses: INVALID_ARGUMENT (no such set, or not a live node of it), FAILED_PRECONDITION
+    (NOT_DRAINABLE: the node is not in sync, or is drained, or the set changes), UNAVAILABLE (NO_QUORUM:
+    unknown whether it moves).
+    """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.HeartbeatRequest, _nameserver_service_pb2.HeartbeatResponse]
     """Joins a group, or renews the membership. To be repeated every `interval_ms` of the answer; a member
     without a heartbeat for 30 s is removed. The group's subscription policy decides whether a
@@ -294,6 +302,14 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     drained changes nothing.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: unknown whether it was written).
+    """
+    MoveLeader: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.MoveLeaderRequest, _nameserver_service_pb2.MoveLeaderResponse]  # type: ignore[assignment]
+    """Moves the leadership of a replica set to one of its nodes, and returns when that node leads, or after
+    8 s. Meanwhile the other nodes of the set are excluded from elections, for at most 10 s.
+
+    Statuses: INVALID_ARGUMENT (no such set, or not a live node of it), FAILED_PRECONDITION
+    (NOT_DRAINABLE: the node is not in sync, or is drained, or the set changes), UNAVAILABLE (NO_QUORUM:
+    unknown whether it moves).
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.HeartbeatRequest, _nameserver_service_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Joins a group, or renews the membership. To be repeated every `interval_ms` of the answer; a member
@@ -535,6 +551,20 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         drained changes nothing.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: unknown whether it was written).
+        """
+
+    @_abc_1.abstractmethod
+    def MoveLeader(
+        self,
+        request: _nameserver_service_pb2.MoveLeaderRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.MoveLeaderResponse, _abc.Awaitable[_nameserver_service_pb2.MoveLeaderResponse]]:
+        """Moves the leadership of a replica set to one of its nodes, and returns when that node leads, or after
+        8 s. Meanwhile the other nodes of the set are excluded from elections, for at most 10 s.
+
+        Statuses: INVALID_ARGUMENT (no such set, or not a live node of it), FAILED_PRECONDITION
+        (NOT_DRAINABLE: the node is not in sync, or is drained, or the set changes), UNAVAILABLE (NO_QUORUM:
+        unknown whether it moves).
         """
 
     @_abc_1.abstractmethod
