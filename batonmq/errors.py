@@ -764,6 +764,16 @@ class StillInSync(BatonError):
     remedy = "Wait until it is elected, or stop it for good if it can't be."
 
 
+class NotDrainable(BatonError):
+    """Without this node its replica set would have no leader, or reject writes."""
+
+    reason = "NOT_DRAINABLE"
+    kind = "FAILED_PRECONDITION"
+    remedy = (
+        "Start another node of the set and wait until it is in sync: baton cluster replication."
+    )
+
+
 class SetNotFound(BatonError):
     """No node of this offsets replica set is registered."""
 

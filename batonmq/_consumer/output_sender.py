@@ -168,7 +168,9 @@ class BrokerOutputs:
             self._logged_s = now_s
             level = logging.ERROR if error.retry is Retry.NEVER else logging.WARNING
             log.log(level, "outputs not stored, trying again broker=%s: %s", self._broker, error)
-        await self._session.directory.pause(error, max(queue.failures for queue in queues) - 1)
+        # A queue that was cleared since, because its input queue was revoked, has no failures.
+        retries = max(0, max(queue.failures for queue in queues) - 1)
+        await self._session.directory.pause(error, retries)
         for queue in queues:
             queue.backing_off = False
             self._results.wake(queue)

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from batonmq.admin.cluster_state import BrokerDisk, CheckFinding, CheckLevel, ClusterState
     from batonmq.admin.dead_letters import DeadLetters, DeadLetterSummaries, DeadLetterSummary
     from batonmq.admin.diagnostics import Diagnostics
+    from batonmq.admin.drains import DrainPlan, drain_node, undrain_node
     from batonmq.admin.effective_settings import NodeSetting, node_settings
     from batonmq.admin.event_watch import EventWatch
     from batonmq.admin.group_lag import GroupLag, group_lags
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
         Subscription,
     )
     from batonmq.admin.holds import queue_holds
+    from batonmq.admin.leader_spread import LeaderMove, move_leader, plan_leader_spread
     from batonmq.admin.locks import Denial, ForcedRelease, LockDetail, Locks, ReleasedQueues
     from batonmq.admin.message_queries import (
         KeyMatches,
@@ -120,6 +122,7 @@ if TYPE_CHECKING:
         ClusterNodes,
         Compaction,
         CreatedTopic,
+        DrainedNode,
         Lock,
         Node,
         QueueExtent,
@@ -173,6 +176,8 @@ __all__ = [
     "DeadLetters",
     "Denial",
     "Diagnostics",
+    "DrainPlan",
+    "DrainedNode",
     "ElectionPlan",
     "EventWatch",
     "ForcedRelease",
@@ -190,6 +195,7 @@ __all__ = [
     "IssuedAccessKey",
     "IssuedToken",
     "KeyMatches",
+    "LeaderMove",
     "Lock",
     "LockDetail",
     "Locks",
@@ -263,20 +269,24 @@ __all__ = [
     "Transactions",
     "cluster_verdicts",
     "config_drift",
+    "drain_node",
     "elect",
     "group_lags",
     "list_snapshots",
     "locate_group",
     "move_group",
+    "move_leader",
     "node_reports",
     "node_settings",
     "open_backup_store",
+    "plan_leader_spread",
     "queue_holds",
     "read_backup_manifest",
     "read_cluster",
     "remembered_outputs",
     "replicas",
     "replicas_of",
+    "undrain_node",
     "verify_backup",
 ]
 
@@ -315,6 +325,9 @@ _HOMES = {
     "DeadLetters": "batonmq.admin.dead_letters",
     "Denial": "batonmq.admin.locks",
     "Diagnostics": "batonmq.admin.diagnostics",
+    "move_leader": "batonmq.admin.leader_spread",
+    "DrainPlan": "batonmq.admin.drains",
+    "DrainedNode": "batonmq.admin.reports",
     "ElectionPlan": "batonmq.admin.replication",
     "EventWatch": "batonmq.admin.event_watch",
     "ForcedRelease": "batonmq.admin.locks",
@@ -332,6 +345,7 @@ _HOMES = {
     "IssuedAccessKey": "batonmq.admin.access",
     "IssuedToken": "batonmq.admin.access",
     "KeyMatches": "batonmq.admin.message_queries",
+    "LeaderMove": "batonmq.admin.leader_spread",
     "Lock": "batonmq.admin.reports",
     "LockDetail": "batonmq.admin.locks",
     "Locks": "batonmq.admin.locks",
@@ -348,6 +362,7 @@ _HOMES = {
     "Node": "batonmq.admin.reports",
     "NodeReport": "batonmq.admin.node_state",
     "RememberedOutputs": "batonmq.admin.outputs",
+    "plan_leader_spread": "batonmq.admin.leader_spread",
     "remembered_outputs": "batonmq.admin.outputs",
     "NodeSetting": "batonmq.admin.effective_settings",
     "OffsetsPlacement": "batonmq.admin.placement",
@@ -405,6 +420,7 @@ _HOMES = {
     "Transactions": "batonmq.admin.transactions",
     "cluster_verdicts": "batonmq.admin.cluster_checks",
     "config_drift": "batonmq.admin.setting_drift",
+    "drain_node": "batonmq.admin.drains",
     "elect": "batonmq.admin.replication",
     "group_lags": "batonmq.admin.group_lag",
     "list_snapshots": "batonmq.admin.backup_writer",
@@ -418,6 +434,7 @@ _HOMES = {
     "read_cluster": "batonmq.admin.cluster_reader",
     "replicas": "batonmq.admin.replication",
     "replicas_of": "batonmq.admin.replication",
+    "undrain_node": "batonmq.admin.drains",
     "verify_backup": "batonmq.admin.backup_restorer",
 }
 

@@ -22,6 +22,7 @@ CREDENTIAL_MS_MIN = 7 * 86_400_000
 ETCD_BYTES_MAX = 1_600 * 1024 * 1024
 """etcd accepts no writes beyond its quota, 2 GiB by default."""
 TRANSACTION_AGE_MS_MAX = 3_600_000
+DRAINED_MS_MAX = 3_600_000
 
 
 def _failed(text: str) -> CheckFinding:
@@ -45,6 +46,18 @@ def find_services(state: ClusterState) -> Iterator[CheckFinding]:
     for service, name in sorted(sets - led):
         if service in services:
             yield _failed(f"{service} {name} has no leader")
+
+
+def find_drained(state: ClusterState) -> Iterator[CheckFinding]:
+    """Yield nodes that are drained for long; failed if their set has no leader."""
+    led = {(r.node.service, r.node.replica_set) for r in state.nodes if r.node.leader}
+    for one in state.drained:
+        drained_ms = state.now_unix_ms - one.unix_ms
+        text = f"{one.service}/{one.node_id} is drained for {drained_ms // 60_000} min, by {one.by}"
+        if (one.service, one.replica_set) not in led:
+            yield _failed(f"{text}, and {one.replica_set} has no leader")
+        elif drained_ms > DRAINED_MS_MAX:
+            yield _warning(text)
 
 
 def find_health(state: ClusterState) -> Iterator[CheckFinding]:

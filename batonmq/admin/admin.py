@@ -60,6 +60,7 @@ from batonmq.admin.reports import (
     TopicDetail,
     TopicPurge,
     compaction_to_pb,
+    drained_from_pb,
     lock_from_pb,
     node_from_pb,
     queue_from_pb,
@@ -294,7 +295,7 @@ class Admin:
         def describe(limit_s: float) -> Awaitable[pb.DescribeClusterResponse]:
             nonlocal address
             address = self.directory.nameserver_address
-            request = pb.DescribeClusterRequest()
+            request = pb.DescribeClusterRequest(include_drained=True)
             return self.directory.nameserver().DescribeCluster(request, timeout=limit_s)
 
         answer = await self.ask(describe)
@@ -305,6 +306,7 @@ class Admin:
             nodes,
             tuple(answer.etcd_alarms),
             answer.etcd_db_bytes,
+            tuple(map(drained_from_pb, answer.drained)),
         )
 
     async def list_groups(self) -> tuple[Group, ...]:

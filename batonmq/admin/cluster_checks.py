@@ -173,9 +173,17 @@ CHECKS: tuple[ClusterCheck, ...] = (
     ClusterCheck(
         "leader-balance",
         "Are storage leaders spread evenly over the hosts?",
-        "Restart a leader on the host with most; a follower takes over within a second.",
+        "Spread them: baton cluster spread-leaders --dry-run, then without --dry-run.",
         ("copies",),
         _cluster_findings.find_leader_balance,
+    ),
+    ClusterCheck(
+        "drained-nodes",
+        "Is no node drained for more than an hour?",
+        "End the maintenance: baton cluster undrain NODE. Until then its set has one successor "
+        "less.",
+        ("nodes",),
+        _cluster_findings.find_drained,
     ),
     ClusterCheck(
         "topic-balance",

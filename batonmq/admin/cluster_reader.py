@@ -67,6 +67,7 @@ async def read_cluster(admin: Admin) -> ClusterState:
         health=health.result(),
         etcd_alarms=cluster.etcd_alarms,
         etcd_db_bytes=cluster.etcd_db_bytes,
+        drained=cluster.drained,
         copies=copies.result(),
         disks=disks.result(),
         topics=topics.result(),

@@ -154,10 +154,27 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainedNode:
+    """A node that is not elected until it is undrained; it need not be up.
+
+    Attributes:
+        unix_ms: Time of the drain by the clock of the nameserver.
+        by: Name of the operator.
+    """
+
+    service: str
+    node_id: str
+    replica_set: str
+    unix_ms: int
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterNodes:
     """The live processes, by service and node id.
 
     Attributes:
+        drained: Nodes that are not elected until they are undrained.
         etcd_alarms: Alarms of etcd; with NOSPACE it accepts no writes.
         etcd_db_bytes: Size of the file of an etcd member, in bytes; 0 if it is not known.
     """
@@ -167,6 +184,7 @@ class ClusterNodes:
     nodes: tuple[Node, ...]
     etcd_alarms: tuple[str, ...] = ()
     etcd_db_bytes: int = 0
+    drained: tuple[DrainedNode, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +264,12 @@ def node_from_pb(node: pb.Node) -> Node:
         epoch=node.epoch,
         leader=node.leader,
     )
+
+
+def drained_from_pb(node: pb.DrainedNode) -> DrainedNode:
+    """Convert the value that the nameserver returned."""
+    service = enum_name(pb.ServiceKind.Name, node.service, "SERVICE_KIND_").lower()
+    return DrainedNode(service, node.node_id, node.replica_set, node.unix_ms, node.by)
 
 
 def lock_from_pb(entry: lockmgr_pb.LockEntry) -> Lock:

@@ -15,7 +15,7 @@ from batonmq._connection.channels import Connect
 from batonmq.admin.admin import Admin
 from batonmq.admin.diagnostics import describe_broker
 from batonmq.admin.replication import ElectionPlan, Replica, elect, replicas
-from batonmq.admin.reports import Node
+from batonmq.admin.reports import ClusterNodes, Node
 from batonmq.cli.change_options import by_option, check_can_ask, confirm, yes_option
 from batonmq.cli.command_classes import LazyCommand, LazyGroup, argument
 from batonmq.cli.output import Columns, Item, Minor, counted, duration, wall_time
@@ -34,6 +34,18 @@ commands = LazyGroup(
         "config": LazyCommand(
             "batonmq.cli.cluster_check:config",
             "Show settings that differ between nodes of one service. Secrets are not compared.",
+        ),
+        "drain": LazyCommand(
+            "batonmq.cli.cluster_drain:drain",
+            "Drain a storage or offsets node for maintenance: it hands over its leadership.",
+        ),
+        "undrain": LazyCommand(
+            "batonmq.cli.cluster_drain:undrain",
+            "Allow a drained node to be elected again.",
+        ),
+        "spread-leaders": LazyCommand(
+            "batonmq.cli.leader_spread:spread_leaders",
+            "Move leaders of storage and offsets so that each host has about as many.",
         ),
         "spread-groups": LazyCommand(
             "batonmq.cli.group_placement:spread_groups",
@@ -57,6 +69,10 @@ def _lag_text(item: Item) -> str | None:
     return f"{item['lag']}B" if item["service"] == "storage" else str(item["lag"])
 
 
+def _role(item: Item) -> str:
+    return f"{item['role']}, drained" if item["drained"] else str(item["role"])
+
+
 def _span(milliseconds: int | None) -> str | None:
     return None if milliseconds is None else duration(milliseconds)
 
@@ -65,7 +81,7 @@ _COLUMNS: Columns = {
     "SERVICE": "service",
     "NODE": "node_id",
     "ADDRESS": "address",
-    "ROLE": "role",
+    "ROLE": _role,
     "EPOCH": Minor("epoch"),
     "IN-SYNC": lambda item: None if item["in_sync"] is None else _yes(item["in_sync"]),
     "LAG": _lag_text,
@@ -110,7 +126,7 @@ _REPLICA_COLUMNS: Columns = {
     "SERVICE": "service",
     "SET": "replica_set",
     "NODE": "node_id",
-    "ROLE": "role",
+    "ROLE": _role,
     "EPOCH": Minor("epoch"),
     "IN-SYNC": lambda item: None if item["in_sync"] is None else _yes(item["in_sync"]),
     "POSITION": "position",
@@ -140,8 +156,11 @@ async def _status(session: CommandSession) -> None:
         checks = [
             tasks.create_task(_check_health(node, connect, now_unix_ms)) for node in cluster.nodes
         ]
+    drained = {(one.service, one.node_id) for one in cluster.drained}
     nodes = [
-        task.result() | _copy_of(node, copies)
+        task.result()
+        | _copy_of(node, copies)
+        | {"drained": (node.service, node.node_id) in drained}
         for node, task in zip(cluster.nodes, checks, strict=True)
     ]
     problems += _stuck(copies)
@@ -160,11 +179,13 @@ async def _status(session: CommandSession) -> None:
             "missing": missing,
             "etcd_alarms": list(cluster.etcd_alarms),
             "etcd_db_bytes": cluster.etcd_db_bytes,
+            "drained": [asdict(one) for one in cluster.drained],
         },
         nodes,
         _COLUMNS,
         _MORE_COLUMNS,
     )
+    _note_drained(session, cluster)
     session.output.problems(
         [f"etcd has the alarm {alarm}: {_ALARMS.get(alarm, '')}" for alarm in cluster.etcd_alarms]
         + [f"{service} has no leader" for service in missing]
@@ -243,14 +264,29 @@ def replication(session: CommandSession) -> None:
 
 async def _replication(session: CommandSession) -> None:
     async with session.admin() as admin:
-        nodes = (await admin.cluster()).nodes
+        cluster = await admin.cluster()
+        nodes = cluster.nodes
         brokers, problems = await _described(admin, _leaders(nodes))
         copies, unanswered = await replicas(admin, nodes)
     up = {(node.service, node.node_id) for node in nodes}
     problems += [*unanswered, *_stuck(copies)]
     problems += [f"{service} {name} is down" for service, name in sorted(copies.keys() - up)]
-    session.output.items([_item(node, brokers, copies) for node in nodes], _REPLICA_COLUMNS)
+    drained = {(one.service, one.node_id) for one in cluster.drained}
+    items = [
+        {**_item(node, brokers, copies), "drained": (node.service, node.node_id) in drained}
+        for node in nodes
+    ]
+    session.output.items(items, _REPLICA_COLUMNS)
+    _note_drained(session, cluster)
     session.output.problems(problems)
+
+
+def _note_drained(session: CommandSession, cluster: ClusterNodes) -> None:
+    for one in cluster.drained:
+        session.output.note(
+            f"{one.service} {one.node_id} is drained since {wall_time(one.unix_ms)}, by {one.by}; "
+            f"end it with: baton cluster undrain {one.node_id}"
+        )
 
 
 def _leaders(nodes: Iterable[Node]) -> list[Node]:

@@ -33,6 +33,7 @@ from batonmq_server.nameserver.metrics import (
     MembershipMetrics,
     ReplicaSetMetrics,
 )
+from batonmq_server.nameserver.node_drains import NodeDrains
 from batonmq_server.nameserver.placement_calls import PlacementCalls
 from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.queue_monitor import QueueMonitor
@@ -148,6 +149,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         groups,
         DiagnosisCalls(groups, topics, inspector),
         UncleanElection(etcd),
+        NodeDrains(etcd),
         may=runtime.guard.allows,
         etcd_monitor=etcd_monitor,
         system_topics=system_topics,

@@ -14,6 +14,8 @@ from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
 from batonmq_server.nameserver.etcd_monitor import EtcdMonitor
 from batonmq_server.nameserver.group_calls import GroupCalls
+from batonmq_server.nameserver.leader_moves import LeaderMoves
+from batonmq_server.nameserver.node_drains import NodeDrains
 from batonmq_server.nameserver.system_topics import SystemTopics
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.unclean_election import UncleanElection
@@ -40,6 +42,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         groups: GroupCalls,
         diagnosis: DiagnosisCalls,
         unclean_election: UncleanElection,
+        drains: NodeDrains,
         *,
         may: Callable[[Context, Permission], bool],
         etcd_monitor: EtcdMonitor,
@@ -48,6 +51,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     ) -> None:
         self._identity_of = identity_of
         self._catalog, self._unclean_election = catalog, unclean_election
+        self._drains, self._leader_moves = drains, LeaderMoves(drains)
         self._topics, self._groups = topics, groups
         self._diagnosis, self._may = diagnosis, may
         self._etcd_monitor, self._system_topics = etcd_monitor, system_topics
@@ -110,12 +114,14 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         """See the proto."""
         self._catalog.check_ready()
         nodes, generation = self._catalog.nodes()
+        drained = await self._drains.drained() if request.include_drained else ()
         return pb.DescribeClusterResponse(
             nodes=nodes,
             generation=generation,
             cluster=self._groups.settings.cluster,
             etcd_alarms=self._etcd_monitor.space.alarms,
             etcd_db_bytes=self._etcd_monitor.space.db_bytes,
+            drained=drained,
         )
 
     async def ElectReplica(
@@ -123,6 +129,24 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     ) -> pb.ElectReplicaResponse:
         """See the proto."""
         return await self._unclean_election.elect(request)
+
+    async def DrainNode(
+        self, request: pb.DrainNodeRequest, context: Context
+    ) -> pb.DrainNodeResponse:
+        """See the proto."""
+        return await self._drains.drain(request)
+
+    async def UndrainNode(
+        self, request: pb.UndrainNodeRequest, context: Context
+    ) -> pb.UndrainNodeResponse:
+        """See the proto."""
+        return await self._drains.undrain(request)
+
+    async def MoveLeader(
+        self, request: pb.MoveLeaderRequest, context: Context
+    ) -> pb.MoveLeaderResponse:
+        """See the proto."""
+        return await self._leader_moves.move(request)
 
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context

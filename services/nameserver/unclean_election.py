@@ -11,6 +11,7 @@ from baton.common.v1 import replicas_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq.errors import InvalidArgument, LimitExceeded, StillInSync
 from batonmq_server.nameserver.node_proto import node_from_bytes
+from batonmq_server.runtime.election import drain_key
 from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
 from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, decode_record
 
@@ -33,6 +34,7 @@ class UncleanElection:
         record = decode_record(await self._etcd.get(key))
         up = await self._up(service, request.replica_set)
         _check(request, record, up)
+        await self._check_drained(service, request)
         if request.execute:
             await self._write(service, request, record)
         before = replicas_pb2.ReplicaSet.FromString(record.encode())
@@ -42,6 +44,15 @@ class UncleanElection:
         entries, _ = await self._etcd.get_prefix(f"nodes/{service}/")
         nodes = [node_from_bytes(stored.value) for stored in entries]
         return {node.node_id: node for node in nodes if node.replica_set == name}
+
+    async def _check_drained(self, service: str, request: pb.ElectReplicaRequest) -> None:
+        election = self._etcd.key("elections", service, request.replica_set)
+        if await self._etcd.get(drain_key(election, request.node_id)) is not None:
+            raise InvalidArgument(
+                f"{request.node_id} is drained, so it would not be elected",
+                remedy=f"baton cluster undrain {request.node_id}",
+                facts={"field": "node_id"},
+            )
 
     async def _write(
         self, service: str, request: pb.ElectReplicaRequest, record: ReplicaSetRecord

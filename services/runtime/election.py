@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from batonmq._common.aio import wait_until
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Lease, Put
+from batonmq_server.etcd_api import kv_pb2
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, KeyValue, Lease, Put
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,14 @@ async def _unconditional() -> Candidacy | None:
     return Candidacy()
 
 
+def drain_key(election_key: str, node_id: str) -> str:
+    """Return the key that excludes a node from an election while it exists.
+
+    It is below the key of the election, so the watch that a leader keeps on its own key has it too.
+    """
+    return f"{election_key}/drained/{node_id}"
+
+
 class Election:
     """Campaigns for the key `elections/<name>`; the term is the key's create revision.
 
@@ -50,6 +59,7 @@ class Election:
     Attributes:
         term: Term of this node's leadership; 0 if it does not lead.
         reachable: Whether etcd answered the last call.
+        drained: Excluded nodes; kept up to date while this node leads.
     """
 
     def __init__(
@@ -66,6 +76,7 @@ class Election:
         self.key = session.key("elections", *name.split("/"))
         self.term = 0
         self.reachable = True
+        self.drained: frozenset[str] = frozenset()
         self._valid_until_ms = 0
         self._answered_ms: int | None = None
         self._resigns = asyncio.Event()
@@ -164,15 +175,18 @@ class Election:
     async def _try(self, lease: Lease, candidacy: Candidacy) -> int | None:
         vacant = Compare(self.key, create_revision=0)
         put = Put(self.key, self.node_id.encode(), lease)
+        allowed = Compare(drain_key(self.key, self.node_id), create_revision=0)
         return await self.session.txn(
-            compare=[vacant, *candidacy.compare], put=[put, *candidacy.put]
+            compare=[vacant, allowed, *candidacy.compare], put=[put, *candidacy.put]
         )
 
     async def _wait_for_vacancy(self, lease: Lease) -> None:
-        """Wait until the key may be free, or the lease must be refreshed."""
+        """Wait until this node may be elected, or the lease must be refreshed."""
         # From the revision of the read: that of the key may have been compacted.
         entries, revision = await self.session.get_prefix(self.key)
-        if all(stored.key != self.key for stored in entries):
+        self._read_drained(entries)
+        vacant = all(stored.key != self.key for stored in entries)
+        if vacant and self.node_id not in self.drained:
             return
         with contextlib.suppress(TimeoutError, NoQuorum):  # the refresh shows whether etcd answers
             async with (
@@ -198,11 +212,12 @@ class Election:
     async def _watch_own_key(self) -> None:
         """Resign as soon as the key is gone: another node has ended the lease, or it has expired.
 
-        The next refresh would show it too, up to a tenth of the lease later.
+        The next refresh would show it too, up to a tenth of the lease later. Keeps `drained`.
         """
         while True:
             try:
                 entries, revision = await self.session.get_prefix(self.key)
+                self._read_drained(entries)
                 own = [stored for stored in entries if stored.key == self.key]
                 if not own or own[0].create_revision != self.term:
                     break
@@ -212,10 +227,24 @@ class Election:
                     async for answer in answers:
                         if any(event.type == event.DELETE for event in answer.events):
                             break
+                        self._note_drained(answer.events)
             except NoQuorum:
                 await asyncio.sleep(0.5)  # the refresh shows how long etcd may be unreachable
         log.warning("the lease was ended by another node key=%s term=%d", self.key, self.term)
         self.resign()
+
+    def _read_drained(self, entries: Sequence[KeyValue]) -> None:
+        names = map(self._drained_node, (stored.key for stored in entries))
+        self.drained = frozenset(filter(None, names))
+
+    def _note_drained(self, writes: Iterable[kv_pb2.Event]) -> None:
+        names = [self._drained_node(self.session.key_value(event.kv).key) for event in writes]
+        self.drained |= frozenset(filter(None, names))
+
+    def _drained_node(self, key: str) -> str:
+        """Return the node that a key excludes from this election; empty for another key."""
+        prefix = drain_key(self.key, "")
+        return key.removeprefix(prefix) if key.startswith(prefix) else ""
 
     async def _hold(self, lease: Lease) -> None:
         """Refresh the lease until it is lost, may have expired, or the node resigns.

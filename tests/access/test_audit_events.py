@@ -121,8 +121,8 @@ def test_nothing_is_kept_while_no_reader_watches() -> None:
 def test_method_that_needs_the_role_admin_is_a_read_or_a_change(path: str) -> None:
     """A new method of this role must begin with a verb of one of the two lists."""
     changing = (
-        "Block", "Clone", "Create", "Delete", "Elect", "Force", "Grant", "Move", "Purge", "Release",
-        "Reset", "Revoke", "Rotate", "Set", "Unblock", "Update", "Verify",
+        "Block", "Clone", "Create", "Delete", "Drain", "Elect", "Force", "Grant", "Move", "Purge",
+        "Release", "Reset", "Revoke", "Rotate", "Set", "Unblock", "Undrain", "Update", "Verify",
     )  # fmt: skip
     permissions = tuple(ALL[path].permissions(request_of(METHODS[path])))
     if any(one.roles == (AccessRole.ADMIN,) for one in permissions):

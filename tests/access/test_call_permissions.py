@@ -125,6 +125,9 @@ NameserverService   QueryRoute         use
 NameserverService   WatchRoute         use
 NameserverService   DescribeCluster    granted
 NameserverService   ElectReplica
+NameserverService   DrainNode
+NameserverService   UndrainNode
+NameserverService   MoveLeader
 NameserverService   Heartbeat          both
 NameserverService   Leave              join
 NameserverService   WatchGroup         join

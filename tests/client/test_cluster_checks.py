@@ -22,7 +22,7 @@ from batonmq.admin.group_reports import Group, Member, Pause
 from batonmq.admin.node_state import NodeReport, ProcessState, clock_skew_ms
 from batonmq.admin.quotas import IdentityQuota, QuotaLimits
 from batonmq.admin.replication import Replica
-from batonmq.admin.reports import Node, Topic
+from batonmq.admin.reports import DrainedNode, Node, Topic
 from batonmq.admin.setting_drift import config_drift, masked_settings
 from batonmq.admin.transactions import TransactionDetail
 
@@ -256,6 +256,11 @@ BROKEN: dict[str, tuple[ClusterState, CheckLevel, str]] = {
         CheckLevel.WARNING,
         "storage leaders by host: host-0 3, host-1 0",
     ),
+    "drained-nodes": (
+        replace(S, drained=(DrainedNode("storage", "storage-1", "a", NOW - 7_200_000, "ann"),)),
+        CheckLevel.WARNING,
+        "storage/storage-1 is drained for 120 min, by ann",
+    ),
     "topic-balance": (
         replace(
             S,
@@ -402,3 +407,12 @@ def test_setting_of_one_version_only_drifts_unless_it_has_its_default() -> None:
     changed = replace(new, settings=(*new.settings, setting("span", "5", default="4")))
     (drift,) = config_drift((old, changed))
     assert drift.values == {"offsets-0": "(not known to this version)", "offsets-1": "5"}
+
+
+def test_drained_node_is_a_finding_at_once_if_its_set_has_no_leader() -> None:
+    drained = DrainedNode("storage", "storage-1", "a", NOW - 1, "ann")
+    assert verdict(replace(S, drained=(drained,)), "drained-nodes").level is CheckLevel.OK
+    without_leader = without(replace(S, drained=(drained,)), "storage/storage-0")
+    found = verdict(without_leader, "drained-nodes")
+    assert found.level is CheckLevel.FAILED
+    assert "a has no leader" in found.findings[0]

@@ -23,7 +23,7 @@ from batonmq.admin.group_reports import (
     Subscription,
 )
 from batonmq.admin.replication import Replica
-from batonmq.admin.reports import ClusterNodes, Node, Topic
+from batonmq.admin.reports import ClusterNodes, DrainedNode, Node, Topic
 from batonmq.errors import Difference, SubscriptionConflict
 from batonmq_server.console.core import formats
 from batonmq_server.console.core.cluster_view import cluster_view
@@ -31,6 +31,8 @@ from batonmq_server.console.core.group_view import group_view
 from batonmq_server.console.core.paging import page_of
 from batonmq_server.console.core.remedies import remedies_of
 from batonmq_server.console.core.topic_view import kind_of, rates_between, topic_row, visible
+from batonmq_server.console.visit import make_templates, render_block
+from tests.console.scene import words_of
 
 QUEUE = QueueRef("orders", "broker-0", 1)
 GROUP = Group(
@@ -73,7 +75,13 @@ NODES = (
 )
 
 
-def view_of(nodes: tuple[Node, ...] = NODES, *, in_sync: bool = True, **broker: Any) -> Any:
+def view_of(
+    nodes: tuple[Node, ...] = NODES,
+    *,
+    in_sync: bool = True,
+    drained: tuple[DrainedNode, ...] = (),
+    **broker: Any,
+) -> Any:
     copies = {
         ("storage", "a"): copy("a", leader=True, in_sync=True),
         ("storage", "b"): copy("b", leader=False, in_sync=in_sync, lag=0 if in_sync else 1_234),
@@ -83,7 +91,7 @@ def view_of(nodes: tuple[Node, ...] = NODES, *, in_sync: bool = True, **broker: 
         "disk_seconds_until_full": 0, "first_position": 100, "next_position": 1_100,
         "queue_count": 4, "scheduled_count": 0, "damaged_batch_count": 0, **broker,
     }  # fmt: skip
-    cluster = ClusterNodes("baton", 3, nodes)
+    cluster = ClusterNodes("baton", 3, nodes, drained=drained)
     return cluster_view(cluster, copies, [disk], (), (), now_unix_ms=61_000)
 
 
@@ -140,6 +148,16 @@ def test_follower_that_is_behind_is_drawn_so_and_the_cluster_needs_attention() -
 def test_service_and_set_without_a_leader_are_missing() -> None:
     nodes = tuple(replace(n, leader=False) if n.node_id in ("a", "lockmgr-0") else n for n in NODES)
     assert view_of(nodes).missing == ("lockmgr", "storage", "storage broker-0")
+
+
+def test_drained_node_is_named_with_the_command_that_brings_it_back() -> None:
+    mark = DrainedNode("storage", "gone", "broker-0", 1_700_000_000_250, "ann")
+    view = view_of(drained=(mark,))
+    assert view.healthy, "an operator wants it so"
+    shown = render_block(make_templates(), "cluster.html", {"cluster": view})
+    assert "is drained for maintenance since 2023-11-14 22:13:20.250, by ann" in words_of(shown)
+    assert "baton cluster undrain gone" in shown
+    assert "drained" not in render_block(make_templates(), "cluster.html", {"cluster": view_of()})
 
 
 def test_full_disk_and_damage_need_attention() -> None:

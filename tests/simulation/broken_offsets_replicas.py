@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -143,6 +144,36 @@ def stay_although_cut_off(patch: pytest.MonkeyPatch) -> None:
         return False
 
     patch.setattr(ReplicaNode, "_is_cut_off", is_cut_off)
+
+
+def elect_a_drained_node(patch: pytest.MonkeyPatch) -> None:
+    """A drained node may be elected again."""
+
+    async def attempt(self: Election, lease: Lease, candidacy: Candidacy) -> int | None:
+        vacant = Compare(self.key, create_revision=0)
+        put = Put(self.key, self.node_id.encode(), lease)
+        return await self.session.txn(
+            compare=[vacant, *candidacy.compare], put=[put, *candidacy.put]
+        )
+
+    patch.setattr(Election, "_try", attempt)
+
+
+def hand_over_to_no_node(patch: pytest.MonkeyPatch) -> None:
+    """A drained leader resigns before a follower is in the in-sync set, and up."""
+
+    def hands_over(self: ReplicaNode[Any], _: InSyncSet) -> bool:
+        drained = self._node_id in self.election.drained
+        if drained:
+            self.election.resign()
+        return drained
+
+    patch.setattr(ReplicaNode, "_hands_over", hands_over)
+
+
+def miss_a_drain(patch: pytest.MonkeyPatch) -> None:
+    """A leader reads the marks when it is elected, and misses those that are written later."""
+    patch.setattr(Election, "_note_drained", lambda *_: None)
 
 
 def ignore_an_ended_lease(patch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,9 @@ from batonmq_server.testing.processes import ServiceSpec, SimulatedProcess
 from batonmq_server.testing.services import lockmgr, nameserver, offsets, storage
 from tests.simulation import named_callers
 from tests.simulation.checker import Checker
-from tests.simulation.offsets_replica_checks import SET_KEY
+from tests.simulation.offsets_replica_checks import LEADER_KEY, SET_KEY
 from tests.simulation.options import RunOptions
+from tests.simulation.storage_replica_checks import LEADER_KEY as STORE_LEADER_KEY
 from tests.simulation.storage_replica_checks import SET_KEY as STORE_SET_KEY
 from tests.simulation.trace import Trace
 
@@ -91,6 +92,8 @@ class SimulatedCluster(processes.MemoryEnvironment):
         self.checker = Checker(GROUP, TOPIC, LEASE_MS, self.trace, self.now_ms, self.leader)
         for checks in (self.checker.replicas, self.checker.stores):
             checks.deposed = self.deposed
+        self.checker.replicas.drained = partial(self.drained, LEADER_KEY)
+        self.checker.stores.drained = partial(self.drained, STORE_LEADER_KEY)
         self._deposed: dict[str, int] = {}
         self.etcd.on_put.append(self.checker.etcd.written)
         self.etcd.on_put.append(self._put)
@@ -101,6 +104,10 @@ class SimulatedCluster(processes.MemoryEnvironment):
         """Return the holder of an election key in etcd; empty without one."""
         stored = self.etcd.get(key)
         return stored.value.decode() if stored is not None else ""
+
+    def drained(self, key: str, name: str) -> bool:
+        """Return whether etcd excludes a node from the election of this key."""
+        return self.etcd.get(f"{key}/drained/{name}") is not None
 
     def end_lease(self, key: str) -> None:
         """End the lease of the leader of an election, which runs and is not notified."""

@@ -120,6 +120,8 @@ TWO_STEPS = RunOptions(
     steps=40, replicated=True, min_in_sync=2, two_steps=6, leader_faults=2
 )  # fmt: skip
 ENDED_LEASES = RunOptions(steps=40, replicated=True, ended_leases=8, joins=6)
+DRAINS = RunOptions(steps=40, replicated=True, drains=8, leader_faults=2)
+LONE_DRAINS = RunOptions(steps=40, stores=3, lone_drains=8)
 STORES_TWO_STEPS = RunOptions(steps=40, stores=3, min_in_sync=2, two_steps=6, leader_faults=2)
 STORES_SPLIT = RunOptions(
     steps=60, stores=3, leader_faults=12, splits=12, pause_ms_max=8_000,
@@ -384,6 +386,9 @@ MUTANTS = (
         ("section 8", "section 12", "L2"),
         first=7,
     ),
+    Mutant("elect a drained node", broken_replicas.elect_a_drained_node, DRAINS, ("drain",)),
+    Mutant("hand over to no node", broken_replicas.hand_over_to_no_node, LONE_DRAINS, ("drain",)),
+    Mutant("miss a drain", broken_replicas.miss_a_drain, LONE_DRAINS, ("drain",)),
     Mutant(
         "let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=130
     ),

@@ -71,10 +71,12 @@ class OffsetsReplicaChecks:
         min_in_sync: The in-sync set never shrinks below this size.
         deposed: Returns whether the lease of a running leader was ended early: the leader may
             answer until etcd reports that. No confirmed change may be lost.
+        drained: Returns whether a node is drained by etcd: then it must not be elected.
     """
 
     min_in_sync = 1
     deposed: Callable[[str], bool] = staticmethod(lambda _: False)
+    drained: Callable[[str], bool] = staticmethod(lambda _: False)
 
     def __init__(self, expected: ExpectedState, leader: Callable[[], str]) -> None:
         self._expected, self._leader = expected, leader
@@ -176,6 +178,8 @@ class OffsetsReplicaChecks:
         self._expected.counts["elections"] += now.epoch > before.epoch
         if now.epoch < before.epoch or now.served_epoch < before.served_epoch:
             self._fail(f"{text} after epoch {before.epoch}, served {before.served_epoch}")
+        if now.epoch > before.epoch and self.drained(now.leader):
+            self._expected.fail("drain", f"{text}, which is drained")
         if now.epoch == before.epoch and now.leader != before.leader:
             self._fail(f"{text}, and it was of {before.leader}")
         if len(now.in_sync) < min(self.min_in_sync, len(before.in_sync)):
@@ -197,9 +201,9 @@ class OffsetsReplicaChecks:
             text = f"{call.target} answers {call.method}, and the leader is {leader or 'none'}"
             self._expected.fail("section 8", text)
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, rule: str = "section 12") -> None:
         """Report a violation that a fault of the scenario has found."""
-        self._fail(text)
+        self._expected.fail(rule, text)
 
     def _check_electable(self, after: str) -> None:
         for node in self._standing.in_sync:

@@ -24,6 +24,8 @@ Fault model. The cluster must keep its promises while
 - a stranger writes under the ids of the producer, and makes calls for members with their
   incarnations and tokens;
 - the group is moved between two sets of offsets, whose nodes are killed, frozen and cut off;
+- an operator drains nodes of replica sets, restarts them and undrains them, at any event; the
+  followers of a leader freeze just before it is drained;
 - all services are unreachable for longer than the own deadline of the members.
 
 Not part of it: an etcd that loses what it has stored, monotonic clocks that run at different
@@ -103,6 +105,10 @@ class RunOptions:
         strandings: Weight of an outage of etcd for all storage nodes, which lasts longer for one.
         moves: Weight of an operator's move of the group to the other of two sets of offsets, of one
             node each. 0: there is one set.
+        drains: Weight of an operator's drain of a node of a replica set. The node may be restarted,
+            and is undrained later.
+        lone_drains: Weight of a leader that is drained when its followers have just been frozen;
+            not together with other faults of leaders.
         forgeries: Weight of a batch that a stranger sends under an id of the producer.
         thefts: Weight of a call that a stranger makes for a member; only with `identities`.
         identities: Whether services identify their callers.
@@ -157,6 +163,8 @@ class RunOptions:
     disk_failures: int = 0
     strandings: int = 0
     moves: int = 0
+    drains: int = 0
+    lone_drains: int = 0
     forgeries: int = 0
     thefts: int = 0
     identities: bool = False
@@ -245,6 +253,24 @@ class RunOptions:
         drawn = RunOptions.drawn(random, steps)
         return replace(
             drawn, moves=12, replicated=False, leader_faults=0, two_steps=0, splits=0, lost_disks=0
+        )
+
+    @staticmethod
+    def of_drains(random: Random, steps: int) -> RunOptions:
+        """Draw options with drains, among the faults of `of_storage` or among none of leaders."""
+        if random.random() < 0.5:
+            drawn = RunOptions.of_storage(random, steps)
+            min_in_sync = random.choice([1, 1, 1, 2])
+            return replace(drawn, replicated=True, moves=0, drains=16, min_in_sync=min_in_sync)
+        return RunOptions(
+            steps=steps,
+            faults=Faults(delay_ms_max=random.choice([3, 20, 80]), duplicate=0.02),
+            commit_on_pull=random.random() < 0.5,
+            fails=random.choice([0, 0.1]),
+            replicated=random.random() < 0.5,
+            min_in_sync=random.choice([1, 2]),
+            stores=3,
+            lone_drains=8,
         )
 
     @staticmethod

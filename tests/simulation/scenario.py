@@ -173,7 +173,14 @@ class SimulationRun:
             self._operator.move: options.moves,
             self._stranger.write: options.forgeries,
             self._stranger.steal: options.thefts,
+            self._drain: options.drains,
+            self._service_faults.drain_alone: options.lone_drains,
         }
+
+    def _drain(self) -> Later:
+        if chosen := self._service_faults.node_to_drain():
+            self._operator.drain(*chosen, self._service_faults.restart_node)
+        return None
 
     async def _settle(self, tasks: asyncio.TaskGroup) -> None:
         """End all faults and check that the remaining work is finished (L1, L2, L4)."""

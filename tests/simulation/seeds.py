@@ -32,6 +32,8 @@ OUTAGE_SEEDS = SEEDS[: max(1, SETTINGS.seeds // 10)]
 """Seeds of runs in which all services are unreachable for a while."""
 MOVES_SEEDS = SEEDS[: max(1, SETTINGS.seeds // 10)]
 """Seeds of runs in which the group moves between two sets of offsets."""
+DRAIN_SEEDS = SEEDS[: max(1, SETTINGS.seeds // 40)]
+"""Seeds of runs in which an operator drains nodes."""
 
 BY_KEY = 0.3
 """Part of the runs in which messages are handled in the order of their ordering keys."""
@@ -67,6 +69,11 @@ def moves_options_of(seed: int) -> RunOptions:
     return RunOptions.of_moves(Random(f"{seed}/moves"), SETTINGS.steps)
 
 
+def drain_options_of(seed: int) -> RunOptions:
+    """Return the options of a run in which nodes are drained."""
+    return RunOptions.of_drains(Random(f"{seed}/drains"), SETTINGS.steps)
+
+
 def outage_options_of(seed: int) -> RunOptions:
     """Return the options of a run with an outage of all services."""
     drawn = RunOptions.of_outages(Random(f"{seed}/outage"), SETTINGS.steps)
@@ -89,6 +96,7 @@ KINDS = {
     "graceful": graceful_options_of,
     "storage": storage_options_of,
     "moves": moves_options_of,
+    "drains": drain_options_of,
     "outage": outage_options_of,
     "identities": switching_options_of,
 }

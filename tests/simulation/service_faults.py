@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from batonmq_server.testing.processes import LoopClock, ServiceSpec, SimulatedService
 from tests.simulation.cluster import LOCKMGR_KEY, REPLICAS, STORES, services
+from tests.simulation.lone_drains import LoneDrain
 from tests.simulation.offsets_replica_checks import LEADER_KEY
 from tests.simulation.run_context import Later, RunContext
 from tests.simulation.simulated_members import SimulatedMembers
@@ -28,7 +29,7 @@ class ServiceFaults:
         self._running: dict[str, SimulatedService] = {}
         self._lives: Counter[str] = Counter()
         self._stranded = False
-        self._fails_in_two_steps = self._settled = False
+        self._fails_in_two_steps = self._drains_alone = self._settled = False
 
     def start(self) -> None:
         """Start all services."""
@@ -155,6 +156,42 @@ class ServiceFaults:
         self._fails_in_two_steps = True
         return self._fail_in_two_steps(failure, leader)
 
+    def drain_alone(self) -> Later:
+        """Drain the leader of three nodes while its followers are frozen."""
+        names = self._replicas()
+        leader = self._leader_of(names) if len(names) == 3 else None
+        if leader is None or self._drains_alone:
+            return None
+        of_offsets = names is REPLICAS
+        checker = self._context.cluster.checker
+        checks = checker.replicas if of_offsets else checker.stores
+        key = LEADER_KEY if of_offsets else STORE_LEADER_KEY
+        self._drains_alone = True
+        return self._drain_alone(
+            LoneDrain(self._context, checks, self._running, names, key), leader
+        )
+
+    def restart_node(self, name: str) -> Later:
+        """Stop a node gracefully and restart it, as in a maintenance."""
+        process = self._running[name]
+        if process not in self._up():
+            return None
+        self._mend_disk(name)
+        process.stop()
+        self._context.note(f"{name} is stopped for maintenance", "maintenances")
+        return self._replace(process)
+
+    def node_to_drain(self) -> tuple[str, str] | None:
+        """Return service and name of a node of a replica set, as a rule of its leader."""
+        names = self._replicas()
+        if len(names) < 2:
+            return None
+        service = "offsets" if names is REPLICAS else "storage"
+        leader = self._leader_of(names)
+        if leader is not None and self._context.random.random() < 0.7:
+            return service, leader.name
+        return service, self._context.random.choice(names)
+
     def end_lease(self) -> None:
         """End the lease of a running leader, as a sibling does that considers the leader gone."""
         random, cluster = self._context.random, self._context.cluster
@@ -278,6 +315,11 @@ class ServiceFaults:
         self._fails_in_two_steps = False
         if not leader.alive and self._running[leader.name] is leader:
             self._start(leader.service)
+
+    async def _drain_alone(self, drain: LoneDrain, leader: SimulatedService) -> None:
+        if not self._settled:
+            await drain.happen(leader)
+        self._drains_alone = False
 
     def _come_back_poorer(self, names: Sequence[str], lose: Callable[[str], None]) -> Later:
         """Kill a node and damage its data, after its last write to etcd, unless it has the only

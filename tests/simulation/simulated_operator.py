@@ -88,14 +88,28 @@ class SimulatedOperator:
         self._context.note(f"the group is to move to {to_set}")
         self._begin(self._move(to_set))
 
+    def drain(self, service: str, node_id: str, restart: Callable[[str], Later]) -> None:
+        """Drain a node, perhaps restart it, and undrain it later.
+
+        Args:
+            restart: Starts the restart of a node.
+        """
+        self._context.note(f"{node_id} is to be drained")
+        self._begin(self._maintain(service, node_id, restart))
+
     def ask(self) -> None:
         """Request the diagnosis of all queues from a nameserver, and check it."""
         self._context.counts["questions"] += 1
         self._begin(self._ask())
 
     async def settle(self) -> None:
-        """Resume the group until cancelled: a late copy of an old call may pause it again."""
+        """Resume the group and undrain all nodes until cancelled.
+
+        A late copy of an old call may pause it, or drain one, again.
+        """
         while True:
+            for service, node_id in self._drained():
+                await self._undrain(service, node_id)
             if self._context.cluster.checker.expected.group.paused:
                 await self._update(_paused(False, "faults have ceased"))
             await asyncio.sleep(5)
@@ -143,6 +157,41 @@ class SimulatedOperator:
         answer = await self._until_answered(call)
         if isinstance(answer, pb.MoveGroupResponse) and answer.before != answer.placement:
             self._context.note(f"move {answer.placement.move} to {to_set}", "moves")
+
+    async def _maintain(self, service: str, node_id: str, restart: Callable[[str], Later]) -> None:
+        kind = pb.ServiceKind.Value(f"SERVICE_KIND_{service.upper()}")
+        request = pb.DrainNodeRequest(service=kind, node_id=node_id, execute=True, by="operator")
+
+        async def call() -> pb.DrainNodeResponse:
+            return await self._directory.nameserver().DrainNode(request, timeout=CALL_TIMEOUT_S)
+
+        answer = await self._until_answered(call)
+        if answer is None:
+            self._context.counts["refused drains"] += 1
+            return
+        self._context.note(f"{node_id} is drained", "drained nodes")
+        self._context.counts["drained leaders"] += answer.leader
+        await asyncio.sleep(self._context.random.uniform(0, 4))
+        if self._context.random.random() < 0.5 and (later := restart(node_id)) is not None:
+            await later
+        await asyncio.sleep(self._context.random.uniform(0, 8))
+        await self._undrain(service, node_id)
+
+    async def _undrain(self, service: str, node_id: str) -> None:
+        kind = pb.ServiceKind.Value(f"SERVICE_KIND_{service.upper()}")
+        request = pb.UndrainNodeRequest(service=kind, node_id=node_id, execute=True)
+
+        async def call() -> pb.UndrainNodeResponse:
+            return await self._directory.nameserver().UndrainNode(request, timeout=CALL_TIMEOUT_S)
+
+        await self._until_answered(call)
+        self._context.note(f"{node_id} is undrained")
+
+    def _drained(self) -> list[tuple[str, str]]:
+        """Return service and node id of each node that etcd excludes from elections."""
+        entries, _ = self._context.cluster.etcd.get_prefix("elections/")
+        parts = [stored.key.split("/") for stored in entries]
+        return [(each[1], each[-1]) for each in parts if each[-2] == "drained"]
 
     async def _pause(self, reason: str, time_s: float) -> None:
         self._begin(self._update(_paused(True, reason)))

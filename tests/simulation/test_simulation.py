@@ -18,11 +18,13 @@ import pytest
 from tests.simulation.options import RunOptions
 from tests.simulation.scenario import RunResult, play
 from tests.simulation.seeds import (
+    DRAIN_SEEDS,
     KINDS,
     MOVES_SEEDS,
     OUTAGE_SEEDS,
     SEEDS,
     STORAGE_SEEDS,
+    drain_options_of,
     each_bunch,
     graceful_options_of,
     moves_options_of,
@@ -53,6 +55,10 @@ LEAST = {
 LEAST_OF_STORAGE = {
     "leaderships of storage": 130, "replicated receipts": 660, "pulls from followers": 13,
     "rots": 6, "lost disks": 6, "disk failures": 33, "sent back": 66,
+}  # fmt: skip
+LEAST_OF_DRAINS = {
+    "drained nodes": 100, "drained leaders": 60, "refused drains": 80, "maintenances": 40,
+    "lone drains": 90,
 }  # fmt: skip
 FOUND = (1_626, 200_665, 200_986, 201_526, 307_917, 402_185)
 """Seeds that failed in a long run, each before its cause was mended."""
@@ -99,6 +105,16 @@ def test_promises_hold_under_faults_during_a_group_move(
     for seed in seeds:
         counts.update(played(seed, moves_options_of(seed)))
     note_runs(request, "moves of a group", len(seeds), counts, {"moves": 200}, ENOUGH)
+
+
+@each_bunch(DRAIN_SEEDS, BUNCH)
+def test_promises_hold_while_nodes_are_drained(
+    request: pytest.FixtureRequest, seeds: range
+) -> None:
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        counts.update(played(seed, drain_options_of(seed)))
+    note_runs(request, "drains", len(seeds), counts, LEAST_OF_DRAINS, ENOUGH)
 
 
 @each_bunch(OUTAGE_SEEDS, BUNCH)

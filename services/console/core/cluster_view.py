@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batonmq.admin.replication import Replica
-from batonmq.admin.reports import ClusterNodes, Node
+from batonmq.admin.reports import ClusterNodes, DrainedNode, Node
 
 SERVICES = ("nameserver", "lockmgr", "offsets", "storage", "gateway")
 _REQUIRED = ("nameserver", "lockmgr", "offsets", "storage")
@@ -98,6 +98,7 @@ class ClusterView:
 
     Attributes:
         missing: Services and sets without a leader.
+        drained: Nodes that are not elected until an operator brings them back.
         notes: What the person may not see, with the permission that is missing.
     """
 
@@ -110,6 +111,7 @@ class ClusterView:
     problems: tuple[str, ...]
     notes: tuple[str, ...]
     etcd_db_bytes: int
+    drained: tuple[DrainedNode, ...]
 
     @property
     def healthy(self) -> bool:
@@ -156,6 +158,7 @@ def cluster_view(
         problems=(*alarms, *stopped, *problems),
         notes=tuple(notes),
         etcd_db_bytes=cluster.etcd_db_bytes,
+        drained=cluster.drained,
     )
 
 

@@ -266,7 +266,12 @@ class InSyncSet:
         Otherwise a follower that joins in between would be dropped from the tracker.
         """
         served_epoch = self.epoch if self._serves else self._record.served_epoch
-        wanted = replace(self._record, in_sync=in_sync, served_epoch=served_epoch)
+        wanted = replace(
+            self._record,
+            in_sync=in_sync,
+            served_epoch=served_epoch,
+            min_in_sync=self.policy.min_in_sync,
+        )
         self._uncertain = True
         self._record = await self._store.change(self._record, wanted)
         self._uncertain = False

@@ -27,7 +27,8 @@ from batonmq_server.runtime.sibling_watch import SiblingWatch
 log = logging.getLogger(__name__)
 
 REACH_INTERVAL_S = 0.5
-"""Interval of the checks whether the leader is cut off; it resigns after three that say so."""
+"""Interval of the checks whether the leader is drained or cut off; it resigns after three that say
+that it is cut off."""
 RESIGN_INTERVAL_MS = 60_000
 """A node resigns at most this often because it is cut off: if no node reaches another, one of them
 has to stay the leader."""
@@ -217,15 +218,34 @@ class ReplicaNode(ABC, Generic[L]):
                 self._abstain(in_sync_set.epoch, self._lease_ms)
 
     async def _watch_reach(self, in_sync_set: InSyncSet) -> None:
-        """Resign once a majority of the set can't reach this node, and is known to reach etcd."""
+        """Resign once another node had better lead.
+
+        This node is drained, or a majority of the set can't reach it, and is known to reach etcd.
+        """
         checks = 0
         while True:
             await asyncio.sleep(REACH_INTERVAL_S)
+            if self._hands_over(in_sync_set):
+                return
             checks = checks + 1 if await self._is_cut_off(in_sync_set) else 0
             if checks == 3:  # a node that was paused has renewed its entry, and reports soon
                 names = ", ".join(sorted(in_sync_set.cut_off()))
                 self._give_way(in_sync_set, f"{names} reach etcd, and can't reach this node")
                 return
+
+    def _hands_over(self, in_sync_set: InSyncSet) -> bool:
+        """Resign if this node is drained and another node that is not drained could lead.
+
+        Until then it leads on: a set without a leader is worse than a drain that takes longer.
+        """
+        drained = self.election.drained
+        if self._node_id not in drained:
+            return False
+        others = in_sync_set.successors() - drained
+        if others:
+            log.info("hands over: it is drained successors=%s", ",".join(sorted(others)))
+            self.election.resign()
+        return bool(others)
 
     async def _is_cut_off(self, in_sync_set: InSyncSet) -> bool:
         """Return whether the nodes that are cut off have renewed their entries in etcd since then.

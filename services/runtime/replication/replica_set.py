@@ -36,6 +36,7 @@ class ReplicaSetRecord:
     served_epoch: int = 0
     accepted: tuple[replicas_pb2.AcceptedLoss, ...] = ()
     mod_revision: int = 0
+    min_in_sync: int = 0
 
     def encode(self) -> bytes:
         """Return the value that etcd keeps."""
@@ -45,6 +46,7 @@ class ReplicaSetRecord:
             in_sync=sorted(self.in_sync),
             served_epoch=self.served_epoch,
             accepted_losses=self.accepted,
+            min_in_sync=self.min_in_sync,
         ).SerializeToString()
 
     def with_accepted_loss(self, loss: replicas_pb2.AcceptedLoss) -> ReplicaSetRecord:
@@ -72,6 +74,7 @@ def decode_record(stored: KeyValue | None) -> ReplicaSetRecord:
         record.served_epoch,
         tuple(record.accepted_losses),
         stored.mod_revision,
+        record.min_in_sync,
     )
 
 

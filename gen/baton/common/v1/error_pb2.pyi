@@ -260,6 +260,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """A later move of the group is known. Facts: `group`, `move`, `current`."""
     REASON_STILL_IN_SYNC: _Reason.ValueType  # 91
     """A replica can be elected without losing messages. Facts: `node_id` if known."""
+    REASON_NOT_DRAINABLE: _Reason.ValueType  # 92
+    """Without this node its replica set would have no leader, or reject writes. Facts: `node_id`,
+    `in_sync`, `limit`.
+    """
     REASON_NOT_LEADER: _Reason.ValueType  # 100
     """The node is not the leader. Facts: `leader` if known."""
     REASON_NOT_SERVING: _Reason.ValueType  # 101
@@ -459,6 +463,10 @@ REASON_OLD_MOVE: Reason.ValueType  # 90
 """A later move of the group is known. Facts: `group`, `move`, `current`."""
 REASON_STILL_IN_SYNC: Reason.ValueType  # 91
 """A replica can be elected without losing messages. Facts: `node_id` if known."""
+REASON_NOT_DRAINABLE: Reason.ValueType  # 92
+"""Without this node its replica set would have no leader, or reject writes. Facts: `node_id`,
+`in_sync`, `limit`.
+"""
 REASON_NOT_LEADER: Reason.ValueType  # 100
 """The node is not the leader. Facts: `leader` if known."""
 REASON_NOT_SERVING: Reason.ValueType  # 101

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62\x61ton/common/v1/replicas.proto\x12\x0f\x62\x61ton.common.v1\"\x8a\x01\n\nReplicaSet\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0e\n\x06leader\x18\x02 \x01(\t\x12\x0f\n\x07in_sync\x18\x03 \x03(\t\x12\x14\n\x0cserved_epoch\x18\x04 \x01(\x03\x12\x36\n\x0f\x61\x63\x63\x65pted_losses\x18\x05 \x03(\x0b\x32\x1d.baton.common.v1.AcceptedLoss\"Y\n\x0c\x41\x63\x63\x65ptedLoss\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04lost\x18\x02 \x03(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0f\n\x07unix_ms\x18\x04 \x01(\x03\x12\n\n\x02\x62y\x18\x05 \x01(\t\"{\n\x07Replica\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06leader\x18\x02 \x01(\x08\x12\x0f\n\x07in_sync\x18\x03 \x01(\x08\x12\x10\n\x08position\x18\x04 \x01(\x03\x12\x0b\n\x03lag\x18\x05 \x01(\x03\x12\x0e\n\x06lag_ms\x18\x06 \x01(\x03\x12\x0f\n\x07problem\x18\x07 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62\x61ton/common/v1/replicas.proto\x12\x0f\x62\x61ton.common.v1\"\x9f\x01\n\nReplicaSet\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0e\n\x06leader\x18\x02 \x01(\t\x12\x0f\n\x07in_sync\x18\x03 \x03(\t\x12\x14\n\x0cserved_epoch\x18\x04 \x01(\x03\x12\x36\n\x0f\x61\x63\x63\x65pted_losses\x18\x05 \x03(\x0b\x32\x1d.baton.common.v1.AcceptedLoss\x12\x13\n\x0bmin_in_sync\x18\x06 \x01(\x05\"Y\n\x0c\x41\x63\x63\x65ptedLoss\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04lost\x18\x02 \x03(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0f\n\x07unix_ms\x18\x04 \x01(\x03\x12\n\n\x02\x62y\x18\x05 \x01(\t\"{\n\x07Replica\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06leader\x18\x02 \x01(\x08\x12\x0f\n\x07in_sync\x18\x03 \x01(\x08\x12\x10\n\x08position\x18\x04 \x01(\x03\x12\x0b\n\x03lag\x18\x05 \x01(\x03\x12\x0e\n\x06lag_ms\x18\x06 \x01(\x03\x12\x0f\n\x07problem\x18\x07 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.common.v1.replicas_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REPLICASET']._serialized_start=52
-  _globals['_REPLICASET']._serialized_end=190
-  _globals['_ACCEPTEDLOSS']._serialized_start=192
-  _globals['_ACCEPTEDLOSS']._serialized_end=281
-  _globals['_REPLICA']._serialized_start=283
-  _globals['_REPLICA']._serialized_end=406
+  _globals['_REPLICASET']._serialized_end=211
+  _globals['_ACCEPTEDLOSS']._serialized_start=213
+  _globals['_ACCEPTEDLOSS']._serialized_end=302
+  _globals['_REPLICA']._serialized_start=304
+  _globals['_REPLICA']._serialized_end=427
 # @@protoc_insertion_point(module_scope)

@@ -32,6 +32,7 @@ class ReplicaSet(_message.Message):
     IN_SYNC_FIELD_NUMBER: _builtins.int
     SERVED_EPOCH_FIELD_NUMBER: _builtins.int
     ACCEPTED_LOSSES_FIELD_NUMBER: _builtins.int
+    MIN_IN_SYNC_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the last leader; increases with every election."""
     leader: _builtins.str
@@ -39,6 +40,10 @@ class ReplicaSet(_message.Message):
     served_epoch: _builtins.int
     """Last epoch in which the leader acknowledged something. A replica that has nothing of this epoch
     or of a later one has lost its data, and is not elected either.
+    """
+    min_in_sync: _builtins.int
+    """Least number of in-sync replicas that a write needs, by the settings of the last leader that
+    served; 0 if it was of an earlier version.
     """
     @_builtins.property
     def in_sync(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -58,10 +63,11 @@ class ReplicaSet(_message.Message):
         in_sync: _abc.Iterable[_builtins.str] | None = ...,
         served_epoch: _builtins.int = ...,
         accepted_losses: _abc.Iterable[Global___AcceptedLoss] | None = ...,
+        min_in_sync: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_losses", b"accepted_losses", "epoch", b"epoch", "in_sync", b"in_sync", "leader", b"leader", "served_epoch", b"served_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_losses", b"accepted_losses", "epoch", b"epoch", "in_sync", b"in_sync", "leader", b"leader", "min_in_sync", b"min_in_sync", "served_epoch", b"served_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

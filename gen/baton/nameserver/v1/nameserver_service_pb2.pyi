@@ -1295,12 +1295,17 @@ class DescribeClusterRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    INCLUDE_DRAINED_FIELD_NUMBER: _builtins.int
+    include_drained: _builtins.bool
+    """Whether the response lists drained nodes too, which takes a read of etcd."""
     def __init__(
         self,
+        *,
+        include_drained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_drained", b"include_drained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1317,6 +1322,7 @@ class DescribeClusterResponse(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     ETCD_ALARMS_FIELD_NUMBER: _builtins.int
     ETCD_DB_BYTES_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Rises with every change of the nodes."""
     cluster: _builtins.str
@@ -1331,6 +1337,12 @@ class DescribeClusterResponse(_message.Message):
     def etcd_alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Alarms of etcd, as this nameserver has read them last, such as NOSPACE: it accepts no writes."""
 
+    @_builtins.property
+    def drained(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrainedNode]:
+        """Drained nodes with `include_drained`, by service and node id; they need not be up. While etcd does
+        not answer, as the nameserver read them last.
+        """
+
     def __init__(
         self,
         *,
@@ -1339,10 +1351,11 @@ class DescribeClusterResponse(_message.Message):
         cluster: _builtins.str = ...,
         etcd_alarms: _abc.Iterable[_builtins.str] | None = ...,
         etcd_db_bytes: _builtins.int = ...,
+        drained: _abc.Iterable[Global___DrainedNode] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "etcd_alarms", b"etcd_alarms", "etcd_db_bytes", b"etcd_db_bytes", "generation", b"generation", "nodes", b"nodes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "drained", b"drained", "etcd_alarms", b"etcd_alarms", "etcd_db_bytes", b"etcd_db_bytes", "generation", b"generation", "nodes", b"nodes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1417,6 +1430,232 @@ class ElectReplicaResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ElectReplicaResponse: _TypeAlias = ElectReplicaResponse  # noqa: Y015
+
+@_typing.final
+class DrainedNode(_message.Message):
+    """A node that is not elected until it is undrained. Stored in etcd under
+    elections/<service>/<replica_set>/drained/<node_id>.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    REPLICA_SET_FIELD_NUMBER: _builtins.int
+    UNIX_MS_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    service: Global___ServiceKind.ValueType
+    """Storage or offsets."""
+    node_id: _builtins.str
+    """Node id."""
+    replica_set: _builtins.str
+    """Replica set of the node; of storage the broker."""
+    unix_ms: _builtins.int
+    """Time of the call by the clock of the nameserver, in Unix milliseconds."""
+    by: _builtins.str
+    """Operator, as the operator's machine names it: user@host."""
+    def __init__(
+        self,
+        *,
+        service: Global___ServiceKind.ValueType = ...,
+        node_id: _builtins.str = ...,
+        replica_set: _builtins.str = ...,
+        unix_ms: _builtins.int = ...,
+        by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "node_id", b"node_id", "replica_set", b"replica_set", "service", b"service", "unix_ms", b"unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainedNode: _TypeAlias = DrainedNode  # noqa: Y015
+
+@_typing.final
+class DrainNodeRequest(_message.Message):
+    """Request for DrainNode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    EXECUTE_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    service: Global___ServiceKind.ValueType
+    """Storage or offsets. Required."""
+    node_id: _builtins.str
+    """Node id. Required."""
+    execute: _builtins.bool
+    """False: only return what would happen."""
+    by: _builtins.str
+    """Name of the operator, stored with the mark. Required with `execute`; up to 200 characters."""
+    def __init__(
+        self,
+        *,
+        service: Global___ServiceKind.ValueType = ...,
+        node_id: _builtins.str = ...,
+        execute: _builtins.bool = ...,
+        by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "execute", b"execute", "node_id", b"node_id", "service", b"service"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainNodeRequest: _TypeAlias = DrainNodeRequest  # noqa: Y015
+
+@_typing.final
+class DrainNodeResponse(_message.Message):
+    """Response for DrainNode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_SET_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    SUCCESSORS_FIELD_NUMBER: _builtins.int
+    ALREADY_DRAINED_FIELD_NUMBER: _builtins.int
+    replica_set: _builtins.str
+    """Replica set of the node."""
+    leader: _builtins.bool
+    """Whether the node led its set at the time of the call; it hands over after the call."""
+    already_drained: _builtins.bool
+    """Whether the node was drained before the call."""
+    @_builtins.property
+    def successors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Node ids of the nodes that may lead instead: in sync, up and not drained."""
+
+    def __init__(
+        self,
+        *,
+        replica_set: _builtins.str = ...,
+        leader: _builtins.bool = ...,
+        successors: _abc.Iterable[_builtins.str] | None = ...,
+        already_drained: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_drained", b"already_drained", "leader", b"leader", "replica_set", b"replica_set", "successors", b"successors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainNodeResponse: _TypeAlias = DrainNodeResponse  # noqa: Y015
+
+@_typing.final
+class UndrainNodeRequest(_message.Message):
+    """Request for UndrainNode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    EXECUTE_FIELD_NUMBER: _builtins.int
+    service: Global___ServiceKind.ValueType
+    """Storage or offsets. Required."""
+    node_id: _builtins.str
+    """Node id. Required."""
+    execute: _builtins.bool
+    """False: only return what would happen."""
+    def __init__(
+        self,
+        *,
+        service: Global___ServiceKind.ValueType = ...,
+        node_id: _builtins.str = ...,
+        execute: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["execute", b"execute", "node_id", b"node_id", "service", b"service"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainNodeRequest: _TypeAlias = UndrainNodeRequest  # noqa: Y015
+
+@_typing.final
+class UndrainNodeResponse(_message.Message):
+    """Response for UndrainNode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAS_DRAINED_FIELD_NUMBER: _builtins.int
+    was_drained: _builtins.bool
+    """Whether the node was drained before the call."""
+    def __init__(
+        self,
+        *,
+        was_drained: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_drained", b"was_drained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainNodeResponse: _TypeAlias = UndrainNodeResponse  # noqa: Y015
+
+@_typing.final
+class MoveLeaderRequest(_message.Message):
+    """Request for MoveLeader."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    EXECUTE_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    service: Global___ServiceKind.ValueType
+    """Storage or offsets. Required."""
+    node_id: _builtins.str
+    """Node id of the node that is to lead its set. Required."""
+    execute: _builtins.bool
+    """False: only return what would happen."""
+    by: _builtins.str
+    """Name of the operator, logged with the move. Required with `execute`; up to 200 characters."""
+    def __init__(
+        self,
+        *,
+        service: Global___ServiceKind.ValueType = ...,
+        node_id: _builtins.str = ...,
+        execute: _builtins.bool = ...,
+        by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "execute", b"execute", "node_id", b"node_id", "service", b"service"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveLeaderRequest: _TypeAlias = MoveLeaderRequest  # noqa: Y015
+
+@_typing.final
+class MoveLeaderResponse(_message.Message):
+    """Response for MoveLeader."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_SET_FIELD_NUMBER: _builtins.int
+    LEADER_BEFORE_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    replica_set: _builtins.str
+    """Replica set of the node."""
+    leader_before: _builtins.str
+    """Node id of the leader before the call."""
+    leader: _builtins.str
+    """Node id of the leader after the call."""
+    def __init__(
+        self,
+        *,
+        replica_set: _builtins.str = ...,
+        leader_before: _builtins.str = ...,
+        leader: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader", "leader_before", b"leader_before", "replica_set", b"replica_set"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveLeaderResponse: _TypeAlias = MoveLeaderResponse  # noqa: Y015
 
 @_typing.final
 class Node(_message.Message):

@@ -85,6 +85,21 @@ class NameserverServiceStub:
                 request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.ElectReplicaRequest.SerializeToString,
                 response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.ElectReplicaResponse.FromString,
                 _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/DrainNode',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DrainNodeResponse.FromString,
+                _registered_method=True)
+        self.UndrainNode = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/UndrainNode',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UndrainNodeRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UndrainNodeResponse.FromString,
+                _registered_method=True)
+        self.MoveLeader = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/MoveLeader',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderResponse.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/baton.nameserver.v1.NameserverService/Heartbeat',
                 request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.HeartbeatRequest.SerializeToString,
@@ -251,6 +266,41 @@ class NameserverServiceServicer:
         Statuses: INVALID_ARGUMENT (no such set, or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
         a node of the in-sync set is up, or the set has a leader), UNAVAILABLE (NO_QUORUM: unknown whether
         it was written).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainNode(self, request, context):
+        """Drains a node of a replica set for maintenance: it hands its leadership over to an in-sync node, and
+        is not elected until UndrainNode, also after a restart. It keeps following. Draining a drained node
+        changes nothing; while it still leads and no other node could, the call fails and says why.
+
+        Statuses: INVALID_ARGUMENT (not a live node of storage or offsets), FAILED_PRECONDITION
+        (NOT_DRAINABLE: no other in-sync node could lead, or too few would remain in sync), UNAVAILABLE
+        (NO_QUORUM: unknown whether it was written).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainNode(self, request, context):
+        """Allows a drained node to be elected again. The node need not be up. Undraining a node that is not
+        drained changes nothing.
+
+        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: unknown whether it was written).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveLeader(self, request, context):
+        """Moves the leadership of a replica set to one of its nodes, and returns when that node leads, or after
+        8 s. Meanwhile the other nodes of the set are excluded from elections, for at most 10 s.
+
+        Statuses: INVALID_ARGUMENT (no such set, or not a live node of it), FAILED_PRECONDITION
+        (NOT_DRAINABLE: the node is not in sync, or is drained, or the set changes), UNAVAILABLE (NO_QUORUM:
+        unknown whether it moves).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -424,6 +474,21 @@ def add_NameserverServiceServicer_to_server(servicer, server):
                     servicer.ElectReplica,
                     request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.ElectReplicaRequest.FromString,
                     response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.ElectReplicaResponse.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DrainNodeRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DrainNodeResponse.SerializeToString,
+            ),
+            'UndrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainNode,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UndrainNodeRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UndrainNodeResponse.SerializeToString,
+            ),
+            'MoveLeader': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveLeader,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderResponse.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -747,6 +812,87 @@ class NameserverService:
             '/baton.nameserver.v1.NameserverService/ElectReplica',
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.ElectReplicaRequest.SerializeToString,
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.ElectReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/DrainNode',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DrainNodeRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/UndrainNode',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UndrainNodeRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UndrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveLeader(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/MoveLeader',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderResponse.FromString,
             options,
             channel_credentials,
             insecure,

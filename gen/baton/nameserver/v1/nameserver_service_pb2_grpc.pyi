@@ -108,6 +108,29 @@ class NameserverServiceStub:
     a node of the in-sync set is up, or the set has a leader), UNAVAILABLE (NO_QUORUM: unknown whether
     it was written).
     """
+    DrainNode: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.DrainNodeRequest, _nameserver_service_pb2.DrainNodeResponse]
+    """Drains a node of a replica set for maintenance: it hands its leadership over to an in-sync node, and
+    is not elected until UndrainNode, also after a restart. It keeps following. Draining a drained node
+    changes nothing; while it still leads and no other node could, the call fails and says why.
+
+    Statuses: INVALID_ARGUMENT (not a live node of storage or offsets), FAILED_PRECONDITION
+    (NOT_DRAINABLE: no other in-sync node could lead, or too few would remain in sync), UNAVAILABLE
+    (NO_QUORUM: unknown whether it was written).
+    """
+    UndrainNode: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.UndrainNodeRequest, _nameserver_service_pb2.UndrainNodeResponse]
+    """Allows a drained node to be elected again. The node need not be up. Undraining a node that is not
+    drained changes nothing.
+
+    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: unknown whether it was written).
+    """
+    MoveLeader: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.MoveLeaderRequest, _nameserver_service_pb2.MoveLeaderResponse]
+    """Moves the leadership of a replica set to one of its nodes, and returns when that node leads, or after
+    8 s. Meanwhile the other nodes of the set are excluded from elections, for at most 10 s.
+
+    Statuses: INVALID_ARGUMENT (no such set, or not a live node of it), FAILED_PRECONDITION
+    (NOT_DRAINABLE: the node is not in sync, or is drained, or the set changes), UNAVAILABLE (NO_QUORUM:
+    unknown whether it moves).
+    """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.HeartbeatRequest, _nameserver_service_pb2.HeartbeatResponse]
     """Joins a group, or renews the membership. To be repeated every `interval_ms` of the answer; a member
     without a heartbeat for 30 s is removed. The group's subscription policy decides whether a
@@ -264,6 +287,29 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     Statuses: INVALID_ARGUMENT (no such set, or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
     a node of the in-sync set is up, or the set has a leader), UNAVAILABLE (NO_QUORUM: unknown whether
     it was written).
+    """
+    DrainNode: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.DrainNodeRequest, _nameserver_service_pb2.DrainNodeResponse]  # type: ignore[assignment]
+    """Drains a node of a replica set for maintenance: it hands its leadership over to an in-sync node, and
+    is not elected until UndrainNode, also after a restart. It keeps following. Draining a drained node
+    changes nothing; while it still leads and no other node could, the call fails and says why.
+
+    Statuses: INVALID_ARGUMENT (not a live node of storage or offsets), FAILED_PRECONDITION
+    (NOT_DRAINABLE: no other in-sync node could lead, or too few would remain in sync), UNAVAILABLE
+    (NO_QUORUM: unknown whether it was written).
+    """
+    UndrainNode: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.UndrainNodeRequest, _nameserver_service_pb2.UndrainNodeResponse]  # type: ignore[assignment]
+    """Allows a drained node to be elected again. The node need not be up. Undraining a node that is not
+    drained changes nothing.
+
+    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: unknown whether it was written).
+    """
+    MoveLeader: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.MoveLeaderRequest, _nameserver_service_pb2.MoveLeaderResponse]  # type: ignore[assignment]
+    """Moves the leadership of a replica set to one of its nodes, and returns when that node leads, or after
+    8 s. Meanwhile the other nodes of the set are excluded from elections, for at most 10 s.
+
+    Statuses: INVALID_ARGUMENT (no such set, or not a live node of it), FAILED_PRECONDITION
+    (NOT_DRAINABLE: the node is not in sync, or is drained, or the set changes), UNAVAILABLE (NO_QUORUM:
+    unknown whether it moves).
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.HeartbeatRequest, _nameserver_service_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Joins a group, or renews the membership. To be repeated every `interval_ms` of the answer; a member
@@ -478,6 +524,47 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         Statuses: INVALID_ARGUMENT (no such set, or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
         a node of the in-sync set is up, or the set has a leader), UNAVAILABLE (NO_QUORUM: unknown whether
         it was written).
+        """
+
+    @_abc_1.abstractmethod
+    def DrainNode(
+        self,
+        request: _nameserver_service_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.DrainNodeResponse, _abc.Awaitable[_nameserver_service_pb2.DrainNodeResponse]]:
+        """Drains a node of a replica set for maintenance: it hands its leadership over to an in-sync node, and
+        is not elected until UndrainNode, also after a restart. It keeps following. Draining a drained node
+        changes nothing; while it still leads and no other node could, the call fails and says why.
+
+        Statuses: INVALID_ARGUMENT (not a live node of storage or offsets), FAILED_PRECONDITION
+        (NOT_DRAINABLE: no other in-sync node could lead, or too few would remain in sync), UNAVAILABLE
+        (NO_QUORUM: unknown whether it was written).
+        """
+
+    @_abc_1.abstractmethod
+    def UndrainNode(
+        self,
+        request: _nameserver_service_pb2.UndrainNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.UndrainNodeResponse, _abc.Awaitable[_nameserver_service_pb2.UndrainNodeResponse]]:
+        """Allows a drained node to be elected again. The node need not be up. Undraining a node that is not
+        drained changes nothing.
+
+        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: unknown whether it was written).
+        """
+
+    @_abc_1.abstractmethod
+    def MoveLeader(
+        self,
+        request: _nameserver_service_pb2.MoveLeaderRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.MoveLeaderResponse, _abc.Awaitable[_nameserver_service_pb2.MoveLeaderResponse]]:
+        """Moves the leadership of a replica set to one of its nodes, and returns when that node leads, or after
+        8 s. Meanwhile the other nodes of the set are excluded from elections, for at most 10 s.
+
+        Statuses: INVALID_ARGUMENT (no such set, or not a live node of it), FAILED_PRECONDITION
+        (NOT_DRAINABLE: the node is not in sync, or is drained, or the set changes), UNAVAILABLE (NO_QUORUM:
+        unknown whether it moves).
         """
 
     @_abc_1.abstractmethod
