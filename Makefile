@@ -190,7 +190,7 @@ images: $(SETUP) ## container images, on BASE_IMAGE; WITH_SPARK=1 and WITH_ETCD=
 	deploy/images/build.sh
 
 k8s: $(SETUP)   ## render and validate every overlay, combination of components and case of the chart; check the scripts
-	if ! command -v helm >/dev/null && command -v go >/dev/null; then $(MAKE) helm; fi
+	if ! command -v helm >/dev/null && command -v go >/dev/null; then $(MAKE) helm || true; fi
 	python -m tools.manifests.check $(if $(CI),--required)
 	if command -v shellcheck >/dev/null; then shellcheck deploy/*/*.sh deploy/k8s/scripts/*.sh .ci/run; \
 	else echo "shellcheck skipped: not found"; test -z "$(CI)"; fi

@@ -221,14 +221,15 @@ def test_every_difference_is_found() -> None:
 
 
 @pytest.mark.parametrize("required", [True, False])
-def test_missing_helm_is_named_and_is_a_failure_where_it_is_required(
+def test_missing_helm_is_named_and_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], required: bool
 ) -> None:
+    """No Debian package has it, and not each has a Go that can build it."""
     monkeypatch.setattr(check, "find_helm", lambda: None)
     monkeypatch.setattr(check, "check_kustomizations", lambda checker: [])
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(sys, "argv", ["check", *(["--required"] if required else [])])
-    assert check.main() == int(required)
+    assert check.main() == 0
     assert "SKIPPED what needs helm, which was not found: make helm" in capsys.readouterr().err
 
 

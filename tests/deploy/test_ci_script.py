@@ -28,7 +28,6 @@ PACKAGES = {
     "node": "nodejs",
     "npm": "npm",
     "chromium": "chromium",
-    "go": "golang-go",
 }
 NEW, OLD = "Client Version: v1.31.0", 'version.Info{Major:"1", Minor:"20", GitVersion:"v1.20.2"}'
 VERBS = ("lint", "k8s", "test", "pythons")
@@ -125,12 +124,6 @@ def test_old_kubectl_counts_as_missing(machine: Machine) -> None:
     machine.add_all_programs_except()
     machine.add_program("kubectl", f"echo '{OLD}'")
     assert missing_packages(machine.run()) == "kubectl"
-
-
-def test_helm_needs_no_go(machine: Machine) -> None:
-    machine.add_all_programs_except("go")
-    machine.add_program("helm")
-    assert machine.run().stdout.splitlines() == RUN
 
 
 def test_postgresql_server_is_found_in_the_folder_of_debian(machine: Machine) -> None:
