@@ -302,7 +302,10 @@ def test_example_of_a_scaled_object_calls_the_scaler_with_valid_metadata() -> No
     (trigger,) = spec["triggers"]
     assert trigger["type"] == "external"
     assert trigger["metricType"] == "AverageValue", "the bound by the queues needs it"
-    assert trigger["metadata"]["scalerAddress"] == f"scaler.baton.svc:{ScalerSettings().port}"
+    assert (
+        trigger["metadata"]["scalerAddress"]
+        == f"scaler.baton.svc:{load(ScalerSettings, SCALER_PREFIX, {}).port}"
+    )
     assert trigger_of(trigger["metadata"]).group == "billing"
     assert trigger["authenticationRef"]["name"] == authentication["metadata"]["name"]
     parameters = {one["parameter"]: one["key"] for one in authentication["spec"]["secretTargetRef"]}
