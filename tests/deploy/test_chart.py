@@ -39,7 +39,7 @@ helm = pytest.mark.skipif(
 NOT_OF_THE_CHART = {"demo", "demo-access", "outside", "small", "tls-clients"}
 """Trials on one machine; `tls-clients` is a part of `tls`."""
 ALL = list(cases())
-WHOLE = {"gateway": {"enabled": True}, "console": {"enabled": True}, "spark": {"enabled": True}}
+WHOLE = {name: {"enabled": True} for name in ("gateway", "console", "scaler", "spark")}
 FEW = [
     ALL[1],
     ALL[2],
@@ -156,7 +156,7 @@ def test_release_in_another_namespace_names_no_other() -> None:
     domains = [
         name for one in certificates for name in one["spec"].get("dnsNames", ()) if "." in name
     ]
-    assert len(domains) == 9
+    assert len(domains) == 11
     assert all(".mq" in name for name in domains)
 
 

@@ -27,6 +27,9 @@ from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.runtime.health import LIVE, READY, STARTED
 from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.scaler.config import PREFIX as SCALER_PREFIX
+from batonmq_server.scaler.config import ScalerSettings
+from batonmq_server.scaler.core.trigger import trigger_of
 from batonmq_server.storage.config import StorageSettings
 from tools.containers.pods import K8S, REPO, Pod, deployments, pods
 from tools.manifests import prometheus_rules as rules
@@ -135,7 +138,7 @@ def test_budget_never_blocks_the_drain_of_a_machine_for_a_pod_that_is_not_ready(
     budgets = [
         one for path in FILES for one in documents(path) if one.get("kind") == "PodDisruptionBudget"
     ]
-    assert {one["metadata"]["name"] for one in budgets} == {*SETTINGS, "etcd"}
+    assert {one["metadata"]["name"] for one in budgets} == {*SETTINGS, "scaler", "etcd"}
     for one in budgets:
         assert one["spec"]["maxUnavailable"] == 1
         assert one["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
@@ -182,7 +185,7 @@ def test_authority_keeps_its_key_and_its_certificates_get_new_keys() -> None:
         for one in documents(K8S / "components" / "tls-cert-manager" / "certificates.yaml")
         if one["kind"] == "Certificate"
     ]
-    assert {one["metadata"]["name"] for one in certificates} == {"baton-root", *SETTINGS}
+    assert {one["metadata"]["name"] for one in certificates} == {"baton-root", "scaler", *SETTINGS}
     for one in certificates:
         expected = "Never" if one["spec"].get("isCA") else "Always"
         assert one["spec"]["privateKey"]["rotationPolicy"] == expected
@@ -269,6 +272,47 @@ def test_console_is_reached_inside_its_pod_only_and_has_a_certificate_where_ther
     folders = {str(Path(file).parent) for file in files if file}
     assert folders == ({"/etc/baton/tls"} if "tls" in security else set())
     assert folders <= pod.secrets.keys()
+
+
+@kubectl
+@pytest.mark.parametrize("security", SECURITY, ids="+".join)
+def test_scaler_accepts_its_settings_and_has_a_certificate_where_there_is_tls(
+    security: tuple[str, ...],
+) -> None:
+    resources = render_combination(("scaler", "etcd", *security))
+    pod = deployments(resources)["scaler"]
+    settings = load(ScalerSettings, SCALER_PREFIX, pod.env)
+    assert settings.nameserver == "nameserver:9876"
+    assert settings.insecure_network == ("insecure" in security)
+    files = {settings.tls_ca_file, settings.tls_cert_file, settings.tls_key_file}
+    folders = {str(Path(file).parent) for file in files if file}
+    assert folders == ({"/etc/baton/tls"} if "tls" in security else set())
+    assert folders <= pod.secrets.keys()
+    (service,) = (
+        one for one in resources if (one["kind"], one["metadata"]["name"]) == ("Service", "scaler")
+    )
+    assert [port["port"] for port in service["spec"]["ports"]] == [settings.port]
+    assert pod.grace_s > 3 + settings.shutdown_grace_ms / 1_000
+
+
+def test_example_of_a_scaled_object_calls_the_scaler_with_valid_metadata() -> None:
+    example = list(documents(K8S / "examples" / "consumers-by-lag.yaml"))
+    scaled, authentication = example
+    spec = scaled["spec"]
+    (trigger,) = spec["triggers"]
+    assert trigger["type"] == "external"
+    assert trigger["metricType"] == "AverageValue", "the bound by the queues needs it"
+    assert (
+        trigger["metadata"]["scalerAddress"]
+        == f"scaler.baton.svc:{load(ScalerSettings, SCALER_PREFIX, {}).port}"
+    )
+    assert trigger_of(trigger["metadata"]).group == "billing"
+    assert trigger["authenticationRef"]["name"] == authentication["metadata"]["name"]
+    parameters = {one["parameter"]: one["key"] for one in authentication["spec"]["secretTargetRef"]}
+    assert parameters == {"caCert": "ca.crt", "tlsClientCert": "tls.crt", "tlsClientKey": "tls.key"}
+    page = (REPO / "docs" / "how-to" / "scale-consumers.md").read_text()
+    for entry, text in trigger["metadata"].items():
+        assert f"{entry}: {text}\n" in page or f'{entry}: "{text}"\n' in page
 
 
 @kubectl
@@ -370,7 +414,8 @@ def test_each_combination_has_one_etcd_and_a_security_level() -> None:
     assert all(("insecure" in one) != ("tls" in one) for one in all_combinations)
     with_gateway = {one[-1] for one in all_combinations if "gateway" in one}
     assert with_gateway == {"insecure", "tls", "access"}
-    assert {one[-1] for one in all_combinations if "console" in one} == with_gateway
+    for client in ("console", "scaler"):
+        assert {one[-1] for one in all_combinations if client in one} == with_gateway
 
 
 def test_kind_nodes_publish_the_external_ports_of_pods() -> None:

@@ -18,6 +18,7 @@ from tools.manifests.check import render, render_combination
 OURS = "baton"
 CLIENT = NetworkPeer("a client", "shop", {"batonmq/client": "true"})
 PROMETHEUS = NetworkPeer("Prometheus", "monitoring", {})
+KEDA = NetworkPeer("KEDA", "keda", {})
 DNS = NetworkPeer("DNS", "kube-system", {"k8s-app": "kube-dns"}, ((53, "UDP"), (53, "TCP")))
 STRANGERS = (
     NetworkPeer("any address", "shop", {"app.kubernetes.io/name": "storage"}),
@@ -35,7 +36,7 @@ def expected(resources: list[Resource], components: set[str]) -> set[Connection]
     page = (REPO / "docs" / "how-to" / "deploy.md").read_text()
     table = page.partition("**Network policies**")[2].partition("**Rights.**")[0]
     present = {one.name for one in workloads(resources)}
-    strangers = {"a client", "Prometheus", "any address"}
+    strangers = {"a client", "Prometheus", "KEDA", "any address"}
     groups = {
         "a client": {"a client", *CLIENTS & present},
         "a remote client": {"a client"},
@@ -61,7 +62,7 @@ def measured(resources: list[Resource]) -> set[Connection]:
     callees = [*inside, DNS]
     if all(one.name != "etcd" for one in inside):
         callees.append(ETCD_ELSEWHERE)
-    strangers = (CLIENT, PROMETHEUS, *STRANGERS)
+    strangers = (CLIENT, PROMETHEUS, KEDA, *STRANGERS)
     return allowed_connections(resources, inside, callees) | allowed_connections(
         resources, strangers, inside
     )
@@ -91,6 +92,7 @@ def test_allowed_connections_of_all_components_are_those_of_the_table() -> None:
     components = (
         "gateway",
         "console",
+        "scaler",
         "ha",
         "outside",
         "demo",
@@ -100,8 +102,16 @@ def test_allowed_connections_of_all_components_are_those_of_the_table() -> None:
         "tls",
     )
     resources = render_combination(components)
-    assert {one.name for one in workloads(resources)} == {*SETTINGS, *CLIENTS, "etcd"}
+    assert {one.name for one in workloads(resources)} == {*SETTINGS, *CLIENTS, "scaler", "etcd"}
     assert measured(resources) == expected(resources, set(components))
+
+
+@kubectl
+@pytest.mark.parametrize("component", ["gateway", "console", "scaler", "spark", "demo"])
+def test_component_has_its_connections_without_the_others(component: str) -> None:
+    """Policies add up, so those of one component could hide that another has too few."""
+    resources = render_combination((component, "etcd", "insecure"))
+    assert measured(resources) == expected(resources, {component})
 
 
 @kubectl
@@ -117,4 +127,5 @@ def test_missing_and_superfluous_rules_are_found() -> None:
     assert measured(resources) - before == {
         ("any address", "lockmgr", 10913),
         ("Prometheus", "lockmgr", 10913),
+        ("KEDA", "lockmgr", 10913),
     }

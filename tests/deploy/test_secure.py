@@ -27,7 +27,7 @@ from tools.manifests.check import render
 SCRIPT = REPO / "deploy" / "k8s" / "scripts" / "make-ca.sh"
 openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="NO OPENSSL")
 SECURE = ("kind-secure", "minikube-secure")
-MADE = {f"tls-{name}" for name in (*SETTINGS, "billing")} | {"etcd-server", "etcd-client"}
+MADE = {f"tls-{name}" for name in (*SETTINGS, "scaler", "billing")} | {"etcd-server", "etcd-client"}
 
 
 def overlay(name: str) -> list[Resource]:
@@ -165,7 +165,7 @@ def test_expiring_certificates_and_certificates_of_a_former_authority_are_reissu
     assert make_ca(tmp_path).returncode == 0
     after = contents(tmp_path)
     certs = [path for path in after if path.name == "tls.crt"]
-    assert len(certs) == 8
+    assert len(certs) == 9
     assert all(after[path] != before[path] for path in certs)
     for path in tmp_path.glob("ca.*"):
         path.unlink()
@@ -184,7 +184,7 @@ def test_expiring_certificates_and_certificates_of_a_former_authority_are_reissu
 def test_certificate_is_valid_for_clocks_that_are_behind(tmp_path: Path) -> None:
     assert make_ca(tmp_path).returncode == 0
     files = list(tmp_path.rglob("*.crt"))
-    assert len(files) == 16
+    assert len(files) == 18
     for cert in (x509.load_pem_x509_certificate(file.read_bytes()) for file in files):
         begin_unix_ms = cert.not_valid_before_utc.timestamp() * 1_000
         assert 59 * 60_000 < Clock().unix_ms() - begin_unix_ms < 65 * 60_000

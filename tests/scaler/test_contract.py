@@ -11,11 +11,13 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
 
+from batonmq import ConsumerSettings
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import QueueDiagnosis
 from batonmq_server.runtime import metrics_server
@@ -187,6 +189,18 @@ async def test_unknown_lag_is_unavailable_and_never_zero(monkeypatch: pytest.Mon
         assert "the lag of group billing is unknown for queue " in text
         assert "/broker-0/0: STORAGE_UNREACHABLE: " in text
         assert s.sample("baton_scaler_queues", group="billing") is None, "no old value is shown"
+
+
+async def test_broadcasting_group_has_no_lag_in_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = ConsumerSettings(model="broadcasting", offsets_file=str(tmp_path / "offsets"))
+    async with scene(monkeypatch) as s:
+        async with s.broker.consumer("caches", {"orders": "*"}, settings):
+            await s.send(5)
+            code, text = await status_of(s.active(group="caches"))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "group caches is broadcasting: each member keeps its own progress" in text
 
 
 async def is_unavailable(s: Scene) -> bool:

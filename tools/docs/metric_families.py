@@ -38,6 +38,7 @@ from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.metrics import OidcMetrics, export_descriptors
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.tls import export_expiry
+from batonmq_server.scaler.metrics import ScalerMetrics
 from batonmq_server.storage.metrics import StorageMetrics
 from batonspark.alert_writer import AlertGauges
 from batonspark.progress import ProgressListener
@@ -122,6 +123,7 @@ _REGISTER: Mapping[str, Callable[[CollectorRegistry], object]] = {
     "lockmgr": lambda registry: LockmgrMetrics(registry, _hub()),
     "nameserver": _nameserver,
     "gateway": GatewayMetrics,
+    "scaler": ScalerMetrics,
     "clients": ClientMetrics,
     "spark": lambda registry: (ProgressListener(registry), AlertGauges(registry)),
 }

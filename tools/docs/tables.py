@@ -25,6 +25,8 @@ from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.scaler.config import PREFIX as SCALER_PREFIX
+from batonmq_server.scaler.config import ScalerSettings
 from batonmq_server.storage.config import StorageSettings
 from batonspark.settings import JobSettings
 from tools.docs.metric_families import families
@@ -48,6 +50,8 @@ def settings() -> dict[str, str]:
         found[f"settings {service}"] = _settings(kind, service.upper(), own)
     console = CONSOLE_PREFIX.removeprefix("BATON_")
     found["settings console"] = _settings(ConsoleSettings, console, ConsoleSettings.model_fields)
+    scaler = SCALER_PREFIX.removeprefix("BATON_")
+    found["settings scaler"] = _settings(ScalerSettings, scaler, ScalerSettings.model_fields)
     found["settings spark"] = _settings(JobSettings, "SPARK", JobSettings.model_fields)
     return found
 

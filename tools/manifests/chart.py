@@ -53,6 +53,7 @@ OPTIONS: Mapping[tuple[str, ...], Mapping[str, Any]] = {
         "gateway": {"enabled": True, "autoscaling": {"enabled": True}}
     },
     ("console",): {"console": {"enabled": True}},
+    ("scaler",): {"scaler": {"enabled": True}},
     ("monitoring",): {"monitoring": {"enabled": True}},
     ("spark",): {"spark": {"enabled": True}},
     ("ha",): {"ha": True},

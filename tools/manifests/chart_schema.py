@@ -13,6 +13,7 @@ from typing import Any
 from batonmq._process.config import Settings
 from batonmq._process.settings_help import meanings
 from batonmq_server.console.config import ConsoleSettings
+from batonmq_server.scaler.config import ScalerSettings
 from batonspark.settings import JobSettings
 from tools.docs.tables import SETTINGS
 from tools.manifests.chart import CHART
@@ -130,6 +131,12 @@ def schema() -> dict[str, Any]:
                 settings=services["gateway"],
             ),
             "console": pods(enabled=YES_OR_NO, settings=settings_of(ConsoleSettings, "console")),
+            "scaler": pods(
+                enabled=YES_OR_NO,
+                replicas=POSITIVE,
+                namespace=NAME,
+                settings=settings_of(ScalerSettings, "scaler"),
+            ),
             "monitoring": closed({"enabled": YES_OR_NO, "namespace": NAME}),
             "spark": pods(
                 enabled=YES_OR_NO,

@@ -49,8 +49,8 @@ OWN_ETCD = ("etcd", "etcd-own-tls", "etcd-tls")
 """No option changes its pods, so it is combined with none of the options and with all."""
 GATEWAY = ("gateway", "gateway-autoscaling")
 """Of the options only `small` changes its pods, so it is combined like `OWN_ETCD`."""
-CONSOLE = ("console",)
-"""No option changes its pod either."""
+CLIENTS = ("console", "scaler")
+"""No option changes their pods either."""
 OPTIONS = ("ha", "outside", "small", "demo", "monitoring", "spark")
 
 
@@ -64,7 +64,7 @@ def combinations() -> Iterator[tuple[str, ...]]:
                 for etcd in (*ETCD, OWN_ETCD) if extreme else ETCD:
                     yield (*options, *grants, *etcd, *security)
                     if extreme:
-                        yield (*GATEWAY, *CONSOLE, *options, *grants, *etcd, *security)
+                        yield (*GATEWAY, *CLIENTS, *options, *grants, *etcd, *security)
 
 
 def render(folder: Path) -> list[Resource]:

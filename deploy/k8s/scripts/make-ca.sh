@@ -11,7 +11,7 @@ folder=${1%/}
 shift
 namespace=${NAMESPACE:-baton}
 days=${DAYS:-365}
-services="storage offsets lockmgr nameserver gateway"
+services="storage offsets lockmgr nameserver gateway scaler"
 label='[a-z0-9]([a-z0-9-]*[a-z0-9])?'
 
 fail() {
@@ -91,6 +91,7 @@ issue ca tls-nameserver nameserver "URI:service:nameserver,DNS:*.nameserver-node
 DNS:nameserver.$namespace,DNS:nameserver.$namespace.svc,$local"
 issue ca tls-gateway gateway "URI:service:gateway,DNS:*.gateway-nodes.$namespace.svc,DNS:gateway,\
 DNS:gateway.$namespace,DNS:gateway.$namespace.svc,$local"
+issue ca tls-scaler scaler "URI:scaler,DNS:scaler,DNS:scaler.$namespace,DNS:scaler.$namespace.svc,$local"
 for client in $(printf '%s\n' "$clients" "$@" | sort -u); do
   issue ca "tls-$client" "$client" "URI:$client"
 done
