@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
+from batonmq._common.contract import CONTRACT, CONTRACT_MIN
 from batonmq._common.health import SERVING
 from batonmq._core.names import is_system_topic
 from batonmq.admin.cluster_state import CheckFinding, CheckLevel, ClusterState
@@ -87,6 +88,24 @@ def find_versions(state: ClusterState) -> Iterator[CheckFinding]:
     if len(by_version) > 1:
         for version, names in sorted(by_version.items()):
             yield _warning(f"version {version or 'unknown'}: {', '.join(sorted(names))}")
+
+
+def find_contracts(state: ClusterState) -> Iterator[CheckFinding]:
+    """Yield nodes that other nodes, or this command, don't work with."""
+    nodes = {f"{one.node.service}/{one.node.node_id}": one.node for one in state.nodes}
+    for name, node in sorted(nodes.items()):
+        refusing = [other for other, one in nodes.items() if one.contract_min > node.contract]
+        refusing += ["this command"] if node.contract < CONTRACT_MIN else []
+        if refusing:
+            yield _failed(
+                f"{name} has contract {node.contract or '0 (none registered)'}, too old for "
+                f"{', '.join(sorted(refusing))}"
+            )
+        if node.contract_min > CONTRACT:
+            yield _failed(
+                f"{name} works with contract {node.contract_min} or later, and this command has "
+                f"{CONTRACT}"
+            )
 
 
 def find_clocks(state: ClusterState) -> Iterator[CheckFinding]:

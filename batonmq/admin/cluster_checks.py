@@ -94,6 +94,14 @@ CHECKS: tuple[ClusterCheck, ...] = (
         _cluster_findings.find_versions,
     ),
     ClusterCheck(
+        "contracts",
+        "Does each node work with the versions of all others?",
+        "Upgrade the older node; a step of more than one version may need one in between. See "
+        "docs/how-to/rolling-upgrade.md.",
+        ("nodes",),
+        _cluster_findings.find_contracts,
+    ),
+    ClusterCheck(
         "clocks",
         f"Do the clocks of all nodes agree to {CLOCK_SKEW_MS_MAX} ms?",
         "Run NTP or chrony on the machine; retention and schedules use its wall clock.",

@@ -141,6 +141,8 @@ class Node:
 
     Attributes:
         replica_set: Name of its replica set; for storage the name of the broker.
+        contract: Contract of its calls and records; 0 if it is of a version before contracts.
+        contract_min: Oldest contract of another process that it works with.
     """
 
     service: str
@@ -151,6 +153,8 @@ class Node:
     start_unix_ms: int
     epoch: int
     leader: bool
+    contract: int = 0
+    contract_min: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +267,8 @@ def node_from_pb(node: pb.Node) -> Node:
         start_unix_ms=node.start_unix_ms,
         epoch=node.epoch,
         leader=node.leader,
+        contract=node.contract,
+        contract_min=node.contract_min,
     )
 
 

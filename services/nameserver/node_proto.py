@@ -22,4 +22,6 @@ def node_from_bytes(value: bytes) -> pb.Node:
         replica_version=node.replica_version,
         replica_set=node.replica_set,
         outside_address=node.outside_address,
+        contract=node.contract,
+        contract_min=node.contract_min,
     )

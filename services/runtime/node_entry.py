@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
+from batonmq._common.contract import CONTRACT, CONTRACT_MIN
 from batonmq.errors import NoQuorum
 from batonmq_server.runtime.app import FurtherPorts
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
@@ -77,6 +78,8 @@ class NodeEntry:
             replica_set=replica_set,
             tls_address=self._further.tls_address,
             plain_address=self._further.plain_address,
+            contract=CONTRACT,
+            contract_min=CONTRACT_MIN,
         )
         await self._write_node()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from batonmq._common.contract import CONTRACT, CONTRACT_MIN
 from batonmq.admin._cluster_findings import ETCD_BYTES_MAX
 from batonmq.admin.access import IdentityGrants, IssuedAccessKey, IssuedToken
 from batonmq.admin.cluster_checks import CHECKS, CheckVerdict, cluster_verdicts
@@ -49,6 +50,7 @@ def report(
         1,
         leader,
     )
+    node = replace(node, contract=CONTRACT, contract_min=CONTRACT_MIN)
     settings = (setting("node_id", node_id), setting("flush", "sync"))
     return NodeReport(node, settings, replace(STATE, **state), "")
 
@@ -135,6 +137,11 @@ def with_disk(state: ClusterState, disk: BrokerDisk) -> ClusterState:
     return replace(state, disks={**state.disks, "storage-1": disk})
 
 
+def with_contract(state: ClusterState, name: str, **contract: Any) -> ClusterState:
+    (node,) = [one.node for one in state.nodes if one.name == name]
+    return with_report(state, name, node=replace(node, **contract))
+
+
 def without(state: ClusterState, *names: str) -> ClusterState:
     return replace(state, nodes=tuple(one for one in state.nodes if one.name not in names))
 
@@ -192,6 +199,11 @@ BROKEN: dict[str, tuple[ClusterState, CheckLevel, str]] = {
         with_node(S, "storage/storage-1", version="0.9"),
         CheckLevel.WARNING,
         "version 0.9: storage/storage-1",
+    ),
+    "contracts": (
+        with_contract(S, "storage/storage-1", contract=5, contract_min=3),
+        CheckLevel.FAILED,
+        "lockmgr/lockmgr-0 has contract 1, too old for storage/storage-1",
     ),
     "clocks": (
         with_node(S, "storage/storage-1", clock_skew_ms=-2_000),
@@ -416,3 +428,20 @@ def test_drained_node_is_a_finding_at_once_if_its_set_has_no_leader() -> None:
     found = verdict(without_leader, "drained-nodes")
     assert found.level is CheckLevel.FAILED
     assert "a has no leader" in found.findings[0]
+
+
+def test_node_before_contracts_works_with_this_version_and_not_with_every_later_one() -> None:
+    earlier = with_contract(S, "storage/storage-1", contract=0, contract_min=0)
+    assert verdict(earlier, "contracts").level is CheckLevel.OK
+    later = with_contract(earlier, "lockmgr/lockmgr-0", contract=2, contract_min=1)
+    (found,) = verdict(later, "contracts").findings
+    assert (
+        found == "storage/storage-1 has contract 0 (none registered), too old for lockmgr/lockmgr-0"
+    )
+
+
+def test_node_that_is_too_new_for_the_command_is_named() -> None:
+    found = verdict(with_contract(S, "storage/storage-1", contract=9, contract_min=8), "contracts")
+    assert (
+        "storage/storage-1 works with contract 8 or later, and this command has 1" in found.findings
+    )

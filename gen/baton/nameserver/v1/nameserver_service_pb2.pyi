@@ -1675,6 +1675,8 @@ class Node(_message.Message):
     REPLICA_VERSION_FIELD_NUMBER: _builtins.int
     REPLICA_SET_FIELD_NUMBER: _builtins.int
     OUTSIDE_ADDRESS_FIELD_NUMBER: _builtins.int
+    CONTRACT_FIELD_NUMBER: _builtins.int
+    CONTRACT_MIN_FIELD_NUMBER: _builtins.int
     service: Global___ServiceKind.ValueType
     """Service that the process is an instance of."""
     node_id: _builtins.str
@@ -1703,6 +1705,12 @@ class Node(_message.Message):
     """host:port at which clients outside the services' network reach its gRPC server; empty if they
     reach it at `address`. A client is outside if it calls a nameserver at its outside address.
     """
+    contract: _builtins.int
+    """Contract of its calls and records, which rises when the one before does not understand them; 0 if it
+    is of a version before contracts.
+    """
+    contract_min: _builtins.int
+    """Oldest contract of another process that it works with; 0 likewise."""
     def __init__(
         self,
         *,
@@ -1718,10 +1726,12 @@ class Node(_message.Message):
         replica_version: _builtins.int = ...,
         replica_set: _builtins.str = ...,
         outside_address: _builtins.str = ...,
+        contract: _builtins.int = ...,
+        contract_min: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "leader", b"leader", "metrics_address", b"metrics_address", "node_id", b"node_id", "outside_address", b"outside_address", "replica_epoch", b"replica_epoch", "replica_set", b"replica_set", "replica_version", b"replica_version", "room", b"room", "service", b"service", "start_unix_ms", b"start_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "contract", b"contract", "contract_min", b"contract_min", "epoch", b"epoch", "leader", b"leader", "metrics_address", b"metrics_address", "node_id", b"node_id", "outside_address", b"outside_address", "replica_epoch", b"replica_epoch", "replica_set", b"replica_set", "replica_version", b"replica_version", "room", b"room", "service", b"service", "start_unix_ms", b"start_unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.nameserver.v1 import nameserver_service_pb2 as baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%baton/nameserver/v1/stored_node.proto\x12\x13\x62\x61ton.nameserver.v1\x1a,baton/nameserver/v1/nameserver_service.proto\"\xc8\x02\n\nStoredNode\x12\x31\n\x07service\x18\x01 \x01(\x0e\x32 .baton.nameserver.v1.ServiceKind\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x04 \x01(\t\x12\x15\n\rstart_unix_ms\x18\x05 \x01(\x03\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\x12\x0e\n\x06leader\x18\x07 \x01(\x08\x12\x0c\n\x04room\x18\x08 \x01(\t\x12\x15\n\rreplica_epoch\x18\t \x01(\x03\x12\x17\n\x0freplica_version\x18\n \x01(\x03\x12\x13\n\x0breplica_set\x18\x0b \x01(\t\x12\x17\n\x0foutside_address\x18\x0c \x01(\t\x12\x13\n\x0btls_address\x18\r \x01(\t\x12\x15\n\rplain_address\x18\x0e \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%baton/nameserver/v1/stored_node.proto\x12\x13\x62\x61ton.nameserver.v1\x1a,baton/nameserver/v1/nameserver_service.proto\"\xf0\x02\n\nStoredNode\x12\x31\n\x07service\x18\x01 \x01(\x0e\x32 .baton.nameserver.v1.ServiceKind\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x04 \x01(\t\x12\x15\n\rstart_unix_ms\x18\x05 \x01(\x03\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\x12\x0e\n\x06leader\x18\x07 \x01(\x08\x12\x0c\n\x04room\x18\x08 \x01(\t\x12\x15\n\rreplica_epoch\x18\t \x01(\x03\x12\x17\n\x0freplica_version\x18\n \x01(\x03\x12\x13\n\x0breplica_set\x18\x0b \x01(\t\x12\x17\n\x0foutside_address\x18\x0c \x01(\t\x12\x13\n\x0btls_address\x18\r \x01(\t\x12\x15\n\rplain_address\x18\x0e \x01(\t\x12\x10\n\x08\x63ontract\x18\x0f \x01(\x05\x12\x14\n\x0c\x63ontract_min\x18\x10 \x01(\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,5 +33,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.nameserver.v1.stored_
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STOREDNODE']._serialized_start=109
-  _globals['_STOREDNODE']._serialized_end=437
+  _globals['_STOREDNODE']._serialized_end=477
 # @@protoc_insertion_point(module_scope)

@@ -39,6 +39,8 @@ class StoredNode(_message.Message):
     OUTSIDE_ADDRESS_FIELD_NUMBER: _builtins.int
     TLS_ADDRESS_FIELD_NUMBER: _builtins.int
     PLAIN_ADDRESS_FIELD_NUMBER: _builtins.int
+    CONTRACT_FIELD_NUMBER: _builtins.int
+    CONTRACT_MIN_FIELD_NUMBER: _builtins.int
     service: _nameserver_service_pb2.ServiceKind.ValueType
     """Service that the process is an instance of."""
     node_id: _builtins.str
@@ -73,6 +75,12 @@ class StoredNode(_message.Message):
     """
     plain_address: _builtins.str
     """Of a gateway: host:port of its port without TLS, as its clients reach it; empty for none."""
+    contract: _builtins.int
+    """Contract of its calls and records, which rises when the one before does not understand them; 0 if it
+    is of a version before contracts.
+    """
+    contract_min: _builtins.int
+    """Oldest contract of another process that it works with; 0 likewise."""
     def __init__(
         self,
         *,
@@ -90,10 +98,12 @@ class StoredNode(_message.Message):
         outside_address: _builtins.str = ...,
         tls_address: _builtins.str = ...,
         plain_address: _builtins.str = ...,
+        contract: _builtins.int = ...,
+        contract_min: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "leader", b"leader", "metrics_address", b"metrics_address", "node_id", b"node_id", "outside_address", b"outside_address", "plain_address", b"plain_address", "replica_epoch", b"replica_epoch", "replica_set", b"replica_set", "replica_version", b"replica_version", "room", b"room", "service", b"service", "start_unix_ms", b"start_unix_ms", "tls_address", b"tls_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "contract", b"contract", "contract_min", b"contract_min", "epoch", b"epoch", "leader", b"leader", "metrics_address", b"metrics_address", "node_id", b"node_id", "outside_address", b"outside_address", "plain_address", b"plain_address", "replica_epoch", b"replica_epoch", "replica_set", b"replica_set", "replica_version", b"replica_version", "room", b"room", "service", b"service", "start_unix_ms", b"start_unix_ms", "tls_address", b"tls_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
