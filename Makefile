@@ -126,7 +126,7 @@ fuzz: $(SETUP)  ## 20,000 arbitrary calls to each service and 50,000 to the gate
 CLIENTS := java rust go
 clients: $(SETUP) ## official clients of more languages, pinned: every producer with every consumer, the contract
 	BATON_CLIENTS="$(CLIENTS)" pytest -q tests/gateway/test_contract.py tests/gateway/test_official_clients.py tests/gateway/test_stub_example.py \
-	  -k "every_producer or contract or stub"
+	  tests/gateway/test_access.py -k "every_producer or contract or stub or java or use_tls"
 
 coverage: $(SETUP) ## lines and branches covered by the quick tests, per folder
 	coverage erase

@@ -15,6 +15,7 @@ from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2, service_pb2_grpc
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
+from batonmq_server.gateway.app import PING_INTERVAL_MS
 from batonmq_server.gateway.message_proto import duration
 from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
@@ -39,6 +40,8 @@ REPEATED_MS = 20_000
 SETTLED_S = 10
 """The settings are pushed again until 5 s after they came."""
 WINDOW_S = 20
+WAITING_S = 2 * PING_INTERVAL_MS // 1_000
+"""Connections that were made together are pinged together: each window has the same pings."""
 GROUP, DRAINED_GROUP = "bench", next(group for group in GROUPS if group.startswith(TOPICS[0]))
 KIB = 1024
 
@@ -207,10 +210,13 @@ class Pollers:
         self._left -= 1
         if not self._left:
             self._opened.set()
+        # The first one is shorter, so that their ends are spread as those of real clients are.
+        wait_ms = max(1, self.poll_ms * (number + 1) // self._count)
         try:
             while True:
-                assert not await client.receive(1, self.poll_ms), "no message is sent"
+                assert not await client.receive(1, wait_ms), "no message is sent"
                 self.ended += 1
+                wait_ms = self.poll_ms
         finally:
             stream.cancel()
 
@@ -239,7 +245,7 @@ async def _clients(
         each = (process_tree.rss_bytes([pid]) - before) / count
         setup.say(f"{count:,} long polls wait")
         begin = pollers.ended
-        waiting = await _share(pid, setup.sized(WINDOW_S, 2))
+        waiting = await _share(pid, setup.sized(WAITING_S, 2))
         assert pollers.ended == begin, "a long poll ended"
     return [
         figure(

@@ -15,6 +15,7 @@ from batonmq._producer.once_sender import OnceSender
 from batonmq._producer.producer import Producer
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled
 from batonmq_server.gateway.callers import Caller, Context
+from batonmq_server.gateway.core.long_polls import shared_wait_ms
 from batonmq_server.gateway.core.message_leases import LeaseTerms
 from batonmq_server.gateway.core.receipt_handles import BadHandle, ReceiptHandle
 from batonmq_server.gateway.gateway_parts import GatewayParts
@@ -317,7 +318,8 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         if polling_ms < 0:
             raise Refused(pb.ILLEGAL_POLLING_TIME, "long_polling_timeout must not be negative")
         left_ms = 1_000 * (_left_s(context) - DEADLINE_MARGIN_S)
-        return max(0, int(min(polling_ms, left_ms)))
+        wait_ms = max(0, int(min(polling_ms, left_ms)))
+        return shared_wait_ms(self._clock.monotonic_ms(), wait_ms)
 
     def _received(self, group: str, delivery: Delivery, topic: pb.Resource) -> pb.Message:
         terms = delivery.terms

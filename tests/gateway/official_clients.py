@@ -34,6 +34,8 @@ LANGUAGES = ("python", "node")
 """Languages of every run; `make clients` adds more."""
 _CHOSEN = tuple(os.environ.get("BATON_CLIENTS", "").split())  # noqa: TID251  a run by hand
 MORE = tuple(language for language in _CHOSEN if language in LOCKS)
+FEATURES = (*LANGUAGES, *(language for language in MORE if language == "java"))
+"""Languages whose program has every operation; that of Rust sends and receives only."""
 STUBS = ("node", *(language for language in _CHOSEN if language == "go"))
 """Languages of the plain stubs in examples/stubs."""
 _INSTALL_S = 600

@@ -5,12 +5,17 @@ import java.time.Duration;
 import java.util.ArrayList;
 import java.util.Base64;
 import java.util.Collections;
+import java.util.HashMap;
+import java.util.LinkedHashMap;
 import java.util.List;
 import java.util.Map;
 import java.util.TreeSet;
+import java.util.concurrent.ConcurrentHashMap;
 import java.util.concurrent.ConcurrentLinkedQueue;
 import org.apache.rocketmq.client.apis.ClientConfiguration;
+import org.apache.rocketmq.client.apis.ClientConfigurationBuilder;
 import org.apache.rocketmq.client.apis.ClientServiceProvider;
+import org.apache.rocketmq.client.apis.StaticSessionCredentialsProvider;
 import org.apache.rocketmq.client.apis.consumer.ConsumeResult;
 import org.apache.rocketmq.client.apis.consumer.FilterExpression;
 import org.apache.rocketmq.client.apis.consumer.PushConsumer;
@@ -18,6 +23,9 @@ import org.apache.rocketmq.client.apis.consumer.SimpleConsumer;
 import org.apache.rocketmq.client.apis.message.MessageBuilder;
 import org.apache.rocketmq.client.apis.message.MessageView;
 import org.apache.rocketmq.client.apis.producer.Producer;
+import org.apache.rocketmq.client.apis.producer.SendReceipt;
+import org.apache.rocketmq.client.apis.producer.Transaction;
+import org.apache.rocketmq.client.apis.producer.TransactionResolution;
 import org.apache.rocketmq.shaded.com.google.gson.Gson;
 import org.apache.rocketmq.shaded.com.google.gson.JsonArray;
 import org.apache.rocketmq.shaded.com.google.gson.JsonElement;
@@ -29,10 +37,28 @@ public final class Client {
     private Client() {}
 
     private static ClientConfiguration configuration(JsonObject task) {
-        return ClientConfiguration.newBuilder()
+        ClientConfigurationBuilder builder = ClientConfiguration.newBuilder()
             .setEndpoints(task.get("endpoints").getAsString())
-            .enableSsl(false)
-            .build();
+            .setNamespace(text(task, "namespace", ""))
+            .enableSsl(flag(task, "tls", false));
+        if (task.has("access_key")) {
+            builder.setCredentialProvider(new StaticSessionCredentialsProvider(
+                task.get("access_key").getAsString(), task.get("secret").getAsString()));
+        }
+        return builder.build();
+    }
+
+    private static String text(JsonObject task, String name, String otherwise) {
+        return task.has(name) ? task.get(name).getAsString() : otherwise;
+    }
+
+    private static boolean flag(JsonObject task, String name, boolean otherwise) {
+        return task.has(name) ? task.get(name).getAsBoolean() : otherwise;
+    }
+
+    private static Map<String, FilterExpression> subscription(JsonObject task) {
+        return Collections.singletonMap(
+            task.get("topic").getAsString(), new FilterExpression(text(task, "filter", "*")));
     }
 
     private static Object send(JsonObject task) throws Exception {
@@ -50,6 +76,9 @@ public final class Client {
                 if (one.has("message_group")) {
                     message.setMessageGroup(one.get("message_group").getAsString());
                 }
+                if (one.has("deliver_at_s")) {
+                    message.setDeliveryTimestamp(one.get("deliver_at_s").getAsLong() * 1_000);
+                }
                 if (one.has("keys")) {
                     List<String> keys = new ArrayList<>();
                     one.getAsJsonArray("keys").forEach(key -> keys.add(key.getAsString()));
@@ -61,11 +90,60 @@ public final class Client {
                         message.addProperty(entry.getKey(), entry.getValue().getAsString());
                     }
                 }
-                String id = producer.send(message.build()).getMessageId().toString();
-                sent.add(Collections.singletonMap("id", id));
+                SendReceipt receipt = producer.send(message.build());
+                Map<String, Object> result = new HashMap<>();
+                result.put("id", receipt.getMessageId().toString());
+                if (flag(one, "recall", false)) {
+                    result.put("recalled", producer.recallMessage(topic, receipt.getRecallHandle())
+                        .getMessageId().toString());
+                }
+                sent.add(result);
             }
         }
         return Collections.singletonMap("sent", sent);
+    }
+
+    // Begins a transaction per message and ends it as the message says; answers checks meanwhile.
+    private static Object transactions(JsonObject task) throws Exception {
+        String topic = task.get("topic").getAsString();
+        ConcurrentLinkedQueue<Object> checked = new ConcurrentLinkedQueue<>();
+        JsonObject answers =
+            task.has("answers") ? task.getAsJsonObject("answers") : new JsonObject();
+        Producer producer = PROVIDER.newProducerBuilder()
+            .setClientConfiguration(configuration(task)).setTopics(topic)
+            .setTransactionChecker(message -> {
+                Map<String, Object> seen = view(message);
+                checked.add(Map.of("body", seen.get("body"), "id", seen.get("id")));
+                return flag(answers, (String) seen.get("body"), false)
+                    ? TransactionResolution.COMMIT : TransactionResolution.ROLLBACK;
+            })
+            .build();
+        List<Object> sent = new ArrayList<>();
+        for (JsonElement each : task.getAsJsonArray("messages")) {
+            JsonObject one = each.getAsJsonObject();
+            Transaction transaction = producer.beginTransaction();
+            String id = producer.send(PROVIDER.newMessageBuilder().setTopic(topic)
+                .setBody(one.get("body").getAsString().getBytes(StandardCharsets.UTF_8)).build(),
+                transaction).getMessageId().toString();
+            sent.add(Collections.singletonMap("id", id));
+            switch (one.get("end").getAsString()) {
+                case "commit" -> transaction.commit();
+                case "rollback" -> transaction.rollback();
+                default -> { }
+            }
+        }
+        int checks = task.has("checks") ? task.get("checks").getAsInt() : 0;
+        long end = System.nanoTime() + task.get("seconds").getAsLong() * 1_000_000_000L;
+        while (checked.size() < checks && System.nanoTime() < end) {
+            Thread.sleep(50);
+        }
+        if (checks > 0) {
+            producer.close(); // without checks it just dies
+        }
+        Map<String, Object> result = new LinkedHashMap<>();
+        result.put("checked", new ArrayList<>(checked));
+        result.put("sent", sent);
+        return result;
     }
 
     private static Map<String, Object> view(MessageView message) {
@@ -84,19 +162,22 @@ public final class Client {
 
     private static Object simple(JsonObject task) throws Exception {
         List<Object> received = new ArrayList<>();
-        long end = System.nanoTime() + task.get("seconds").getAsLong() * 1_000_000_000L;
         Duration invisible = Duration.ofSeconds(task.get("invisible_s").getAsLong());
         try (SimpleConsumer consumer = PROVIDER.newSimpleConsumerBuilder()
             .setClientConfiguration(configuration(task))
             .setConsumerGroup(task.get("group").getAsString())
             .setAwaitDuration(Duration.ofSeconds(2))
-            .setSubscriptionExpressions(Collections.singletonMap(
-                task.get("topic").getAsString(), FilterExpression.SUB_ALL))
+            .setSubscriptionExpressions(subscription(task))
             .build()) {
+            long end = System.nanoTime() + task.get("seconds").getAsLong() * 1_000_000_000L;
             while (received.size() < task.get("count").getAsInt() && System.nanoTime() < end) {
                 for (MessageView message : consumer.receive(16, invisible)) {
                     received.add(view(message));
-                    consumer.ack(message);
+                    if (flag(task, "give_back", false) && message.getDeliveryAttempt() == 1) {
+                        consumer.changeInvisibleDuration(message, Duration.ZERO);
+                    } else if (flag(task, "ack", true)) {
+                        consumer.ack(message);
+                    }
                 }
             }
         }
@@ -105,17 +186,27 @@ public final class Client {
 
     private static Object push(JsonObject task) throws Exception {
         ConcurrentLinkedQueue<Object> received = new ConcurrentLinkedQueue<>();
-        long end = System.nanoTime() + task.get("seconds").getAsLong() * 1_000_000_000L;
+        Map<String, Integer> failures = new ConcurrentHashMap<>();
+        if (task.has("fail")) {
+            task.getAsJsonObject("fail").entrySet()
+                .forEach(entry -> failures.put(entry.getKey(), entry.getValue().getAsInt()));
+        }
         try (PushConsumer consumer = PROVIDER.newPushConsumerBuilder()
             .setClientConfiguration(configuration(task))
             .setConsumerGroup(task.get("group").getAsString())
-            .setSubscriptionExpressions(Collections.singletonMap(
-                task.get("topic").getAsString(), FilterExpression.SUB_ALL))
+            .setSubscriptionExpressions(subscription(task))
             .setMessageListener(message -> {
-                received.add(view(message));
+                Map<String, Object> seen = view(message);
+                received.add(seen);
+                String body = (String) seen.get("body");
+                if (failures.getOrDefault(body, 0) > 0) {
+                    failures.merge(body, -1, Integer::sum);
+                    return ConsumeResult.FAILURE;
+                }
                 return ConsumeResult.SUCCESS;
             })
             .build()) {
+            long end = System.nanoTime() + task.get("seconds").getAsLong() * 1_000_000_000L;
             while (received.size() < task.get("count").getAsInt() && System.nanoTime() < end) {
                 Thread.sleep(50);
             }
@@ -139,12 +230,22 @@ public final class Client {
     public static void main(String[] arguments) throws Exception {
         Gson gson = new Gson();
         JsonObject task = gson.fromJson(arguments[0], JsonObject.class);
-        Object result = switch (task.get("op").getAsString()) {
-            case "send" -> send(task);
-            case "simple" -> simple(task);
-            case "push" -> push(task);
-            default -> contract();
-        };
+        Object result = null;
+        try {
+            result = switch (task.get("op").getAsString()) {
+                case "send" -> send(task);
+                case "simple" -> simple(task);
+                case "push" -> push(task);
+                case "transactions" -> transactions(task);
+                default -> contract();
+            };
+        } catch (Exception error) {
+            error.printStackTrace();
+            for (Throwable cause = error; cause != null; cause = cause.getCause()) {
+                System.err.println(cause); // once more, after the long list of frames
+            }
+            Runtime.getRuntime().halt(1);
+        }
         System.out.println(gson.toJson(result));
         System.out.flush();
         Runtime.getRuntime().halt(0);

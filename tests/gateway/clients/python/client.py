@@ -10,6 +10,7 @@ import json
 import os
 import queue
 import sys
+import threading
 from time import monotonic  # noqa: TID251  this process has nothing of ours
 
 from rocketmq import (
@@ -157,8 +158,69 @@ def push(task):
     return {"received": received}
 
 
+def say(**event):
+    print(json.dumps(event), flush=True)
+
+
+def ended():
+    """Return an event that is set when the standard input ends."""
+    over = threading.Event()
+
+    def read():
+        sys.stdin.read()
+        over.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    return over
+
+
+def send_on(task):
+    """Send numbered messages until the standard input ends; print the outcome of each."""
+    over, number = ended(), 0
+    producer = Producer(configuration(task), (task["topic"],))
+    producer.startup()
+    while not over.wait(task["pause_s"]):
+        number += 1
+        message = Message()
+        message.topic, message.body = task["topic"], str(number).encode()
+        try:
+            producer.send(message)
+        except Exception as error:  # noqa: BLE001  a service is away; it goes on
+            say(failed=str(number), error=str(error))
+        else:
+            say(sent=str(number))
+    return {}
+
+
+def consume_on(task):
+    """Receive and acknowledge until the standard input ends; print each event as it happens."""
+    over = ended()
+    wanted = {task["topic"]: FilterExpression("*")}
+    consumer = SimpleConsumer(configuration(task), task["group"], wanted)
+    consumer.await_duration = 1
+    consumer.startup()
+    while not over.is_set():
+        try:
+            received = consumer.receive(16, task["invisible_s"]) or ()
+        except Exception as error:  # noqa: BLE001  a service is away; it goes on
+            say(error=str(error))
+            over.wait(0.1)
+            continue
+        for message in received:
+            body = message.body.decode()
+            say(received=body, attempt=message.delivery_attempt)
+            try:
+                consumer.ack(message)
+            except Exception as error:  # noqa: BLE001  the message may come again
+                say(unsure=body, error=str(error))
+            else:
+                say(acknowledged=body)
+    return {}
+
+
 if __name__ == "__main__":
     task = json.loads(sys.argv[1])
     operations = {"send": send, "simple": simple, "push": push, "transactions": transactions}
+    operations |= {"send_on": send_on, "consume_on": consume_on}
     print(json.dumps(operations[task["op"]](task)), flush=True)
     os._exit(0)  # the client leaves threads behind that keep the process alive

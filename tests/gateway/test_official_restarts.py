@@ -1,0 +1,154 @@
+"""Goal: restarts in mid-run cost the application of an official client neither message nor ack.
+
+Gateway, storage leader and offsets leader end while the official Python client sends and consumes:
+no message whose send was answered is lost, and none whose acknowledgement was answered comes again.
+Method: producer and consumer are processes of their own, which write each event as it happens; the
+test keeps the ledger. One round of restarts by default; BATON_CLIENT_RESTARTS asks for more, in
+which every process ends by SIGKILL, and by SIGTERM, in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batonmq import Admin
+from batonmq.errors import BatonError
+from batonmq_server.local.cluster import LocalCluster
+from tests.gateway.official_clients import OfficialClient, official_client
+from tests.support.cluster import local_cluster
+from tests.support.conditions import until
+
+ROUNDS = int(os.environ.get("BATON_CLIENT_RESTARTS", "1"))  # noqa: TID251  a run by hand
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240 + 240 * ROUNDS)]
+TOPIC, GROUP = "orders", "billing"
+LEADERS = ("gateway", "storage", "offsets")
+MORE_ACKS = 20
+"""Acknowledgements before the next restart: the clients work again."""
+WAIT_S = 120
+
+
+@dataclass
+class Ledger:
+    """What the clients have written, by body.
+
+    Attributes:
+        failed: Messages whose send ended with an error; they may be stored or not.
+        unsure: Messages with an acknowledgement that ended with an error.
+        again: Messages that came after their acknowledgement had been answered.
+    """
+
+    sent: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    deliveries: Counter[str] = field(default_factory=Counter)
+    acknowledged: set[str] = field(default_factory=set)
+    unsure: set[str] = field(default_factory=set)
+    again: list[str] = field(default_factory=list)
+    ended: set[str] = field(default_factory=set)
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        if (body := event.get("received")) is not None:
+            self.deliveries[body] += 1
+            if body in self.acknowledged:
+                self.again.append(body)
+        for name in ("sent", "failed", "acknowledged", "unsure"):
+            if (body := event.get(name)) is not None:
+                getattr(self, name).add(body)
+
+    def has_acknowledged(self, count: int) -> bool:
+        return len(self.acknowledged) >= count
+
+
+@asynccontextmanager
+async def running(
+    client: OfficialClient, task: Mapping[str, Any], ledger: Ledger
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a client whose events the ledger gets; close its standard input to end it."""
+    process = await asyncio.create_subprocess_exec(
+        *client.command,
+        json.dumps(task),
+        env=client.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+    async def read() -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            ledger.note(json.loads(line))
+        ledger.ended.add(task["op"])
+
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(read())
+        try:
+            yield process
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+            await reading
+
+
+async def end(cluster: LocalCluster, name: str, *, killed: bool) -> None:
+    """End a process and wait until it serves again."""
+    if killed:
+        await cluster.kill(name)
+        await cluster.serving(name)
+    else:
+        await cluster.restart(name)
+
+
+async def is_done(admin: Admin) -> bool:
+    """Whether the group has an acknowledgement of every stored message, durably."""
+    try:
+        queues = (await admin.group_progress(GROUP)).queues
+    except BatonError:
+        return False
+    return bool(queues) and all(queue.lag == 0 for queue in queues)
+
+
+async def test_official_client_keeps_every_message_through_restarts(tmp_path: Path) -> None:
+    client, ledger = official_client("python"), Ledger()
+    async with local_cluster(tmp_path, gateways=1) as cluster, Admin(cluster.nameserver) as admin:
+        await admin.create_topic(TOPIC, 4)
+        task = {"endpoints": cluster.addresses["gateway"], "topic": TOPIC, "group": GROUP}
+        consume = task | {"op": "consume_on", "invisible_s": 10}
+        produce = task | {"op": "send_on", "pause_s": 0.01}
+        async with (
+            running(client, consume, ledger) as consumer,
+            running(client, produce, ledger) as producer,
+        ):
+            for number in range(ROUNDS * len(LEADERS)):
+                wanted = len(ledger.acknowledged) + MORE_ACKS
+                await until(partial(ledger.has_acknowledged, wanted), WAIT_S)
+                turn, which = divmod(number, len(LEADERS))
+                await end(cluster, LEADERS[which], killed=turn % 2 == 0)
+            wanted = len(ledger.acknowledged) + MORE_ACKS
+            await until(partial(ledger.has_acknowledged, wanted), WAIT_S)
+            assert producer.stdin is not None
+            assert consumer.stdin is not None
+            producer.stdin.close()
+            await until(lambda: "send_on" in ledger.ended, WAIT_S)
+            await until(lambda: ledger.sent <= ledger.acknowledged | ledger.unsure, WAIT_S)
+            await until(partial(is_done, admin), WAIT_S)
+            consumer.stdin.close()
+            await until(lambda: "consume_on" in ledger.ended, WAIT_S)
+    print(
+        f"{len(ledger.sent):,} sent, {len(ledger.failed)} sends failed, "
+        f"{len(ledger.acknowledged):,} acknowledged, {len(ledger.unsure)} unsure, "
+        f"{sum(ledger.deliveries.values()) - len(ledger.deliveries)} delivered again"
+    )
+    assert ledger.again == [], "an acknowledged message came again"
+    assert ledger.sent <= set(ledger.deliveries), "a message is lost"
+    assert set(ledger.deliveries) <= ledger.sent | ledger.failed
