@@ -215,8 +215,10 @@ def environment_variables() -> set[str]:
         f"BATON_{service.upper()}_{name.upper()}"
         for service, kind in tables.SETTINGS.items()
         for name in (*kind.model_fields, "config_file")
-    } | set(re.findall(r"`(BATON_(?:SPARK|CONSOLE)_\w+)`", "".join(tables.settings().values())))
-    files = {"BATON_SPARK_CONFIG_FILE", "BATON_CONSOLE_CONFIG_FILE"}
+    } | set(
+        re.findall(r"`(BATON_(?:SPARK|CONSOLE|SCALER)_\w+)`", "".join(tables.settings().values()))
+    )
+    files = {"BATON_SPARK_CONFIG_FILE", "BATON_CONSOLE_CONFIG_FILE", "BATON_SCALER_CONFIG_FILE"}
     return variables | files | {str(option.envvar) for option in baton.params}
 
 

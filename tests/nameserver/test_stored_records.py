@@ -112,6 +112,8 @@ NODE = StoredNode(
     replica_version=8,
     replica_set="offsets",
     outside_address="b:1",
+    contract=2,
+    contract_min=1,
 )
 NOT_RETURNED = {"owner", "creator", "tls_address", "plain_address"}
 """Fields that calls do not return: quotas count the first two, and gateways read the others."""
