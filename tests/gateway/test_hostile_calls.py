@@ -40,8 +40,8 @@ INTERNAL = (pb.CODE_UNSPECIFIED, pb.INTERNAL_ERROR, pb.INTERNAL_SERVER_ERROR)
 ENDS = {grpc.StatusCode.INVALID_ARGUMENT}
 STREAM_ENDS = ENDS | {grpc.StatusCode.DEADLINE_EXCEEDED}
 """A stream or a long poll may also end at its client's deadline."""
-HIDDEN = "Internal error from Core"
-"""gRPC's own end at the client for a stream that its server ended while the client wrote."""
+HIDDEN = ("Internal error from Core", "Locally cancelled by application!")
+"""gRPC's own ends at the client for a stream that ended while the client wrote."""
 METHODS: Sequence[MethodDescriptor] = service_pb2.DESCRIPTOR.services_by_name[
     "MessagingService"
 ].methods
@@ -79,7 +79,7 @@ class Caller:
             statuses = await self._statuses(method, requests, more)
         except grpc.aio.AioRpcError as error:
             self.ends[error.code().name] += 1
-            hidden = method.client_streaming and error.details() == HIDDEN
+            hidden = method.client_streaming and error.details() in HIDDEN
             if not hidden and error.code() not in (STREAM_ENDS if streams else ENDS):
                 self._problem(method, requests, f"{error.code()}: {error.details()}")
             return
