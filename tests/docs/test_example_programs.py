@@ -33,8 +33,8 @@ BROKEN = {
     "reminders.py": ("await producer.cancel(receipt.schedule_id)", "pass"),
     "sql_filter.py": (" AND agent IS NULL", ""),
     "traced_orders.py": ("Producer(nameserver, telemetry=telemetry)", "Producer(nameserver)"),
-    "typed_orders.py": ('b"no order"', 'orders.encode({"number": 1, "state": "x"})'),
     "transactional_orders.py": ("TransactionState.COMMIT if known else ", ""),
+    "typed_orders.py": ('b"no order"', 'orders.encode({"number": 1, "state": "x"})'),
 }
 
 
