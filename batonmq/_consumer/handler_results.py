@@ -64,8 +64,8 @@ class MessageFailed(Exception):
 class BadBody(Exception):
     """The body of a message is not what its handler expects, and no retry can change that.
 
-    Raised by a handler of one message, it has no retries: the message becomes a dead letter at
-    once, or what else `exhausted` says. Raised by a handler of a batch it is an error like any
+    A handler that raises it for one message gets no retry: the message becomes a dead letter at
+    once, or what else `exhausted` says. For a batch of several messages it is an error like any
     other, because it does not say which message it means.
     """
 

@@ -21,6 +21,9 @@ from batonmq.schemas.avro_schema import AvroSchema, Definition, ParsedSchema
 
 log = logging.getLogger(__name__)
 
+READ_TIMEOUT_S = 30.0
+"""Timeout of reading the new part of the topic; what was read by then is kept."""
+
 
 class SchemaRegistry:
     """Finds schemas of Avro by their fingerprints. Use it as an async context manager.
@@ -137,10 +140,18 @@ class SchemaRegistry:
         ) as puller:
             await puller.assign([self._queue])
             await puller.seek(self._queue, self._next_offset)
-            while (position := await puller.position(self._queue)) < end:
-                for messages in (await puller.poll()).values():
-                    for message in messages:
-                        self._take(message)
+            try:
+                async with asyncio.timeout(READ_TIMEOUT_S):
+                    while (position := await puller.position(self._queue)) < end:
+                        for messages in (await puller.poll()).values():
+                            for message in messages:
+                                self._take(message)
+            except TimeoutError as error:
+                raise Unreachable(
+                    f"the schemas in topic {self._topic} were not read within {READ_TIMEOUT_S:g} s",
+                    retry_after_ms=500,
+                    facts={"service": "storage"},
+                ) from error
             self._next_offset = position
 
     def _take(self, message: ReceivedMessage) -> None:

@@ -35,7 +35,7 @@ class NodeDrains:
     """Carries out DrainNode and UndrainNode from etcd's own state, and lists drained nodes."""
 
     def __init__(self, etcd: EtcdSession) -> None:
-        self.etcd = self._etcd = etcd
+        self.etcd = etcd
         self._known: list[pb.DrainedNode] = []
 
     async def drained(self) -> list[pb.DrainedNode]:
@@ -76,7 +76,7 @@ class NodeDrains:
         if request.execute and marks:
             # A mark that is gone meanwhile is what the call asks for.
             for stored in marks:
-                await self._etcd.txn(
+                await self.etcd.txn(
                     compare=[Compare(stored.key, create_revision=stored.create_revision)],
                     delete=[stored.key],
                 )
@@ -84,7 +84,7 @@ class NodeDrains:
         return pb.UndrainNodeResponse(was_drained=bool(marks))
 
     async def _marks(self, prefix: str) -> list[KeyValue]:
-        entries, _ = await self._etcd.get_prefix(prefix)
+        entries, _ = await self.etcd.get_prefix(prefix)
         marks = [stored for stored in entries if stored.key.split("/")[-2] == "drained"]
         return [stored for stored in marks if not stored.lease_id]  # others are moves of a leader
 
@@ -94,7 +94,7 @@ class NodeDrains:
         Raises:
             InvalidArgument: the node is not up.
         """
-        entries, _ = await self._etcd.get_prefix(f"nodes/{service}/")
+        entries, _ = await self.etcd.get_prefix(f"nodes/{service}/")
         nodes = {node.node_id: node for node in (node_from_bytes(one.value) for one in entries)}
         node = nodes.get(node_id)
         if node is None:
@@ -104,7 +104,7 @@ class NodeDrains:
                 facts={"field": "node_id"},
             )
         node.replica_set = node.replica_set or node_id
-        etcd = self._etcd
+        etcd = self.etcd
         record = decode_record(await etcd.get(etcd.key("replicas", service, node.replica_set)))
         marks = await self._marks(etcd.key("elections", service, node.replica_set) + "/")
         scene = DrainScene(
@@ -126,13 +126,13 @@ class NodeDrains:
             service=found.node.service,
             node_id=node_id,
             replica_set=found.node.replica_set,
-            unix_ms=self._etcd.clock.unix_ms(),
+            unix_ms=self.etcd.clock.unix_ms(),
             by=by,
         ).SerializeToString()
 
     async def _write(self, found: FoundNode, others: tuple[str, ...], by: str) -> None:
         """Write the mark if the set is unchanged, and none of the others was drained meanwhile."""
-        etcd, node = self._etcd, found.node
+        etcd, node = self.etcd, found.node
         mark = self.mark(found, node.node_id, by)
         election = etcd.key("elections", found.service, node.replica_set)
         record_key = etcd.key("replicas", found.service, node.replica_set)

@@ -18,9 +18,17 @@ from google.protobuf.wrappers_pb2 import StringValue
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq import BadBody, Consumer, ConsumerSettings, MessageFailed, ReceivedMessage
+from batonmq import (
+    BadBody,
+    Consumer,
+    ConsumerSettings,
+    MessageBatch,
+    MessageFailed,
+    Puller,
+    ReceivedMessage,
+)
 from batonmq._core.retries import dead_letter_topic
-from batonmq.errors import InvalidArgument, TopicNotFound, Unreachable
+from batonmq.errors import InvalidArgument, Unreachable
 from batonmq.schemas import (
     AvroSchema,
     ProtobufSchema,
@@ -272,22 +280,20 @@ def test_bad_body_stops_a_consumer_that_stops_at_failures() -> None:
         asyncio.run(run())
 
 
-def test_bad_body_in_a_batch_is_a_failure_of_all_its_messages() -> None:
-    """It does not say which message it means, so none becomes a dead letter at once."""
+def test_bad_body_in_a_batch_is_a_dead_letter_once_its_message_is_alone() -> None:
+    """The error of a batch does not say which message it means, so both are retried."""
 
-    async def run() -> int:
-        calls = 0
+    async def run() -> tuple[list[int], list[ReceivedMessage]]:
+        sizes: list[int] = []
 
-        async def handle(batch: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 1:
-                assert len(batch) == 2
+        async def handle(batch: MessageBatch) -> None:
+            sizes.append(len(batch))
+            if b"bad" in batch.bodies():
                 raise BadBody("one of them")
 
         async with MemoryBroker() as broker:
             await broker.create_topic(TOPIC, 1)
-            await send(broker, b"a", b"b")
+            await send(broker, b"good", b"bad")
             async with (
                 broker.consumer(GROUP, {TOPIC: "*"}) as consumer,
                 asyncio.TaskGroup() as tasks,
@@ -295,11 +301,12 @@ def test_bad_body_in_a_batch_is_a_failure_of_all_its_messages() -> None:
                 tasks.create_task(consumer.run_batches(handle))
                 await broker.settled(GROUP)
                 consumer.stop()
-            with pytest.raises(TopicNotFound):
-                await broker.messages(dead_letter_topic(GROUP))
-        return calls
+            return sizes, await broker.messages(dead_letter_topic(GROUP))
 
-    assert run_virtual(run()) > 1
+    sizes, dead = run_virtual(run())
+    assert sizes[0] == 2
+    assert [letter.body for letter in dead] == [b"bad"]
+    assert int(dead[0].properties["baton.attempts"]) > 1
 
 
 def test_reader_learns_a_schema_that_was_stored_after_it_began() -> None:
@@ -334,6 +341,24 @@ def test_unknown_schema_is_a_bad_body_only_if_the_registry_can_be_read() -> None
                 await orders.decode(body)
             with broker._disconnected("client"), pytest.raises(Unreachable):
                 await orders.decode(body)
+
+    run_virtual(run())
+
+
+def test_registry_that_can_not_be_read_in_time_is_unreachable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def stands_still(*_: object) -> int:
+        return 0
+
+    async def run() -> None:
+        async with MemoryBroker() as broker:
+            async with registry_of(broker) as registry:
+                await registry.avro(FIRST)
+            monkeypatch.setattr(Puller, "position", stands_still)
+            with pytest.raises(Unreachable, match="not read within 30 s"):
+                async with registry_of(broker):
+                    pass
 
     run_virtual(run())
 
