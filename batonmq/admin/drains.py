@@ -43,7 +43,7 @@ async def drain_node(admin: Admin, service: str, node_id: str, *, by: str = "") 
         by: Name of the operator; empty for a dry run, which changes nothing.
 
     Raises:
-        InvalidArgument: The node is not up, or of a service whose nodes need no drain.
+        InvalidArgument: The node is not up, or its service needs no drain.
         NotDrainable: Its set would have no leader, or reject writes.
     """
     request = pb.DrainNodeRequest(service=_kind(service), node_id=node_id, execute=bool(by), by=by)

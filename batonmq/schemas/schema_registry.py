@@ -157,7 +157,7 @@ class SchemaRegistry:
     def _take(self, message: ReceivedMessage) -> None:
         try:
             schema = ParsedSchema(json.loads(message.body))
-        except (ValueError, InvalidArgument) as error:  # somebody else writes to the topic
+        except (ValueError, InvalidArgument) as error:  # another program writes to the topic
             log.warning("not a schema %r error=%s", message, error)
         else:
             if schema.fingerprint.hex() == message.ordering_key:
