@@ -282,21 +282,34 @@ def test_consistent_hash_takes_the_next_of_ten_points_on_the_ring(
         assert distance(queue, AssignableMember(owner)) == min(distance(queue, m) for m in members)
 
 
-@pytest.mark.parametrize("strategy", AssignmentStrategy)
-async def test_queues_of_a_large_group_are_assigned_fast(strategy: AssignmentStrategy) -> None:
+def assignment_cpu_s(strategy: AssignmentStrategy, member_count: int, queue_count: int) -> float:
+    """Return the least CPU time of three assignments after a twentieth of the members has left."""
     members = [
-        AssignableMember(f"client-{index}@host", f"room-{index % 3}") for index in range(1_000)
+        AssignableMember(f"client-{index}@host", f"room-{index % 3}")
+        for index in range(member_count)
     ]
     queues = [
         AssignableQueue(
             f"topic-{index % 20}", f"broker-{index % 7}", index // 20, f"room-{index % 4}"
         )
-        for index in range(10_000)
+        for index in range(queue_count)
     ]
     before = assign_queues(strategy, members, queues, {})
     taken_s = []
     for _ in range(3):
         start_s = time.thread_time()
-        assign_queues(strategy, members[50:], queues, before)
+        assign_queues(strategy, members[member_count // 20 :], queues, before)
         taken_s.append(time.thread_time() - start_s)
-    assert min(taken_s) < 0.3  # 0.03 to 0.09 on an idle core
+    return min(taken_s)
+
+
+@pytest.mark.parametrize("strategy", AssignmentStrategy)
+async def test_cost_of_an_assignment_grows_with_the_queues_and_not_with_queues_times_members(
+    strategy: AssignmentStrategy,
+) -> None:
+    """12 to 19 times the cost for ten times as many of both; with their product it were 100."""
+    small_s, large_s = (
+        assignment_cpu_s(strategy, 100, 1_000),
+        assignment_cpu_s(strategy, 1_000, 10_000),
+    )
+    assert large_s < 40 * small_s
