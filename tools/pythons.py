@@ -22,10 +22,12 @@ VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 TESTED = ("tests/core", "tests/common", "tests/client", "tests/idempotence")
 """Folders whose tests need the client library and the in-memory broker only."""
 NEEDED = (
+    "fastavro",
     "fsspec",
     "hypothesis",
     "prometheus-client",
     "psycopg[binary]",
+    "pydantic",
     "pyarrow",
     "pytest",
     "pytest-asyncio",
