@@ -160,6 +160,22 @@ def test_drained_node_is_named_with_the_command_that_brings_it_back() -> None:
     assert "drained" not in render_block(make_templates(), "cluster.html", {"cluster": view_of()})
 
 
+def test_contracts_that_differ_are_an_upgrade_and_one_that_is_too_old_is_a_problem() -> None:
+    templates = make_templates()
+    newer = tuple(replace(one, contract=2, contract_min=1) for one in NODES)
+    view = view_of((*newer[1:], replace(newer[0], contract=1)))
+    assert view.healthy
+    shown = words_of(render_block(templates, "cluster.html", {"cluster": view}))
+    assert "Nodes with the contracts 1 and 2 run side by side: an upgrade is not finished" in shown
+    same = render_block(templates, "cluster.html", {"cluster": view_of(newer)})
+    assert "side by side" not in words_of(same)
+    refused = view_of((newer[0], *NODES[1:]))
+    assert not refused.healthy
+    assert refused.problems[0] == (
+        "storage b has contract 0, and storage a works with 1 or later: upgrade it"
+    )
+
+
 def test_full_disk_and_damage_need_attention() -> None:
     assert view_of(disk_state="warn").healthy
     assert not view_of(disk_state="full").healthy

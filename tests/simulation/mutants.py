@@ -37,16 +37,12 @@ class Mutant:
         break_it: Applies the mutant; undone with the monkeypatch.
         options: Kind of run that can reveal it.
         rules: The properties that it breaks; which one is found first depends on the run.
-        first: First seed; a mutant that few seeds reveal starts near such a seed.
-        seeds_max: Number of seeds within which it is found.
     """
 
     name: str
     break_it: Break
     options: RunOptions
     rules: tuple[str, ...]
-    first: int = 0
-    seeds_max: int = 40
 
 
 CALM = RunOptions(steps=30)
@@ -159,14 +155,12 @@ MUTANTS = (
         broken_offsets.unconditional_fence,
         DEAF,
         ("section 4", "V6"),
-        first=2,
     ),
     Mutant(
         "fence without its offset",
         broken_offsets.fence_without_its_offset,
         CROWDED_AND_LATE,
         ("section 7",),
-        first=18,
     ),
     Mutant("grant before it is persisted", broken_lockmgr.grant_before_persist, CALM, ("V11",)),
     Mutant("answer before it is durable", broken_offsets.answer_before_durable, CALM, ("V8", "V9")),
@@ -175,26 +169,23 @@ MUTANTS = (
         broken_lockmgr.stored_token_on_renewal,
         CRASHES,
         ("V11", "V7", "V3"),
-        first=1,
     ),
-    Mutant("commit without token", broken_offsets.commit_without_token, ZOMBIES, ("V3",), first=3),
-    Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=59),
+    Mutant("commit without token", broken_offsets.commit_without_token, ZOMBIES, ("V3",)),
+    Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",)),
     Mutant("no deadline", broken_clients.no_deadline, SLOW_ZOMBIES, ("V3", "V6", "V7")),
     Mutant("close without draining", broken_clients.close_without_draining, SLOW, ("V6", "V7")),
-    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=17),
+    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7")),
     Mutant(
         "token dropped at the deadline",
         broken_clients.token_dropped_at_the_deadline,
         OUTAGE,
         ("L4",),
-        first=12,
     ),
     Mutant(
         "late close without unfinished",
         broken_clients.late_close_without_unfinished,
         HANGING_OUTAGE,
         ("V6", "V7"),
-        first=1,
     ),
     Mutant(
         "same holder without flags",
@@ -224,17 +215,15 @@ MUTANTS = (
         broken_clients.gap_after_a_dropped_frame,
         FRAMES_OF_TWO_EPOCHS,
         ("V1", "V4", "L1", "L2"),
-        first=11,
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
     Mutant("renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",)),
-    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",), first=7),
+    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",)),
     Mutant(
         "position of any epoch",
         broken_offsets.position_of_any_epoch,
         OLD_CALLS,
         ("V7", "V8"),
-        first=27,
     ),
     Mutant(
         "position below recorded", broken_offsets.position_below_recorded, OLD_CALLS, ("V7", "V8")
@@ -244,25 +233,20 @@ MUTANTS = (
         broken_clients.answer_of_an_older_epoch,
         OLD_CALLS,
         ("V6", "V7", "V8"),
-        first=175,
     ),
-    Mutant(
-        "advance not in flight", broken_offsets.advance_not_in_flight, FORCES, ("V8", "V7"), first=2
-    ),
+    Mutant("advance not in flight", broken_offsets.advance_not_in_flight, FORCES, ("V8", "V7")),
     Mutant(
         "position below an advance",
         broken_offsets.position_below_an_advance,
         OLD_CALLS,
         ("V7", "V8"),
-        first=1,
     ),
-    Mutant("settle any advance", broken_offsets.settle_any_advance, HOT, ("V7", "V8"), first=3),
+    Mutant("settle any advance", broken_offsets.settle_any_advance, HOT, ("V7", "V8")),
     Mutant(
         "settle at the last record",
         broken_serving.settle_at_the_last_record,
         HOT,
         ("V7", "V8"),
-        first=5,
     ),
     Mutant(
         "deliver after the settlement",
@@ -271,10 +255,8 @@ MUTANTS = (
         ("V7", "V8"),
     ),
     Mutant("idle untested", broken_offsets.idle_untested, ZOMBIES, ("section 4", "V6")),
-    Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",), first=5),
-    Mutant(
-        "acked ranges forgotten", broken_offsets.acked_ranges_forgotten, ZOMBIES, ("V9",), first=2
-    ),
+    Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",)),
+    Mutant("acked ranges forgotten", broken_offsets.acked_ranges_forgotten, ZOMBIES, ("V9",)),
     Mutant("commit what is received", broken_clients.commit_all_received, CALM, ("V4",)),
     Mutant(
         "ack without sending back", broken_clients.ack_without_sending_back, FAILING, ("V4", "L2")
@@ -286,14 +268,12 @@ MUTANTS = (
         broken_offsets.reset_no_resume_check,
         RESETS,
         ("V4", "V5", "section 13"),
-        first=2,
     ),
     Mutant(
         "handlers outlive a reset",
         broken_clients.handlers_outlive_a_reset,
         RESETS,
         ("section 13",),
-        first=1,
     ),
     Mutant("key freed at a new grant", broken_clients.key_freed_at_a_new_grant, KEYS, ("K1", "K2")),
     Mutant("key freed by a failure", broken_clients.key_freed_by_a_failure, KEYS, ("K1", "K2")),
@@ -304,25 +284,21 @@ MUTANTS = (
         KEYS_MOVING,
         ("V4", "K2", "L2"),
     ),
-    Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",), first=6),
+    Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",)),
     Mutant(
         "riding acks without token",
         broken_offsets.riding_acks_without_token,
         RIDING,
         ("V3",),
-        first=98,
     ),
     Mutant(
         "delivery of any generation",
         broken_offsets.delivery_of_any_generation,
         UNINFORMED,
         ("section 14",),
-        first=3,
     ),
-    Mutant(
-        "grant without gate", broken_lockmgr.grant_without_gate, ROLLING, ("section 14",), first=3
-    ),
-    Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",), first=4),
+    Mutant("grant without gate", broken_lockmgr.grant_without_gate, ROLLING, ("section 14",)),
+    Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",)),
     Mutant(
         "ack before replicate", broken_replicas.ack_before_replicate, REPLICATED, ("section 12",)
     ),
@@ -332,7 +308,6 @@ MUTANTS = (
         broken_replicas.elect_a_lost_disk,
         EMPTY,
         ("section 12", "V9"),
-        first=1,
     ),
     Mutant(
         "answer without lease", broken_replicas.answer_without_lease, DEPOSED, ("section 8", "L2")
@@ -342,7 +317,6 @@ MUTANTS = (
         broken_replicas.histories_without_epochs,
         BUSY,
         ("section 12",),
-        first=7,
     ),
     Mutant("adopt a lower version", broken_replicas.adopt_a_lower_version, SPLIT, ("section 12",)),
     Mutant(
@@ -350,7 +324,6 @@ MUTANTS = (
         broken_replicas.shrink_before_etcd_knows,
         SPLIT,
         ("section 12",),
-        first=1,
     ),
     Mutant(
         "shrink below the minimum",
@@ -363,35 +336,29 @@ MUTANTS = (
         broken_replicas.shrink_while_cut_off,
         replace(TWO_STEPS, min_in_sync=1),
         ("section 12",),
-        first=5,
     ),
     Mutant(
         "stay although cut off",
         broken_replicas.stay_although_cut_off,
         TWO_STEPS,
         ("section 12",),
-        first=36,
     ),
     Mutant(
         "storage stays although cut off",
         broken_replicas.stay_although_cut_off,
         STORES_TWO_STEPS,
         ("section 12",),
-        first=9,
     ),
     Mutant(
         "ignore an ended lease",
         broken_replicas.ignore_an_ended_lease,
         ENDED_LEASES,
         ("section 8", "section 12", "L2"),
-        first=7,
     ),
     Mutant("elect a drained node", broken_replicas.elect_a_drained_node, DRAINS, ("drain",)),
     Mutant("hand over to no node", broken_replicas.hand_over_to_no_node, LONE_DRAINS, ("drain",)),
     Mutant("miss a drain", broken_replicas.miss_a_drain, LONE_DRAINS, ("drain",)),
-    Mutant(
-        "let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=130
-    ),
+    Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",)),
     Mutant(
         "ack a message before it is replicated",
         broken_stores.ack_before_replicate,
@@ -403,21 +370,18 @@ MUTANTS = (
         broken_replicas.elect_out_of_sync,
         STORES_SPLIT,
         ("section 12",),
-        first=2,
     ),
     Mutant(
         "compare positions only",
         broken_stores.compare_positions_only,
         STORES_SPLIT,
         ("section 12",),
-        first=24,
     ),
     Mutant(
         "keep the longer log",
         broken_stores.keep_the_longer_log,
         STORES_SPLIT,
         ("section 12",),
-        first=13,
     ),
     Mutant(
         "show what is not confirmed",
@@ -437,7 +401,6 @@ MUTANTS = (
         broken_stores.take_an_empty_copy_for_whole,
         replace(STORES, lost_disks=8),
         ("section 12",),
-        first=13,
     ),
     Mutant(
         "forget the producers",
@@ -456,14 +419,12 @@ MUTANTS = (
         broken_stores.wait_at_a_cut_off_node,
         STORES_CUT_OFF,
         ("readers",),
-        first=3,
     ),
     Mutant(
         "adopt a group without seal",
         broken_moves.adopt_without_seal,
         MOVES,
         ("V1", "V3", "V5", "V7", "V8", "V9", "section 5"),
-        first=1,
     ),
     Mutant(
         "serve a group after its seal",
@@ -476,7 +437,6 @@ MUTANTS = (
         broken_moves.seal_by_a_lower_move,
         TO_AND_FRO,
         ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
-        first=35,
     ),
     Mutant(
         "adopt a lower move",
@@ -507,7 +467,6 @@ MUTANTS = (
         broken_identities.unknown_owner_matches_no_owner,
         SWITCHING,
         ("L4", "unexpected"),
-        first=1,
     ),
     Mutant(
         "incarnation of every identity",
@@ -532,6 +491,5 @@ MUTANTS = (
         broken_serving.pause_known_now_and_then,
         PAUSES,
         ("pause",),
-        first=5,
     ),
 )

@@ -12,12 +12,14 @@ from tests.simulation.mutants import MUTANTS, Mutant
 from tests.simulation.scenario import play
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
+RUNS_MAX = 200
+"""Number of runs within which every mutant is found; most are in the first ten."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_mutant_of_the_protocol_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.break_it(monkeypatch)
-    for number in range(mutant.first, mutant.first + mutant.seeds_max):
+    for number in range(RUNS_MAX):
         outcome = play(f"{mutant.name}/{number}", mutant.options)
         if outcome.violation is not None:
             break
@@ -27,8 +29,7 @@ def test_mutant_of_the_protocol_is_found(mutant: Mutant, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_complete_protocol_passes_where_the_mutant_fails(mutant: Mutant) -> None:
-    for number in sorted({0, mutant.first}):
-        play(f"{mutant.name}/{number}", mutant.options).check()
+    play(f"{mutant.name}/0", mutant.options).check()
 
 
 def test_violation_shows_seed_options_and_previous_events(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,7 @@ class ClusterView:
     Attributes:
         missing: Services and sets without a leader.
         drained: Nodes that are not elected until an operator brings them back.
+        contracts: Contracts of the nodes, oldest first; several while an upgrade is under way.
         notes: What the person may not see, with the permission that is missing.
     """
 
@@ -112,6 +113,7 @@ class ClusterView:
     notes: tuple[str, ...]
     etcd_db_bytes: int
     drained: tuple[DrainedNode, ...]
+    contracts: tuple[int, ...]
 
     @property
     def healthy(self) -> bool:
@@ -155,11 +157,24 @@ def cluster_view(
         sets=tuple(drawing(service, name, rows) for service, name in sets),
         disks=tuple(map(_disk_row, sorted(brokers, key=lambda one: str(one["broker"])))),
         missing=tuple(missing),
-        problems=(*alarms, *stopped, *problems),
+        problems=(*alarms, *stopped, *_refused(cluster.nodes), *problems),
         notes=tuple(notes),
         etcd_db_bytes=cluster.etcd_db_bytes,
         drained=cluster.drained,
+        contracts=tuple(sorted({node.contract for node in cluster.nodes})),
     )
+
+
+def _refused(nodes: Sequence[Node]) -> Iterator[str]:
+    """Yield the nodes whose contract is too old for another one."""
+    needed = max(nodes, key=lambda node: node.contract_min, default=None)
+    for node in nodes:
+        if needed is not None and node.contract < needed.contract_min:
+            yield (
+                f"{node.service} {node.node_id} has contract {node.contract}, and "
+                f"{needed.service} {needed.node_id} works with {needed.contract_min} or later: "
+                "upgrade it"
+            )
 
 
 def drawing(service: str, name: str, rows: Sequence[NodeRow]) -> SetDrawing:
