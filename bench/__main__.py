@@ -39,6 +39,7 @@ from bench import (
     transactions,
     transforms,
     trickle,
+    viewers,
     wire,
 )
 from bench import start_times as starts
@@ -79,6 +80,7 @@ BENCHES: dict[str, Callable[[Setup], Awaitable[list[Figure]]]] = {
     "tls": tls.tls,
     "access": access.access,
     "gateway": gateway.gateway,
+    "console": viewers.viewers,
 }
 
 

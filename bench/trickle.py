@@ -120,8 +120,12 @@ async def measure(cluster: LocalCluster, rate: int, seconds: float) -> Trickle:
 
 def cpu_s(cluster: LocalCluster) -> float:
     """Return the CPU time that the services have used."""
-    pids = filter(None, map(cluster.pid, cluster.options.names))
-    threads = (path for pid in pids for path in Path(f"/proc/{pid}/task").iterdir())
+    return sum(map(process_cpu_s, filter(None, map(cluster.pid, cluster.options.names))))
+
+
+def process_cpu_s(pid: int) -> float:
+    """Return the CPU time that a process has used."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((path / "schedstat").read_text().split()[0]) for path in threads) / 1e9
 
 

@@ -51,9 +51,9 @@ ZOMBIES = RunOptions(steps=40, pauses=8, kills=2, pause_ms_max=40_000, slow_hand
 SLOW_ZOMBIES = replace(ZOMBIES, steps=60, queues=2, parallel=1, slow_handlers=0.4)
 SLOW = RunOptions(steps=40, joins=6, leaves=6, slow_handlers=0.2)
 LOSSY = replace(SLOW, faults=Faults(loss=0.08), slow_handlers=0.5, joins=8, leaves=8, steps=80)
-NAPS = RunOptions(
-    steps=60, queues=6, consumers=6, faults=Faults(duplicate=0.5), joins=6, leaves=2, pauses=4,
-    cuts=4, forces=6, resets=4, pause_ms_max=4_000, slow_handlers=0.3, commit_on_pull=False,
+OLD_PULLS = RunOptions(
+    steps=80, queues=8, consumers=4, service_pauses=8, forces=12, pause_ms_max=4_000,
+    faults=Faults(duplicate=0.5, slow=0.1, slow_ms_max=3_000), commit_on_pull=False,
 )  # fmt: skip
 DEAF = RunOptions(steps=60, deaf=12, pause_ms_max=40_000)
 CROWDED = RunOptions(
@@ -171,7 +171,7 @@ MUTANTS = (
         ("V11", "V7", "V3"),
     ),
     Mutant("commit without token", broken_offsets.commit_without_token, ZOMBIES, ("V3",)),
-    Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",)),
+    Mutant("pull without token", broken_offsets.pull_without_token, OLD_PULLS, ("V3",)),
     Mutant("no deadline", broken_clients.no_deadline, SLOW_ZOMBIES, ("V3", "V6", "V7")),
     Mutant("close without draining", broken_clients.close_without_draining, SLOW, ("V6", "V7")),
     Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7")),
