@@ -83,9 +83,6 @@ HOT = RunOptions(
 )  # fmt: skip
 RESETS = RunOptions(steps=60, resets=10, faults=Faults(slow=0.05, duplicate=0.3), slow_handlers=0.1)
 FORCES = RunOptions(steps=60, forces=10, slow_handlers=0.1)
-RIDING = RunOptions(
-    steps=80, queues=6, forces=6, resets=2, pauses=4, faults=Faults(slow=0.1, duplicate=0.3)
-)
 ROLLING = RunOptions(
     steps=60, queues=6, consumers=4, policy="STAGED_LATEST", switches=8, joins=2, leaves=2,
     service_pauses=2, pause_ms_max=4_000, faults=Faults(slow=0.1, delay_ms_max=150),
@@ -135,6 +132,7 @@ OLD_CALLS = RunOptions(
     steps=80, queues=6, service_kills=16, joins=2, leaves=2,
     faults=Faults(slow=0.15, slow_ms_max=3_000, duplicate=0.3, delay_ms_max=150),
 )  # fmt: skip
+RIDING = replace(OLD_CALLS, forces=8)
 SWITCHING = RunOptions(steps=10, switches_identities=True)
 STOLEN = RunOptions(steps=60, thefts=12, identities=True, slow_handlers=0.1)
 OUTAGE = RunOptions(steps=20, joins=4, leaves=2, outage_ms=14_000, slow_handlers=0.3)
