@@ -50,10 +50,10 @@ QUEUES_AT_ONCE = 8
 """Queues that have messages in memory at a time; each has about 8 MiB."""
 END_INTERVAL_S = 0.2
 """How often the ends of the source are read, one call per broker."""
-GROUP_INTERVAL_S = 5.0
+TOPIC_INTERVAL_S = GROUP_INTERVAL_S = 5.0
 _KNOWN_WITHIN_S, _PAUSE_S = 10.0, 0.1
 """Time within which the brokers know a new topic, and how often they are asked."""
-GROUP_SHARE_MAX = 0.05
+GROUP_SHARE_MAX = 0.1
 """Greatest share of the time that translations may take: what waits for a retry has to be read."""
 
 
@@ -75,6 +75,8 @@ class Mirror:
         topics: Names of the topics.
         groups: Names of the groups whose progress is translated.
         by: Name of the operator, shown in reports of the standby groups.
+        progress_interval_s: How often the progress of groups is translated, in seconds; more rarely
+            if that takes more than a tenth of the time.
     """
 
     def __init__(
@@ -85,12 +87,14 @@ class Mirror:
         groups: Sequence[str] = (),
         *,
         by: str = "mirror",
+        progress_interval_s: float = GROUP_INTERVAL_S,
     ) -> None:
         if not topics:
             raise InvalidArgument("no topic is named", facts={"field": "topic"})
         self._source, self._target, self._by = source, target, by
         self._topics, self._groups = tuple(dict.fromkeys(topics)), tuple(dict.fromkeys(groups))
         self._logs = QueueLog(source), QueueLog(target)
+        self._progress_interval_s = progress_interval_s
         self._queues: tuple[QueueMirror, ...] = ()
         self._group_mirrors: tuple[GroupMirror, ...] = ()
         self._problems: tuple[str, ...] = ()
@@ -348,7 +352,7 @@ class Mirror:
             TopicExists: A topic has changed.
         """
         while True:
-            await asyncio.sleep(GROUP_INTERVAL_S)
+            await asyncio.sleep(TOPIC_INTERVAL_S)
             try:
                 now = await self._clusters()
             except TopicNotFound:
@@ -376,7 +380,7 @@ class Mirror:
             for one in self._group_mirrors:
                 await one.translate(self._queues)
             took_s = loop.time() - begin_s
-            await asyncio.sleep(max(GROUP_INTERVAL_S, took_s / GROUP_SHARE_MAX))
+            await asyncio.sleep(max(self._progress_interval_s, took_s / GROUP_SHARE_MAX))
 
     async def _report(self, on_report: Callable[[MirrorReport], None], interval_s: float) -> None:
         loop = asyncio.get_running_loop()

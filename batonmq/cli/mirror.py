@@ -78,6 +78,14 @@ _GROUP_COLUMNS: Columns = {
     metavar="SECONDS",
     help="Time between two lines of output; 10 by default.",
 )
+@click.option(
+    "--progress",
+    "progress_s",
+    default=5.0,
+    type=click.FloatRange(min=0.1),
+    metavar="SECONDS",
+    help="Time between two translations of progress; 5 by default.",
+)
 @dry_run_option
 @by_option
 @cluster_session
@@ -88,6 +96,7 @@ def run_(
     groups: Sequence[str],
     once: bool,
     report_s: float,
+    progress_s: float,
     dry_run: bool,
     by: str,
 ) -> None:
@@ -112,7 +121,7 @@ def run_(
         for problem in made.problems:
             session.output.note(problem)
 
-    main = _run(session, (to, topics, groups, by), (once, report_s, report))
+    main = _run(session, (to, topics, groups, by, progress_s), (once, report_s, report))
     report(session.run(main, endless=not once))
 
 
@@ -146,12 +155,12 @@ def _print_plan(session: CommandSession, plan: MirrorPlan) -> None:
 
 async def _run(
     session: CommandSession,
-    what: tuple[str, Sequence[str], Sequence[str], str],
+    what: tuple[str, Sequence[str], Sequence[str], str, float],
     how: tuple[bool, float, Callable[[MirrorReport], None]],
 ) -> MirrorReport:
-    (to, topics, groups, by), (once, report_s, report) = what, how
+    (to, topics, groups, by, progress_s), (once, report_s, report) = what, how
     async with _clusters(session, to) as (source, target):
-        mirror = Mirror(source, target, topics, groups, by=by)
+        mirror = Mirror(source, target, topics, groups, by=by, progress_interval_s=progress_s)
         return await mirror.run(once=once, on_report=report, report_interval_s=report_s)
 
 

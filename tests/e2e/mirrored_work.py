@@ -17,7 +17,7 @@ from tests.support.conditions import until
 TOPIC, GROUP, QUEUES = "orders", "workers", 4
 FAILS_ONCE = 7
 """Of each hundred messages the one with this number fails once."""
-BATCH = 20
+BATCH = 10
 PACE_S = 0.05
 
 

@@ -51,7 +51,19 @@ async def baton(nameserver: str, *words: str) -> CommandResult:
 @asynccontextmanager
 async def running_mirror(source: str, target: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run the command during the block, and kill it with -9 at the end."""
-    words = ("mirror", "run", TOPIC, "--to", target, "--group", GROUP, "--report", "1")
+    words = (
+        "mirror",
+        "run",
+        TOPIC,
+        "--to",
+        target,
+        "--group",
+        GROUP,
+        "--report",
+        "1",
+        "--progress",
+        "0.5",
+    )
     process = await asyncio.create_subprocess_exec(
         *BATON,
         *("--nameserver", source, "--format", "json", *words),
@@ -101,31 +113,26 @@ async def work_under_fire(first: LocalCluster, second: LocalCluster, work: Mirro
     ):
         await here.create_topic(TOPIC, QUEUES, retention_ms=86_400_000)
         tasks.create_task(work.send(first.nameserver, stop))
-        await work.proceed(100)
+        await work.proceed(50)
         async with running_mirror(first.nameserver, second.nameserver):
-            await work.proceed(100)
+            await work.proceed(50)
         async with running_mirror(first.nameserver, second.nameserver):
             await first.kill("storage")
             await first.serving("storage")
-            await work.proceed(100)
+            await work.proceed(50)
             await second.kill("storage")
             await second.serving("storage")
-            await work.proceed(100)
-        async with running_mirror(first.nameserver, second.nameserver):
+            await work.proceed(50)
             stop.set()
             await until(lambda: work.is_done_but_for_retries, 60)
             work.paused = True
             # What is sent back counts as acknowledged here, and as not handled there.
             await until(lambda: acked(here, len(work.sent) - len(HELD)), 60)
             await until(lambda: acked(there, len(work.handled)), 60)
-            status = await baton(
-                first.nameserver, "mirror", "status", TOPIC, "--to", second.nameserver,
-                "--group", GROUP,
-            )  # fmt: skip
-            assert status.code == 0, status.err
-            assert [one["lag"] for one in status.json["queues"]] == [0] * QUEUES
-            (group,) = status.json["groups"]
-            assert group["state"] == "standby"
+            status = await Mirror(here, there, [TOPIC], [GROUP]).status()
+            assert [one.lag for one in status.queues] == [0] * QUEUES
+            (group,) = status.groups
+            assert (group.state, group.target_lag > 0) == ("standby", True)
 
 
 async def acked(admin: Admin, count: int) -> bool:
@@ -192,10 +199,9 @@ async def test_group_fails_over_and_back_and_messages_never_return(tmp_path: Pat
         await produce(a.nameserver, b"a1", b"a2", b"a3")
         await handle_all(a.nameserver, seen, 3, "first")
         await produce(a.nameserver, b"a4")
-        forth = Mirror(here, there, [TOPIC], [GROUP])
-        plan = await forth.plan()
-        assert (plan.new_topics, plan.new_standbys, plan.message_count) == ((TOPIC,), (GROUP,), 4)
+        await show_plan(a.nameserver, b.nameserver, tmp_path / "config.toml")
         assert [one.name for one in await there.list_groups()] == []
+        forth = Mirror(here, there, [TOPIC], [GROUP])
         assert (await forth.run(once=True)).copied_count == 4
         await fail_over(there, GROUP, by="ann")
         await produce(b.nameserver, b"b1")
@@ -216,6 +222,21 @@ async def test_group_fails_over_and_back_and_messages_never_return(tmp_path: Pat
         assert seen == [b"a1", b"a2", b"a3", b"a4", b"b1", b"b2"]
         again = await Mirror(here, there, [TOPIC]).run(once=True)
         assert (again.copied_count, again.skipped_count) == (0, 2)
+
+
+def write_context(config: Path, nameserver: str) -> None:
+    config.write_text(f'[contexts.other]\nnameserver = "{nameserver}"\n')
+
+
+async def show_plan(source: str, target: str, config: Path) -> None:
+    """Ask for the plan by the command, with a context for the target."""
+    write_context(config, target)
+    words = ("mirror", "run", TOPIC, "--to", "other", "--group", GROUP, "--dry-run")
+    shown = await baton(source, "--config", str(config), *words)
+    assert shown.code == 0, shown.err
+    (plan,) = shown.json
+    assert (plan["new_topics"], plan["new_standbys"]) == ([TOPIC], [GROUP])
+    assert (plan["message_count"], plan["problems"]) == (4, [])
 
 
 async def refuse_what_can_not_be_mirrored(here: Admin, there: Admin, a: LocalCluster) -> None:
