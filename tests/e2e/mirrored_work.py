@@ -28,8 +28,10 @@ class MirroredWork:
         held: Numbers whose handlers do not end, in the first cluster.
     """
 
-    def __init__(self, held: frozenset[int]) -> None:
-        self.held = held
+    def __init__(
+        self, held: frozenset[int] = frozenset(), topic: str = TOPIC, group: str = GROUP
+    ) -> None:
+        self.held, self.topic, self.group = held, topic, group
         self.sent: set[int] = set()
         self.handled: Counter[int] = Counter()
         self.failed: set[int] = set()
@@ -52,7 +54,7 @@ class MirroredWork:
             while not stop.is_set():
                 pending = {
                     n: await producer.submit(
-                        TOPIC,
+                        self.topic,
                         Message(b"%d" % n, "tag", (f"key-{n}",), {"number": str(n)}),
                         ordering_key=str(n % 50),
                     )
@@ -78,7 +80,7 @@ class MirroredWork:
 
         async def run(name: str) -> None:
             async with Consumer(
-                nameserver, GROUP, {TOPIC: "*"}, settings, client_id=name
+                nameserver, self.group, {self.topic: "*"}, settings, client_id=name
             ) as consumer:
                 await consumer.run(self.handle)
 

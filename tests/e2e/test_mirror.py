@@ -1,11 +1,12 @@
 """Goal: a mirrored cluster takes over with every message, none of them twice, and with the progress
 of the group: nothing is lost, and nothing is handled twice.
 
-Method: two real clusters. In the first one a producer and members run throughout; some handlers
-fail once, so that messages wait for their retry, and some hang while later ones are acknowledged.
-`baton mirror run` is killed with -9, and so is a storage service of each cluster. Then the first
-cluster is given up, the group fails over by the command, and its members go on in the second one.
-The ledger is what the handlers have noted, and the log of the second cluster.
+Method: two real clusters. A group fails over and back in peace. Then a producer and members of
+another group run throughout; some handlers fail once, so that messages wait for their retry, and
+some hang while later ones are acknowledged. `baton mirror run` is killed with -9, and so is a
+storage service of each cluster. Then the first cluster is given up, the group fails over by the
+command, and its members go on in the second one. The ledger is what the handlers have noted, and
+the log of the second cluster.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
+INVOICES, CLERKS = "invoices", "clerks"
 HELD = frozenset({31, 118})
 
 
@@ -139,10 +141,97 @@ async def acked(admin: Admin, count: int) -> bool:
     return await handled_count(admin) == count
 
 
-async def test_cluster_is_lost_and_its_mirror_goes_on(tmp_path: Path) -> None:
+async def produce(nameserver: str, *bodies: bytes) -> None:
+    async with Producer(nameserver) as producer:
+        await producer.send_many(INVOICES, bodies, ordering_key="one")
+
+
+async def handle_all(nameserver: str, seen: list[bytes], count: int, name: str) -> None:
+    """Handle messages as a member until there are `count`."""
+    work = MirroredWork(topic=INVOICES, group=CLERKS)
+
+    async def note(message: ReceivedMessage) -> None:
+        seen.append(message.body)
+
+    work.handle = note  # type: ignore[method-assign]
+    async with work.members(nameserver, name):
+        await until(lambda: len(seen) >= count)
+
+
+async def fail_over_and_back(a: LocalCluster, b: LocalCluster, config: Path) -> None:
+    """Let a group go on in the other cluster and come back; no message returns or is repeated."""
+    async with Admin(a.nameserver) as here, Admin(b.nameserver) as there:
+        seen: list[bytes] = []
+        await here.create_topic(INVOICES, 1)
+        await produce(a.nameserver, b"a1", b"a2", b"a3")
+        await handle_all(a.nameserver, seen, 3, "first")
+        await produce(a.nameserver, b"a4")
+        await show_plan(a.nameserver, b.nameserver, config)
+        assert [one.name for one in await there.list_groups()] == []
+        forth = Mirror(here, there, [INVOICES], [CLERKS])
+        assert (await forth.run(once=True)).copied_count == 4
+        await fail_over(there, CLERKS, by="ann")
+        await produce(b.nameserver, b"b1")
+        await handle_all(b.nameserver, seen, 5, "second")
+        await refuse_what_can_not_be_mirrored(here, there, a)
+
+        in_use = await Mirror(here, there, [INVOICES], [CLERKS]).run(once=True)
+        assert in_use.problems == (
+            f"group {CLERKS} is in use in the target: its progress is left alone",
+        )
+        await begin_standby(here, CLERKS, by="ann")
+        back = await Mirror(there, here, [INVOICES], [CLERKS]).run(once=True)
+        assert (back.copied_count, back.skipped_count, back.problems) == (1, 4, ())
+        await produce(b.nameserver, b"b2")
+        assert (await Mirror(there, here, [INVOICES], [CLERKS]).run(once=True)).copied_count == 1
+        await fail_over(here, CLERKS, by="ann")
+        await handle_all(a.nameserver, seen, 6, "third")
+        assert seen == [b"a1", b"a2", b"a3", b"a4", b"b1", b"b2"]
+        again = await Mirror(here, there, [INVOICES]).run(once=True)
+        assert (again.copied_count, again.skipped_count) == (0, 2)
+
+
+def write_context(config: Path, nameserver: str) -> None:
+    config.write_text(f'[contexts.other]\nnameserver = "{nameserver}"\n')
+
+
+async def show_plan(source: str, target: str, config: Path) -> None:
+    """Ask for the plan by the command, with a context for the target."""
+    write_context(config, target)
+    words = ("mirror", "run", INVOICES, "--to", "other", "--group", CLERKS, "--dry-run")
+    shown = await baton(source, "--config", str(config), *words)
+    assert shown.code == 0, shown.err
+    (plan,) = shown.json
+    assert (plan["new_topics"], plan["new_standbys"]) == ([INVOICES], [CLERKS])
+    assert (plan["message_count"], plan["problems"]) == (4, [])
+
+
+async def refuse_what_can_not_be_mirrored(here: Admin, there: Admin, a: LocalCluster) -> None:
+    with pytest.raises(InvalidArgument, match="is not a standby"):
+        await fail_over(there, CLERKS, by="ann")
+    async with MirroredWork(topic=INVOICES, group=CLERKS).members(a.nameserver, "live"):
+
+        async def has_member() -> bool:
+            return bool((await here.describe_group(CLERKS)).members)
+
+        await until(has_member)
+        with pytest.raises(GroupInUse, match="live"):
+            await begin_standby(here, CLERKS, by="ann")
+    await here.create_topic("wide", 2)
+    await there.create_topic("wide", 3)
+    with pytest.raises(TopicExists, match="has 3 queues; in the source it has 2"):
+        await Mirror(here, there, ["wide"]).run(once=True)
+    with pytest.raises(InvalidArgument, match="source and target are one cluster, first"):
+        await Mirror(here, here, [INVOICES]).run(once=True)
+
+
+async def test_group_fails_over_and_back_then_the_cluster_is_lost_and_its_mirror_goes_on(
+    tmp_path: Path,
+) -> None:
     work = MirroredWork(HELD)
     async with local_cluster(tmp_path / "b", cluster="second") as second:
         async with local_cluster(tmp_path / "a", cluster="first") as first:
+            await fail_over_and_back(first, second, tmp_path / "config.toml")
             await work_under_fire(first, second, work)
         messages = await stored_messages(second.nameserver, len(work.sent))
         assert Counter(int(one.body) for one in messages) == Counter(work.sent), "mirrored twice"
@@ -168,91 +257,3 @@ async def test_cluster_is_lost_and_its_mirror_goes_on(tmp_path: Path) -> None:
     assert all(number % 100 == FAILS_ONCE for number in work.failed)
     assert {n for n, times in work.handled.items() if times > 1} == set(), "handled twice"
     assert set(work.handled) == work.sent, "lost"
-
-
-async def produce(nameserver: str, *bodies: bytes) -> None:
-    async with Producer(nameserver) as producer:
-        await producer.send_many(TOPIC, bodies, ordering_key="one")
-
-
-async def handle_all(nameserver: str, seen: list[bytes], count: int, name: str) -> None:
-    """Handle messages as a member until there are `count`."""
-    work = MirroredWork(frozenset())
-
-    async def note(message: ReceivedMessage) -> None:
-        seen.append(message.body)
-
-    work.handle = note  # type: ignore[method-assign]
-    async with work.members(nameserver, name):
-        await until(lambda: len(seen) >= count)
-
-
-async def test_group_fails_over_and_back_and_messages_never_return(tmp_path: Path) -> None:
-    async with (
-        local_cluster(tmp_path / "a", cluster="a") as a,
-        local_cluster(tmp_path / "b", cluster="b") as b,
-        Admin(a.nameserver) as here,
-        Admin(b.nameserver) as there,
-    ):
-        seen: list[bytes] = []
-        await here.create_topic(TOPIC, 1)
-        await produce(a.nameserver, b"a1", b"a2", b"a3")
-        await handle_all(a.nameserver, seen, 3, "first")
-        await produce(a.nameserver, b"a4")
-        await show_plan(a.nameserver, b.nameserver, tmp_path / "config.toml")
-        assert [one.name for one in await there.list_groups()] == []
-        forth = Mirror(here, there, [TOPIC], [GROUP])
-        assert (await forth.run(once=True)).copied_count == 4
-        await fail_over(there, GROUP, by="ann")
-        await produce(b.nameserver, b"b1")
-        await handle_all(b.nameserver, seen, 5, "second")
-        await refuse_what_can_not_be_mirrored(here, there, a)
-
-        in_use = await Mirror(here, there, [TOPIC], [GROUP]).run(once=True)
-        assert in_use.problems == (
-            f"group {GROUP} is in use in the target: its progress is left alone",
-        )
-        await begin_standby(here, GROUP, by="ann")
-        back = await Mirror(there, here, [TOPIC], [GROUP]).run(once=True)
-        assert (back.copied_count, back.skipped_count, back.problems) == (1, 4, ())
-        await produce(b.nameserver, b"b2")
-        assert (await Mirror(there, here, [TOPIC], [GROUP]).run(once=True)).copied_count == 1
-        await fail_over(here, GROUP, by="ann")
-        await handle_all(a.nameserver, seen, 6, "third")
-        assert seen == [b"a1", b"a2", b"a3", b"a4", b"b1", b"b2"]
-        again = await Mirror(here, there, [TOPIC]).run(once=True)
-        assert (again.copied_count, again.skipped_count) == (0, 2)
-
-
-def write_context(config: Path, nameserver: str) -> None:
-    config.write_text(f'[contexts.other]\nnameserver = "{nameserver}"\n')
-
-
-async def show_plan(source: str, target: str, config: Path) -> None:
-    """Ask for the plan by the command, with a context for the target."""
-    write_context(config, target)
-    words = ("mirror", "run", TOPIC, "--to", "other", "--group", GROUP, "--dry-run")
-    shown = await baton(source, "--config", str(config), *words)
-    assert shown.code == 0, shown.err
-    (plan,) = shown.json
-    assert (plan["new_topics"], plan["new_standbys"]) == ([TOPIC], [GROUP])
-    assert (plan["message_count"], plan["problems"]) == (4, [])
-
-
-async def refuse_what_can_not_be_mirrored(here: Admin, there: Admin, a: LocalCluster) -> None:
-    with pytest.raises(InvalidArgument, match="is not a standby"):
-        await fail_over(there, GROUP, by="ann")
-    async with MirroredWork(frozenset()).members(a.nameserver, "live"):
-
-        async def has_member() -> bool:
-            return bool((await here.describe_group(GROUP)).members)
-
-        await until(has_member)
-        with pytest.raises(GroupInUse, match="live"):
-            await begin_standby(here, GROUP, by="ann")
-    await here.create_topic("wide", 2)
-    await there.create_topic("wide", 3)
-    with pytest.raises(TopicExists, match="has 3 queues; in the source it has 2"):
-        await Mirror(here, there, ["wide"]).run(once=True)
-    with pytest.raises(InvalidArgument, match="source and target are one cluster, a"):
-        await Mirror(here, here, [TOPIC]).run(once=True)
