@@ -72,12 +72,21 @@ class QueueLog:
             Unreachable: Its broker does not answer.
             QueueNotFound: Its broker does not have it.
         """
-        extents, problems = await self.admin.extents([queue])
-        if problems:
-            raise Unreachable("; ".join(problems))
+        extents = await self.extents([queue])
         if queue not in extents:
             raise QueueNotFound(f"no broker has queue {queue}", facts={"topic": queue.topic})
         return extents[queue]
+
+    async def extents(self, queues: Sequence[QueueRef]) -> dict[QueueRef, tuple[int, int]]:
+        """Return first and next offset of queues; those that no broker has are left out.
+
+        Raises:
+            Unreachable: A broker does not answer.
+        """
+        extents, problems = await self.admin.extents(queues)
+        if problems:
+            raise Unreachable("; ".join(problems))
+        return extents
 
     async def read(
         self, queue: QueueRef, offset: int, messages_max: int = READ_MESSAGES, *, check: bool = True

@@ -63,11 +63,14 @@ class QueueMirror:
         queues: tuple[QueueRef, QueueRef],
         ids: tuple[int, int],
         turns: asyncio.Semaphore,
+        *,
+        include_mirrored: bool = False,
     ) -> None:
         self._source_log, self._target_log = logs
         self.source, self.target = queues
         self._source_id, self._target_id = ids
         self._turns, self._random = turns, Random()
+        self._include_mirrored = include_mirrored
         self.offset = self.source_end = self.target_first = 0
         self.forward, self.own = OffsetMap(), OffsetMap()
         self.copied_count = self.removed_count = self.skipped_count = 0
@@ -233,9 +236,10 @@ class QueueMirror:
                     removed, self.source, header.first_offset,
                 )  # fmt: skip
             found = mark_of(header)
-            if found is not None:
+            is_own = found is not None and found.source_id == self._target_id
+            if found is not None and (is_own or not self._include_mirrored):
                 self.skipped_count += header.count
-                if found.source_id == self._target_id:
+                if is_own:
                     run = OffsetRun(header.first_offset, found.first_offset, header.count)
                     self.own.add(run)
                 continue

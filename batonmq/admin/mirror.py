@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 from batonmq._common.aio import only_error
-from batonmq._core.mirror_marks import source_id
 from batonmq._core.queues import QueueRef
 from batonmq.admin._group_mirror import (
     GroupMirror,
@@ -22,7 +21,15 @@ from batonmq.admin._group_mirror import (
     is_standby,
     make_standby,
 )
-from batonmq.admin._mirror_plan import bind_queues, find_topic_problem
+from batonmq.admin._mirror_plan import find_topic_problem
+from batonmq.admin._mirrored_clusters import (
+    QUEUES_AT_ONCE,
+    MirroredClusters,
+    find_pairs,
+    for_each,
+    queue_ids,
+    unhandled_count,
+)
 from batonmq.admin._queue_log import QueueLog
 from batonmq.admin._queue_mirror import QueueMirror
 from batonmq.admin.admin import Admin
@@ -46,8 +53,6 @@ from batonmq.errors import (
 
 log = logging.getLogger(__name__)
 
-QUEUES_AT_ONCE = 8
-"""Queues that have messages in memory at a time; each has about 8 MiB."""
 END_INTERVAL_S = 0.2
 """How often the ends of the source are read, one call per broker."""
 TOPIC_INTERVAL_S = GROUP_INTERVAL_S = 5.0
@@ -55,15 +60,6 @@ _KNOWN_WITHIN_S, _PAUSE_S = 10.0, 0.1
 """Time within which the brokers know a new topic, and how often they are asked."""
 GROUP_SHARE_MAX = 0.1
 """Greatest share of the time that translations may take: what waits for a retry has to be read."""
-
-
-class _Clusters(NamedTuple):
-    """Both clusters as a mirror has found them: names, and topics by name."""
-
-    source: str
-    target: str
-    source_topics: Mapping[str, Topic]
-    target_topics: Mapping[str, Topic]
 
 
 class Mirror:
@@ -75,8 +71,8 @@ class Mirror:
         topics: Names of the topics.
         groups: Names of the groups whose progress is translated.
         by: Name of the operator, shown in reports of the standby groups.
-        progress_interval_s: How often the progress of groups is translated, in seconds; more rarely
-            if that takes more than a tenth of the time.
+        include_mirrored: Copy also what other mirrors have brought to the source, except from the
+            target: for a new cluster in place of a lost one.
     """
 
     def __init__(
@@ -87,18 +83,18 @@ class Mirror:
         groups: Sequence[str] = (),
         *,
         by: str = "mirror",
-        progress_interval_s: float = GROUP_INTERVAL_S,
+        include_mirrored: bool = False,
     ) -> None:
         if not topics:
             raise InvalidArgument("no topic is named", facts={"field": "topic"})
         self._source, self._target, self._by = source, target, by
         self._topics, self._groups = tuple(dict.fromkeys(topics)), tuple(dict.fromkeys(groups))
         self._logs = QueueLog(source), QueueLog(target)
-        self._progress_interval_s = progress_interval_s
+        self._include_mirrored = include_mirrored
         self._queues: tuple[QueueMirror, ...] = ()
         self._group_mirrors: tuple[GroupMirror, ...] = ()
         self._problems: tuple[str, ...] = ()
-        self._before = _Clusters("", "", {}, {})
+        self._before = MirroredClusters("", "", {}, {})
 
     async def plan(self) -> MirrorPlan:
         """Return what `run` would do. Changes nothing.
@@ -145,13 +141,17 @@ class Mirror:
         once: bool = False,
         on_report: Callable[[MirrorReport], None] = lambda _: None,
         report_interval_s: float = 10.0,
+        progress_interval_s: float = GROUP_INTERVAL_S,
     ) -> MirrorReport:
         """Mirror until cancelled; return what was done.
 
         Args:
             once: Return when the messages that exist now are copied, and the progress is
                 translated.
-            on_report: Called now and then with what was done.
+            on_report: Called with what was done, every `report_interval_s`.
+            report_interval_s: Seconds between two reports.
+            progress_interval_s: Seconds between two translations of the progress of groups; more if
+                they take more than a tenth of the time.
 
         Raises:
             BatonError: The first problem of the plan; or a topic has changed since.
@@ -161,6 +161,8 @@ class Mirror:
             raise plan.problems[0]
         await self._prepare(plan)
         await self._read_ends()
+        if once and self._problems:
+            raise Unreachable("; ".join(self._problems))
         ends = {one.source: one.source_end for one in self._queues}
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -170,7 +172,7 @@ class Mirror:
                     tasks.create_task(self._report(on_report, report_interval_s)),
                 ]
                 if self._group_mirrors:
-                    helpers.append(tasks.create_task(self._translate_groups()))
+                    helpers.append(tasks.create_task(self._translate_groups(progress_interval_s)))
                 async with asyncio.TaskGroup() as copies:
                     for one in self._queues:
                         copies.create_task(one.run(ends[one.source] if once else None))
@@ -191,7 +193,7 @@ class Mirror:
         clusters = await self._clusters()
         queues: list[MirroredQueue] = []
         problems: list[str] = []
-        pairs = await self._pairs(clusters)
+        pairs = await find_pairs(self._logs[1], self._topics, clusters)
         ends, missing = await self._source.extents(pairs)
         problems += missing
         for here, (there, last) in sorted(pairs.items()):
@@ -206,7 +208,7 @@ class Mirror:
 
     # ---- both clusters
 
-    async def _clusters(self) -> _Clusters:
+    async def _clusters(self) -> MirroredClusters:
         source, target = await self._source.cluster(), await self._target.cluster()
         here = {one.name: one for one in await self._source.list_topics()}
         there = {one.name: one for one in await self._target.list_topics()}
@@ -216,32 +218,14 @@ class Mirror:
                     f"topic {name} does not exist in the source",
                     detail=TopicNotFoundDetail(topic=name),
                 )
-        return _Clusters(source.name, target.name, here, there)
+        return MirroredClusters(source.name, target.name, here, there)
 
-    async def _pairs(self, clusters: _Clusters) -> dict[QueueRef, tuple[QueueRef, int | None]]:
-        """Return for each queue that of the target, and the source offset up to which it has it."""
-        pairs: dict[QueueRef, tuple[QueueRef, int | None]] = {}
-        for name in self._topics:
-            topic, there = clusters.source_topics[name], clusters.target_topics.get(name)
-            if there is None:
-                continue
-            ids = _ids(clusters.source, topic)
-            bound: dict[QueueRef, QueueRef] = {}
-            ends: dict[QueueRef, int] = {}
-            for queue in there.queues:
-                extent = await self._logs[1].extent(queue)
-                last = await self._logs[1].last_marked(queue, ids, *extent)
-                if last is not None:
-                    bound[queue] = ids[last.mark.source_id]
-                    ends[queue] = last.mark.next_offset
-            for here, other in bind_queues(topic.queues, there.queues, bound).items():
-                pairs[here] = other, ends.get(other)
-        return pairs
-
-    async def _missing_count(self, clusters: _Clusters) -> int:
-        pairs = await self._pairs(clusters)
+    async def _missing_count(self, clusters: MirroredClusters) -> int:
+        pairs = await find_pairs(self._logs[1], self._topics, clusters)
         queues = [q for name in self._topics for q in clusters.source_topics[name].queues]
-        extents, _ = await self._source.extents(queues)
+        extents, unreachable = await self._source.extents(queues)
+        if unreachable:
+            raise Unreachable("; ".join(unreachable))
         last = {queue: mirrored for queue, (_, mirrored) in pairs.items()}
         return sum(
             max(0, end - max(first, last.get(queue) or 0))
@@ -249,21 +233,17 @@ class Mirror:
         )
 
     async def _group_status(self, name: str, queues: Sequence[MirroredQueue]) -> MirroredGroup:
-        group_mirror = GroupMirror(self._source, self._target, name)
-        here, there = await group_mirror.committed()
         try:
             state = "standby" if is_standby(await self._target.describe_group(name)) else "in use"
         except GroupNotFound:
             state = "missing"
+        ends = {one.source: (0, one.end_offset) for one in queues}
         targets, _ = await self._target.extents([one.target for one in queues])
         return MirroredGroup(
             name,
             state,
-            sum(max(0, one.end_offset - here.get(one.source, 0)) for one in queues),
-            sum(
-                max(0, end - max(first, there.get(queue, 0)))
-                for queue, (first, end) in targets.items()
-            ),
+            unhandled_count(ends, await self._source.progress(name)),
+            unhandled_count(targets, await self._target.progress(name)),
         )
 
     # ---- the start
@@ -293,19 +273,27 @@ class Mirror:
         here_ids = {
             queue: number
             for name in self._topics
-            for number, queue in _ids(clusters.source, clusters.source_topics[name]).items()
+            for number, queue in queue_ids(clusters.source, clusters.source_topics[name]).items()
         }
         there_ids = {
             queue: number
             for name in self._topics
-            for number, queue in _ids(clusters.target, clusters.target_topics[name]).items()
+            for number, queue in queue_ids(clusters.target, clusters.target_topics[name]).items()
         }
+        pairs = await find_pairs(self._logs[1], self._topics, clusters)
         self._queues = tuple(
-            QueueMirror(self._logs, (here, there), (here_ids[here], there_ids[there]), turns)
-            for here, (there, _) in sorted((await self._pairs(clusters)).items())
+            QueueMirror(
+                self._logs,
+                (here, there),
+                (here_ids[here], there_ids[there]),
+                turns,
+                include_mirrored=self._include_mirrored,
+            )
+            for here, (there, _) in sorted(pairs.items())
         )
         committed = [await one.committed() for one in self._group_mirrors]
-        for one in self._queues:
+
+        async def open_(one: QueueMirror) -> None:
             if committed:
                 await one.open(
                     min(here.get(one.source, 0) for here, _ in committed),
@@ -313,6 +301,8 @@ class Mirror:
                 )
             else:
                 await one.open(None, None)
+
+        await for_each(self._queues, open_)
 
     async def _until_known(self, queues: Iterable[QueueRef]) -> None:
         """Wait until the brokers of the target know the queues of a new topic."""
@@ -373,14 +363,14 @@ class Mirror:
                             facts={"topic": name},
                         )
 
-    async def _translate_groups(self) -> None:
+    async def _translate_groups(self, interval_s: float) -> None:
         loop = asyncio.get_running_loop()
         while True:
             begin_s = loop.time()
             for one in self._group_mirrors:
                 await one.translate(self._queues)
             took_s = loop.time() - begin_s
-            await asyncio.sleep(max(self._progress_interval_s, took_s / GROUP_SHARE_MAX))
+            await asyncio.sleep(max(interval_s, took_s / GROUP_SHARE_MAX))
 
     async def _report(self, on_report: Callable[[MirrorReport], None], interval_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -439,14 +429,6 @@ async def fail_over(admin: Admin, group: str, *, by: str, dry_run: bool = False)
         GroupInUse: It has members already: stop them first.
     """
     await end_standby(admin, group, by, dry_run=dry_run)
-
-
-def _ids(cluster: str, topic: Topic) -> dict[int, QueueRef]:
-    """Return the queues of a topic by the id of their marks."""
-    return {
-        source_id(cluster, topic.topic_id, topic.create_unix_ms, queue): queue
-        for queue in topic.queues
-    }
 
 
 def _identity(topic: Topic) -> tuple[int, int, Mapping[str, int]]:

@@ -86,6 +86,12 @@ _GROUP_COLUMNS: Columns = {
     metavar="SECONDS",
     help="Time between two translations of progress; 5 by default.",
 )
+@click.option(
+    "--include-mirrored",
+    is_flag=True,
+    help="Copy also what other mirrors have brought here, except from the target: for a new "
+    "cluster in place of a lost one.",
+)
 @dry_run_option
 @by_option
 @cluster_session
@@ -97,6 +103,7 @@ def run_(
     once: bool,
     report_s: float,
     progress_s: float,
+    include_mirrored: bool,
     dry_run: bool,
     by: str,
 ) -> None:
@@ -121,8 +128,22 @@ def run_(
         for problem in made.problems:
             session.output.note(problem)
 
-    main = _run(session, (to, topics, groups, by, progress_s), (once, report_s, report))
-    report(session.run(main, endless=not once))
+    def mirror(source: Admin, target: Admin) -> Mirror:
+        return Mirror(
+            source,
+            target,
+            topics,
+            groups,
+            by=by,
+            include_mirrored=include_mirrored,
+        )
+
+    made = session.run(
+        _run(session, to, mirror, (once, report_s, progress_s, report)), endless=not once
+    )
+    report(made)
+    if made.problems:
+        raise Exit(1)
 
 
 async def _plan(
@@ -155,13 +176,18 @@ def _print_plan(session: CommandSession, plan: MirrorPlan) -> None:
 
 async def _run(
     session: CommandSession,
-    what: tuple[str, Sequence[str], Sequence[str], str, float],
-    how: tuple[bool, float, Callable[[MirrorReport], None]],
+    to: str,
+    mirror: Callable[[Admin, Admin], Mirror],
+    how: tuple[bool, float, float, Callable[[MirrorReport], None]],
 ) -> MirrorReport:
-    (to, topics, groups, by, progress_s), (once, report_s, report) = what, how
+    once, report_s, progress_s, report = how
     async with _clusters(session, to) as (source, target):
-        mirror = Mirror(source, target, topics, groups, by=by, progress_interval_s=progress_s)
-        return await mirror.run(once=once, on_report=report, report_interval_s=report_s)
+        return await mirror(source, target).run(
+            once=once,
+            on_report=report,
+            report_interval_s=report_s,
+            progress_interval_s=progress_s,
+        )
 
 
 @commands.command()

@@ -284,6 +284,28 @@ async def test_message_is_never_copied_back_and_both_maps_know_it() -> None:
     assert started_anew.own.runs == [(0, 0, 2)]
 
 
+async def test_new_cluster_in_place_of_a_lost_one_gets_what_was_mirrored_from_that() -> None:
+    lost, there, new = Broker(HERE), Broker(THERE), Broker(QueueRef("t", "new", 0))
+    lost.produce(b"a1", b"a2")
+    await copy(mirror(lost, there), lost)
+    there.produce(b"b1")
+    new_id = source_id("new", 1, 1, new.queue)
+
+    def to_new(*, include_mirrored: bool) -> QueueMirror:
+        logs = QueueLog(cast(Admin, there)), QueueLog(cast(Admin, new))
+        return QueueMirror(
+            logs,
+            (there.queue, new.queue),
+            (THERE_ID, new_id),
+            asyncio.Semaphore(1),
+            include_mirrored=include_mirrored,
+        )
+
+    assert (await copy(to_new(include_mirrored=True), there)).forward.runs == [(0, 0, 3)]
+    assert new.bodies == [b"a1", b"a2", b"b1"]
+    assert (await copy(to_new(include_mirrored=True), there)).copied_count == 0
+
+
 async def test_long_run_is_found_with_few_reads() -> None:
     source, target = Broker(HERE), Broker(THERE)
     for number in range(150):
