@@ -326,6 +326,23 @@ async def test_long_run_is_found_with_few_reads() -> None:
     assert target.reads <= 20
 
 
+async def test_as_many_removed_messages_as_others_in_between_are_not_one_run() -> None:
+    source, target = Broker(HERE), Broker(THERE)
+    for number in range(20):
+        source.produce(b"%d" % number)
+    await copy(mirror(source, target), source)
+    target.produce(b"other")
+    source.produce(b"gone")
+    while source.batches:
+        source.remove_first()
+    for number in range(20):
+        source.produce(b"%d" % (100 + number))
+    await copy(mirror(source, target), source)
+    one = mirror(source, target)
+    await one.open(0, 0)
+    assert one.forward.runs == [(0, 0, 20), (21, 21, 20)]
+
+
 async def test_mirror_without_groups_reads_only_the_end_of_the_target() -> None:
     source, target = Broker(HERE), Broker(THERE)
     for number in range(150):
