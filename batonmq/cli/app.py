@@ -58,6 +58,10 @@ COMMANDS = {
     "message": LazyCommand(
         "batonmq.cli.message:commands", "Look up and trace messages; cancel scheduled ones."
     ),
+    "mirror": LazyCommand(
+        "batonmq.cli.mirror:commands",
+        "Copy topics to another cluster with the progress of groups, and fail over to it.",
+    ),
     "mqadmin": LazyCommand(
         "batonmq.cli.mqadmin:commands",
         "Common commands of RocketMQ's mqadmin, with their names and flags.",
