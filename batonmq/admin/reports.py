@@ -231,7 +231,8 @@ def topic_from_pb(topic: pb.Topic) -> Topic:
         queue_counts={part.broker: part.queue_count for part in topic.spread},
         permission=enum_name(pb.TopicPermission.Name, permission, "TOPIC_PERMISSION_").lower(),
         writable_counts={
-            part.broker: part.write_queue_count or part.queue_count for part in topic.spread
+            part.broker: 0 if part.closed else part.write_queue_count or part.queue_count
+            for part in topic.spread
         },
         inherited=topic.inherited,
         message_type=enum_name(
