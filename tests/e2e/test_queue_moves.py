@@ -118,7 +118,7 @@ async def remove(
         assert kinds["scheduled"]["last_unix_ms"] > now_ms
         assert kinds["transactions"]["count"] == 1
         described = (await baton(cluster, "topic", "describe", LATER)).json
-        assert {one["kind"] for one in described["obstacles"]} >= {"scheduled", "transactions"}
+        assert "transactions" in {one["kind"] for one in described["obstacles"]}
         assert broker not in (await admin.create_topic("new", 4)).topic.queue_counts
         await traffic.proceed(STEP)
         await transaction.commit()

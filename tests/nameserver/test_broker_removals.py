@@ -72,12 +72,12 @@ class RemovalScene:
         return {one.broker: 0 if one.closed else one.queue_count for one in route.topic.spread}
 
     async def remove(self, broker: str, **fields: Any) -> pb.RemoveBrokerResponse:
-        values = {"execute": True, "by": "ops@host"} | fields
+        values: dict[str, Any] = {"execute": True, "by": "ops@host"} | fields
         request = pb.RemoveBrokerRequest(broker=broker, **values)
         return await self.nameserver.stub.RemoveBroker(request, timeout=CALL_TIMEOUT_S)
 
     async def move(self, **fields: Any) -> pb.MoveQueuesResponse:
-        values = {"topic": "flights", "execute": True, "by": "ops@host"} | fields
+        values: dict[str, Any] = {"topic": "flights", "execute": True, "by": "ops@host"} | fields
         request = pb.MoveQueuesRequest(**values)
         return await self.nameserver.stub.MoveQueues(request, timeout=CALL_TIMEOUT_S)
 

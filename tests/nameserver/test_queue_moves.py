@@ -7,6 +7,7 @@ Method: single cases, then properties over arbitrary sequences of moves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -79,11 +80,12 @@ def test_queues_do_not_move_to_their_own_broker() -> None:
 
 def test_queues_of_a_compacted_topic_stay() -> None:
     compacted = replace(topic(QueueSpread("a", 4)), compaction=Compaction())
-    for move in (
+    moves: list[Callable[[], object]] = [
         lambda: moved_spread(compacted, "a", "b", 1),
         lambda: even_spread(compacted, BROKERS),
         lambda: spread_off(compacted, "a", BROKERS),
-    ):
+    ]
+    for move in moves:
         with pytest.raises(InvalidArgument, match="compacted"):
             move()
 
