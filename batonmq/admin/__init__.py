@@ -138,6 +138,7 @@ if TYPE_CHECKING:
         replicas_of,
     )
     from batonmq.admin.reports import (
+        BrokerRemoval,
         ClusterNodes,
         Compaction,
         CreatedTopic,
