@@ -36,9 +36,14 @@ def writable_queues_of(route: pb.Route) -> tuple[QueueRef, ...]:
         sorted(
             QueueRef(route.topic.name, spread.broker, queue_id)
             for spread in route.topic.spread
-            for queue_id in range(spread.write_queue_count or spread.queue_count)
+            for queue_id in range(writable_count(spread))
         )
     )
+
+
+def writable_count(spread: pb.QueueSpread) -> int:
+    """Return how many queues of a topic on one broker take messages."""
+    return 0 if spread.closed else spread.write_queue_count or spread.queue_count
 
 
 async def query_route(directory: Directory, topic: str) -> pb.Route:

@@ -143,6 +143,11 @@ def dead_letter_topic(group: str) -> str:
     return f"{_PREFIXES[1]}{group}"
 
 
+def is_dead_letter_topic(topic: str) -> bool:
+    """Return whether a topic keeps the dead letters of a group."""
+    return topic.startswith(_PREFIXES[1])
+
+
 def group_of(topic: str) -> str:
     """Return the group of a retry or dead letter topic; empty for any other topic."""
     for prefix in _PREFIXES:

@@ -107,6 +107,17 @@ if TYPE_CHECKING:
     from batonmq.admin.operation import Operation
     from batonmq.admin.outputs import RememberedOutputs, remembered_outputs
     from batonmq.admin.placement import GroupMove, OffsetsPlacement, locate_group, move_group
+    from batonmq.admin.queue_moves import (
+        BrokerRemovalStep,
+        QueueMove,
+        RemovalObstacle,
+        TopicMove,
+        cancel_removal,
+        move_queues,
+        removal_obstacles,
+        remove_broker,
+        spread_queues,
+    )
     from batonmq.admin.quotas import IdentityQuota, QuotaLimits, Quotas
     from batonmq.admin.redriver import RedriveOptions, Redriver, RedriveResult
     from batonmq.admin.remote_clients import (
@@ -127,6 +138,7 @@ if TYPE_CHECKING:
         replicas_of,
     )
     from batonmq.admin.reports import (
+        BrokerRemoval,
         ClusterNodes,
         Compaction,
         CreatedTopic,
@@ -168,6 +180,8 @@ __all__ = [
     "BackupVerification",
     "BackupWriter",
     "BrokerDisk",
+    "BrokerRemoval",
+    "BrokerRemovalStep",
     "CheckFinding",
     "CheckLevel",
     "CheckVerdict",
@@ -234,6 +248,7 @@ __all__ = [
     "QueueBackup",
     "QueueDiagnosis",
     "QueueExtent",
+    "QueueMove",
     "QueueProgress",
     "QueueProgressBackup",
     "QueueStats",
@@ -250,6 +265,7 @@ __all__ = [
     "RemoteClientReport",
     "RemoteClients",
     "RemoteCommands",
+    "RemovalObstacle",
     "Replica",
     "ReplicaPosition",
     "ResetPlan",
@@ -273,6 +289,7 @@ __all__ = [
     "Topic",
     "TopicBackup",
     "TopicDetail",
+    "TopicMove",
     "TopicPurge",
     "TopicStats",
     "TraceEvent",
@@ -282,6 +299,7 @@ __all__ = [
     "TransactionDetail",
     "Transactions",
     "begin_standby",
+    "cancel_removal",
     "cluster_verdicts",
     "config_drift",
     "drain_node",
@@ -292,6 +310,7 @@ __all__ = [
     "locate_group",
     "move_group",
     "move_leader",
+    "move_queues",
     "node_reports",
     "node_settings",
     "open_backup_store",
@@ -300,13 +319,26 @@ __all__ = [
     "read_backup_manifest",
     "read_cluster",
     "remembered_outputs",
+    "removal_obstacles",
+    "remove_broker",
     "replicas",
     "replicas_of",
+    "spread_queues",
     "undrain_node",
     "verify_backup",
 ]
 
 _HOMES = {
+    "BrokerRemoval": "batonmq.admin.reports",
+    "BrokerRemovalStep": "batonmq.admin.queue_moves",
+    "QueueMove": "batonmq.admin.queue_moves",
+    "RemovalObstacle": "batonmq.admin.queue_moves",
+    "TopicMove": "batonmq.admin.queue_moves",
+    "cancel_removal": "batonmq.admin.queue_moves",
+    "move_queues": "batonmq.admin.queue_moves",
+    "removal_obstacles": "batonmq.admin.queue_moves",
+    "remove_broker": "batonmq.admin.queue_moves",
+    "spread_queues": "batonmq.admin.queue_moves",
     "AcceptedLoss": "batonmq.admin.replication",
     "AccessBackup": "batonmq.admin.backup_manifest",
     "AccessBlock": "batonmq.admin.access",

@@ -217,6 +217,7 @@ def find_leader_balance(state: ClusterState) -> Iterator[CheckFinding]:
 def find_topic_balance(state: ClusterState) -> Iterator[CheckFinding]:
     """Yield topics with uneven queues."""
     brokers = {r.node.replica_set for r in state.nodes if r.node.service == "storage"}
+    brokers -= {one.broker for one in state.removals}
     for topic in state.topics:
         if is_system_topic(topic.name):
             continue

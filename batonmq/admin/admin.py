@@ -65,6 +65,7 @@ from batonmq.admin.reports import (
     node_from_pb,
     queue_from_pb,
     queue_to_pb,
+    removal_from_pb,
     topic_from_pb,
 )
 from batonmq.errors import (
@@ -307,6 +308,7 @@ class Admin:
             tuple(answer.etcd_alarms),
             answer.etcd_db_bytes,
             tuple(map(drained_from_pb, answer.drained)),
+            tuple(map(removal_from_pb, answer.removals)),
         )
 
     async def list_groups(self) -> tuple[Group, ...]:

@@ -68,6 +68,7 @@ async def read_cluster(admin: Admin) -> ClusterState:
         etcd_alarms=cluster.etcd_alarms,
         etcd_db_bytes=cluster.etcd_db_bytes,
         drained=cluster.drained,
+        removals=cluster.removals,
         copies=copies.result(),
         disks=disks.result(),
         topics=topics.result(),

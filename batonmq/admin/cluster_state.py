@@ -13,7 +13,7 @@ from batonmq.admin.group_reports import Group
 from batonmq.admin.node_state import NodeReport, ProcessState
 from batonmq.admin.quotas import IdentityQuota
 from batonmq.admin.replication import Replica
-from batonmq.admin.reports import DrainedNode, Topic
+from batonmq.admin.reports import BrokerRemoval, DrainedNode, Topic
 from batonmq.admin.transactions import TransactionDetail
 
 
@@ -61,6 +61,7 @@ class ClusterState:
     etcd_alarms: tuple[str, ...] = ()
     etcd_db_bytes: int = 0
     drained: tuple[DrainedNode, ...] = ()
+    removals: tuple[BrokerRemoval, ...] = ()
     copies: Mapping[tuple[str, str], Replica] = field(default_factory=dict)
     disks: Mapping[str, BrokerDisk] = field(default_factory=dict)
     topics: tuple[Topic, ...] = ()

@@ -174,6 +174,22 @@ class DrainedNode:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokerRemoval:
+    """A broker that is being removed, or was; it gets no queues.
+
+    Attributes:
+        unix_ms: Time of the first step by the clock of the nameserver.
+        by: Name of the operator.
+        forgotten_unix_ms: Time at which its records were removed; 0 until then.
+    """
+
+    broker: str
+    unix_ms: int
+    by: str
+    forgotten_unix_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterNodes:
     """The live processes, by service and node id.
 
@@ -181,6 +197,7 @@ class ClusterNodes:
         drained: Nodes that are not elected until they are undrained.
         etcd_alarms: Alarms of etcd; with NOSPACE it accepts no writes.
         etcd_db_bytes: Size of the file of an etcd member, in bytes; 0 if it is not known.
+        removals: Brokers that are being removed, or were, by name.
     """
 
     name: str
@@ -189,6 +206,7 @@ class ClusterNodes:
     etcd_alarms: tuple[str, ...] = ()
     etcd_db_bytes: int = 0
     drained: tuple[DrainedNode, ...] = ()
+    removals: tuple[BrokerRemoval, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +249,8 @@ def topic_from_pb(topic: pb.Topic) -> Topic:
         queue_counts={part.broker: part.queue_count for part in topic.spread},
         permission=enum_name(pb.TopicPermission.Name, permission, "TOPIC_PERMISSION_").lower(),
         writable_counts={
-            part.broker: part.write_queue_count or part.queue_count for part in topic.spread
+            part.broker: 0 if part.closed else part.write_queue_count or part.queue_count
+            for part in topic.spread
         },
         inherited=topic.inherited,
         message_type=enum_name(
@@ -276,6 +295,11 @@ def drained_from_pb(node: pb.DrainedNode) -> DrainedNode:
     """Convert the value that the nameserver returned."""
     service = enum_name(pb.ServiceKind.Name, node.service, "SERVICE_KIND_").lower()
     return DrainedNode(service, node.node_id, node.replica_set, node.unix_ms, node.by)
+
+
+def removal_from_pb(removal: pb.BrokerRemoval) -> BrokerRemoval:
+    """Convert the value that the nameserver returned."""
+    return BrokerRemoval(removal.broker, removal.unix_ms, removal.by, removal.forgotten_unix_ms)
 
 
 def lock_from_pb(entry: lockmgr_pb.LockEntry) -> Lock:

@@ -43,6 +43,10 @@ commands = LazyGroup(
             "batonmq.cli.cluster_drain:undrain",
             "Allow a drained node to be elected again.",
         ),
+        "remove-broker": LazyCommand(
+            "batonmq.cli.queue_moves:remove",
+            "Remove a broker for good: move its queues to the others, and wait until it is empty.",
+        ),
         "spread-leaders": LazyCommand(
             "batonmq.cli.leader_spread:spread_leaders",
             "Move leaders of storage and offsets so that each host has about as many.",
@@ -180,6 +184,7 @@ async def _status(session: CommandSession) -> None:
             "etcd_alarms": list(cluster.etcd_alarms),
             "etcd_db_bytes": cluster.etcd_db_bytes,
             "drained": [asdict(one) for one in cluster.drained],
+            "removals": [asdict(one) for one in cluster.removals],
         },
         nodes,
         _COLUMNS,
@@ -282,6 +287,12 @@ async def _replication(session: CommandSession) -> None:
 
 
 def _note_drained(session: CommandSession, cluster: ClusterNodes) -> None:
+    for removal in cluster.removals:
+        if not removal.forgotten_unix_ms:
+            session.output.note(
+                f"broker {removal.broker} is being removed since {wall_time(removal.unix_ms)}, by "
+                f"{removal.by}; see: baton cluster remove-broker {removal.broker} --dry-run"
+            )
     for one in cluster.drained:
         session.output.note(
             f"{one.service} {one.node_id} is drained since {wall_time(one.unix_ms)}, by {one.by}; "

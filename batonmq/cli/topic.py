@@ -11,6 +11,7 @@ import click
 
 from batonmq._core.delays import parse_duration_ms
 from batonmq._core.names import is_system_topic
+from batonmq.admin.queue_moves import RemovalObstacle, removal_obstacles
 from batonmq.admin.reports import Compaction, MessageType, Topic, TopicPurge
 from batonmq.cli.arguments import topic_argument
 from batonmq.cli.change_options import check_can_ask, confirm, yes_option
@@ -18,7 +19,7 @@ from batonmq.cli.command_classes import LazyCommand, LazyGroup
 from batonmq.cli.output import Columns, Minor, counted, duration, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.cli.sizes import parse_bytes, size_text
-from batonmq.errors import BatonError, InvalidArgument, TopicNotFound
+from batonmq.errors import BatonError, InvalidArgument, PermissionDenied, TopicNotFound
 
 if TYPE_CHECKING:
     from batonmq.admin.admin import Admin
@@ -30,6 +31,10 @@ commands = LazyGroup(
     help="Create, list, describe, change and delete topics.",
     no_args_is_help=True,
     lazy={
+        "move": LazyCommand(
+            "batonmq.cli.queue_moves:move",
+            "Move queues of a topic to another broker, or spread them evenly.",
+        ),
         "peek": LazyCommand(
             "batonmq.cli.topic_peek:peek",
             "Show the newest messages of a topic, or the first ones from a position on.",
@@ -259,6 +264,8 @@ def describe(session: CommandSession, name: str) -> None:
 async def _describe(session: CommandSession, name: str) -> None:
     async with session.admin() as admin:
         detail = await admin.describe_topic(name)
+        problems = list(detail.problems)
+        obstacles = await _obstacles(admin, detail.topic, problems)
     queues = [
         asdict(extent.queue)
         | {
@@ -268,7 +275,16 @@ async def _describe(session: CommandSession, name: str) -> None:
         }
         for extent in detail.queues
     ]
-    session.output.detail(_item(detail.topic) | {"queues": queues}, queues, _QUEUE_COLUMNS)
+    item = _item(detail.topic) | {
+        "queues": queues,
+        "obstacles": [asdict(one) for one in obstacles],
+    }
+    session.output.detail(item, queues, _QUEUE_COLUMNS)
+    if detail.topic.queue_counts != detail.topic.writable_counts:
+        session.output.note(_retiring_text(detail.topic))
+        for one in obstacles:
+            due = f" (until {wall_time(one.last_unix_ms)})" if one.last_unix_ms else ""
+            session.output.note(f"  waits: {one.message}{due}")
     if (kind := detail.topic.message_type) != "any":
         session.output.note(f"clients of RocketMQ 5 may send messages of type {kind} only")
     if (topic := detail.topic).retention_ms:
@@ -277,7 +293,35 @@ async def _describe(session: CommandSession, name: str) -> None:
         session.output.note(f"each queue keeps its newest {size_text(topic.retention_bytes)}")
     if topic.compaction is not None:
         session.output.note(f"the newest message of each key is kept: {_compaction_text(topic)}")
-    session.output.problems(detail.problems)
+    session.output.problems(problems)
+
+
+async def _obstacles(
+    admin: Admin, topic: Topic, problems: list[str]
+) -> tuple[RemovalObstacle, ...]:
+    """Return what retiring queues of the topic wait for; add an error to `problems`."""
+    if topic.queue_counts == topic.writable_counts:
+        return ()
+    try:
+        return await removal_obstacles(admin, topic.name)
+    except PermissionDenied:  # groups of others are not shown to every user of a topic
+        return ()
+    except BatonError as error:
+        problems.append(f"not known what the retiring queues wait for: {error.message}")
+        return ()
+
+
+def _retiring_text(topic: Topic) -> str:
+    """Return which queues are retiring, by broker."""
+    parts = [
+        f"{broker} {writable}-{count - 1}"
+        for broker, count in topic.queue_counts.items()
+        if (writable := topic.writable_counts[broker]) < count
+    ]
+    return (
+        f"retiring queues, which take no new messages and are deleted when they are not needed: "
+        f"{', '.join(parts)}"
+    )
 
 
 @commands.command()

@@ -15,6 +15,7 @@ from batonmq_server.nameserver.access import RULES
 from batonmq_server.nameserver.access_key_store import AccessKeyStore
 from batonmq_server.nameserver.access_server import AccessServicer
 from batonmq_server.nameserver.access_store import AccessStore
+from batonmq_server.nameserver.broker_removals import BrokerRemovals
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.nameserver.config import NameserverSettings
@@ -37,9 +38,11 @@ from batonmq_server.nameserver.node_drains import NodeDrains
 from batonmq_server.nameserver.placement_calls import PlacementCalls
 from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.queue_monitor import QueueMonitor
+from batonmq_server.nameserver.queue_move_calls import QueueMoveCalls
 from batonmq_server.nameserver.queue_queries import NodeChannels, QueueQueries
 from batonmq_server.nameserver.quota_server import QuotaServicer
 from batonmq_server.nameserver.refused_clients import RefusedClients
+from batonmq_server.nameserver.retirement import RetirementReader
 from batonmq_server.nameserver.server import NameserverServicer
 from batonmq_server.nameserver.system_topics import SystemTopics
 from batonmq_server.nameserver.topic_calls import TopicCalls
@@ -143,6 +146,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         progress_deleter.delete_topic,
         queue_count=settings.metrics_queue_count,
     )
+    retirement = RetirementReader(catalog, offsets_of_group, runtime.connect)
     servicer = NameserverServicer(
         catalog,
         topics,
@@ -150,6 +154,8 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         DiagnosisCalls(groups, topics, inspector),
         UncleanElection(etcd),
         NodeDrains(etcd),
+        queue_moves=QueueMoveCalls(catalog, topic_store, retirement),
+        removals=BrokerRemovals(etcd, catalog, topic_store, retirement),
         may=runtime.guard.allows,
         etcd_monitor=etcd_monitor,
         system_topics=system_topics,
@@ -159,11 +165,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     access = AccessServicer(AccessStore(etcd, swap), access_keys, runtime.guard)
     quotas = QuotaServicer(etcd, runtime.guard)
     shrinker = TopicShrinker(
-        catalog,
-        topic_store,
-        offsets_of_group,
-        runtime.connect,
-        interval_ms=settings.shrink_interval_ms,
+        catalog, topic_store, retirement, interval_ms=settings.shrink_interval_ms
     )
     try:
         yield App(

@@ -32,6 +32,8 @@ from batonmq_server.runtime.group_records import GroupRecords
 log = logging.getLogger(__name__)
 
 CATCH_UP_MS_MAX = 5_000
+REMOVED_PREFIX = "removed-broker/"
+"""In the mirror of nodes: brokers that are being removed, or were."""
 Value = TypeVar("Value")
 
 
@@ -74,6 +76,8 @@ class Catalog:
         self.gateways: dict[str, str] = {}
         """host:port of every live gateway, by node id."""
         self._rooms: dict[str, str] = {}
+        self.removals: dict[str, pb.BrokerRemoval] = {}
+        """Brokers that are being removed, or were, by name."""
         self._route_generation = 0
         self._waiting: dict[str, dict[asyncio.Event, None]] = defaultdict(dict)
         self.topic_mirror.on_change.append(self._topics_changed)
@@ -97,7 +101,7 @@ class Catalog:
             await mirror.ready()
 
     async def caught_up(
-        self, *, topics: int = 0, groups: int = 0, live: int = 0, places: int = 0
+        self, *, topics: int = 0, groups: int = 0, live: int = 0, places: int = 0, nodes: int = 0
     ) -> None:
         """Wait until the copies have what was written at these revisions.
 
@@ -110,6 +114,7 @@ class Catalog:
                 await self.group_records.mirror.reached(groups)
                 await self.live.reached(live)
                 await self.places.reached(places)
+                await self._nodes.reached(nodes)
         except TimeoutError as error:
             raise NotServing(
                 "the change is stored, but this replica has not received it from etcd yet",
@@ -125,6 +130,13 @@ class Catalog:
     def rooms(self) -> dict[str, str]:
         """Machine room of every live broker; empty for none."""
         return self._rooms
+
+    @property
+    def placement_rooms(self) -> dict[str, str]:
+        """Machine room of every live broker that may get queues: it is not being removed."""
+        if not self.removals:
+            return self._rooms
+        return {name: room for name, room in self._rooms.items() if name not in self.removals}
 
     def message(self, name: str) -> pb.Group | None:
         """Return the group as a message; shared, so not to be changed."""
@@ -145,6 +157,7 @@ class Catalog:
         decoded = (
             _decoded(key, stored.value, node_from_bytes)
             for key, stored in list(self._nodes.values.items())
+            if not key.startswith(REMOVED_PREFIX)
         )
         nodes = [node for node in decoded if node is not None]
         return sorted(nodes, key=lambda n: (n.service, n.node_id)), self._nodes.revision
@@ -220,7 +233,10 @@ class Catalog:
                 if not self.owned[group]:
                     del self.owned[group]
 
-    def _nodes_changed(self, _: frozenset[str]) -> None:
+    def _nodes_changed(self, changed: frozenset[str]) -> None:
+        for key in changed:
+            if key.startswith(REMOVED_PREFIX):
+                self._removal_changed(key)
         nodes = self.nodes()[0]
         brokers = _broker_nodes(nodes)
         self.gateways = {
@@ -234,6 +250,14 @@ class Catalog:
         self._addresses = addresses
         self._routes_changed()
         self._wake(key for key in self._waiting if key.startswith("topics/"))
+
+    def _removal_changed(self, key: str) -> None:
+        stored, broker = self._nodes.values.get(key), key.removeprefix(REMOVED_PREFIX)
+        removal = _decoded(key, stored.value, pb.BrokerRemoval.FromString) if stored else None
+        if removal is None:
+            self.removals.pop(broker, None)
+        else:
+            self.removals[broker] = removal
 
     def _routes_changed(self) -> None:
         """Raise the generation to the revision of the change, or by one if that is higher.

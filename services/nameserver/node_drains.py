@@ -177,7 +177,12 @@ def checked_service(kind: pb.ServiceKind.ValueType, node_id: str) -> str:
     return "storage" if kind == pb.SERVICE_KIND_STORAGE else "offsets"
 
 
-def check_by(request: pb.DrainNodeRequest | pb.MoveLeaderRequest) -> None:
+def check_by(
+    request: pb.DrainNodeRequest
+    | pb.MoveLeaderRequest
+    | pb.MoveQueuesRequest
+    | pb.RemoveBrokerRequest,
+) -> None:
     """Return if the name of the operator is well-formed.
 
     Raises:

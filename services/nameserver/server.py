@@ -10,12 +10,14 @@ import grpc.aio
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
+from batonmq_server.nameserver.broker_removals import BrokerRemovals
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
 from batonmq_server.nameserver.etcd_monitor import EtcdMonitor
 from batonmq_server.nameserver.group_calls import GroupCalls
 from batonmq_server.nameserver.leader_moves import LeaderMoves
 from batonmq_server.nameserver.node_drains import NodeDrains
+from batonmq_server.nameserver.queue_move_calls import QueueMoveCalls
 from batonmq_server.nameserver.system_topics import SystemTopics
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.unclean_election import UncleanElection
@@ -44,6 +46,8 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         unclean_election: UncleanElection,
         drains: NodeDrains,
         *,
+        queue_moves: QueueMoveCalls,
+        removals: BrokerRemovals,
         may: Callable[[Context, Permission], bool],
         etcd_monitor: EtcdMonitor,
         system_topics: SystemTopics,
@@ -52,6 +56,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self._identity_of = identity_of
         self._catalog, self._unclean_election = catalog, unclean_election
         self._drains, self._leader_moves = drains, LeaderMoves(drains)
+        self._queue_moves, self._removals = queue_moves, removals
         self._topics, self._groups = topics, groups
         self._diagnosis, self._may = diagnosis, may
         self._etcd_monitor, self._system_topics = etcd_monitor, system_topics
@@ -122,6 +127,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
             etcd_alarms=self._etcd_monitor.space.alarms,
             etcd_db_bytes=self._etcd_monitor.space.db_bytes,
             drained=drained,
+            removals=[one for _, one in sorted(self._catalog.removals.items())],
         )
 
     async def ElectReplica(
@@ -147,6 +153,24 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     ) -> pb.MoveLeaderResponse:
         """See the proto."""
         return await self._leader_moves.move(request)
+
+    async def MoveQueues(
+        self, request: pb.MoveQueuesRequest, context: Context
+    ) -> pb.MoveQueuesResponse:
+        """See the proto."""
+        return await self._queue_moves.move(request)
+
+    async def QueryRetiring(
+        self, request: pb.QueryRetiringRequest, context: Context
+    ) -> pb.QueryRetiringResponse:
+        """See the proto."""
+        return await self._queue_moves.query_retiring(request)
+
+    async def RemoveBroker(
+        self, request: pb.RemoveBrokerRequest, context: Context
+    ) -> pb.RemoveBrokerResponse:
+        """See the proto."""
+        return await self._removals.remove(request)
 
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context

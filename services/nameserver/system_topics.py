@@ -10,7 +10,7 @@ from dataclasses import replace
 from batonmq._core.names import ALERTS_TOPIC, METRICS_TOPIC, UNRESOLVED_TOPIC
 from batonmq.errors import BatonError
 from batonmq_server.nameserver.catalog import Catalog
-from batonmq_server.nameserver.core.topic_resize import resized_spread
+from batonmq_server.nameserver.core.topic_resize import spread_with, writable_counts
 from batonmq_server.nameserver.core.topics import Topic, with_rooms
 from batonmq_server.nameserver.topic_store import DeleteProgress, TopicStore
 
@@ -71,7 +71,9 @@ class SystemTopics:
         await self._check(UNRESOLVED_TOPIC, 1)
 
     async def _check(self, name: str, queue_count: int) -> None:
-        brokers, topic = self._catalog.rooms, self._catalog.topics.get(name)
+        brokers, topic = self._catalog.placement_rooms, self._catalog.topics.get(name)
+        if name == UNRESOLVED_TOPIC:  # also a broker that is being removed discards transactions
+            brokers = self._catalog.rooms
         if topic is None:
             if name in ON_EVERY_BROKER:
                 queue_count = max(queue_count, len(brokers))
@@ -79,20 +81,27 @@ class SystemTopics:
             if done.created:
                 log.info("system topic created topic=%s queues=%d", name, queue_count)
         elif name in ON_EVERY_BROKER and _brokers_without_queue(topic, brokers):
+            rooms = self._catalog.rooms
             await self._store.update(
-                name, lambda present: _with_queue_on_every_broker(present, brokers)
+                name, lambda present: _with_queue_on_every_broker(present, brokers, rooms)
             )
             log.info("system topic extended to new brokers topic=%s", name)
 
 
 def _brokers_without_queue(topic: Topic, brokers: Mapping[str, str]) -> set[str]:
-    """Return the brokers that have no queue of the topic."""
-    return brokers.keys() - {part.broker for part in topic.spread if part.writable_count}
+    """Return the brokers that have no queue of the topic.
+
+    A broker discards transactions to a queue that takes no other messages, too.
+    """
+    retiring = topic.name == UNRESOLVED_TOPIC
+    return brokers.keys() - {
+        part.broker for part in topic.spread if part.writable_count or (retiring and part.closed)
+    }
 
 
-def _with_queue_on_every_broker(topic: Topic, brokers: Mapping[str, str]) -> Topic:
-    """Return the topic with one more queue for each broker that has none."""
-    count = sum(part.writable_count for part in topic.spread) + len(
-        _brokers_without_queue(topic, brokers)
-    )
-    return replace(topic, spread=with_rooms(resized_spread(topic, count, brokers), brokers))
+def _with_queue_on_every_broker(
+    topic: Topic, brokers: Mapping[str, str], rooms: Mapping[str, str]
+) -> Topic:
+    """Return the topic with one more queue for each of `brokers` that has none."""
+    counts = writable_counts(topic) | dict.fromkeys(_brokers_without_queue(topic, brokers), 1)
+    return replace(topic, spread=with_rooms(spread_with(topic, counts), rooms))

@@ -104,7 +104,7 @@ class TopicCalls:
             _check_change(topic, request.queue_count, compaction)
             spread = topic.spread
             if request.queue_count:
-                spread = resized_spread(topic, request.queue_count, self._catalog.rooms)
+                spread = resized_spread(topic, request.queue_count, self._catalog.placement_rooms)
             spread = with_rooms(spread, self._catalog.rooms)
             return replace(
                 topic,
@@ -195,7 +195,7 @@ class TopicCalls:
         done = await self._store.create(
             name,
             queue_count,
-            self._catalog.rooms,
+            self._catalog.placement_rooms,
             self._progress_deleter.delete_topic,
             features,
         )

@@ -62,7 +62,8 @@ def topic_from_bytes(value: bytes) -> Topic:
         name=topic.name,
         topic_id=topic.topic_id,
         spread=tuple(
-            QueueSpread(s.broker, s.queue_count, s.write_queue_count, s.room) for s in topic.spread
+            QueueSpread(s.broker, s.queue_count, s.write_queue_count, s.room, s.closed)
+            for s in topic.spread
         ),
         create_unix_ms=topic.create_unix_ms,
         permission=_PERMISSIONS[topic.permission],
@@ -154,15 +155,18 @@ def route_to_pb(route: Route) -> pb.Route:
 
 
 def _spread_to_pb(topic: Topic) -> list[pb.QueueSpread]:
-    return [
-        pb.QueueSpread(
-            broker=part.broker,
-            queue_count=part.queue_count,
-            write_queue_count=part.write_queue_count,
-            room=part.room,
-        )
-        for part in topic.spread
-    ]
+    return [spread_to_pb(part) for part in topic.spread]
+
+
+def spread_to_pb(part: QueueSpread) -> pb.QueueSpread:
+    """Return the queues of one broker as the message of the contract."""
+    return pb.QueueSpread(
+        broker=part.broker,
+        queue_count=part.queue_count,
+        write_queue_count=part.write_queue_count,
+        room=part.room,
+        closed=part.closed,
+    )
 
 
 def _compaction_to_pb(topic: Topic) -> pb.Compaction | None:

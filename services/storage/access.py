@@ -70,6 +70,7 @@ RULES: AccessRules = {
                 ["nameserver", "offsets"],
             ),
             "Describe": requires(OPERATE),
+            "QueryHeld": requires(OPERATE, services=["nameserver"]),
             "PurgeTopic": requires_by_request(lambda request: [change_topic(request.topic)]),
         },
     ),

@@ -177,7 +177,7 @@ class ScheduledDeliverer:
             except BatonError as error:
                 log.warning("scheduled batch delayed id=%d error=%s", entry.schedule_id, error)
         open_topics = {
-            name: topic if isinstance(topic, BatonError) else replace(topic, writable=True)
+            name: topic if isinstance(topic, BatonError) else topic.for_deliveries()
             for name, topic in topics.items()
         }
         outcomes = self._appender.append(batches, open_topics)
@@ -243,7 +243,7 @@ def open_queue(header: Header, topic_id: int, topic: LocalTopic | BatonError) ->
             f"topic {header.topic} was deleted and created again since the batch was accepted",
             detail=TopicNotFoundDetail(topic=header.topic),
         )
-    count = topic.queue_count if topic.write_queue_count is None else topic.write_queue_count
+    count = topic.delivery_queue_count
     if not count:
         raise QueueNotFound(
             f"topic {header.topic} has no queues on this broker any more",

@@ -23,6 +23,7 @@ from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.queue_bytes import batch_bytes_by_step
 from batonmq_server.storage.deliverer import Deliverer
 from batonmq_server.storage.delivery_streams import DeliveryStreams
+from batonmq_server.storage.held_messages import held_messages
 from batonmq_server.storage.metric_stream import APPEND
 from batonmq_server.storage.output_server import refusal
 from batonmq_server.storage.servicer_parts import StorageServicerParts
@@ -128,6 +129,18 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             remaining_bytes=result.remaining_bytes,
             expiry_unix_ms=result.expiry_unix_ms,
         )
+
+    async def QueryHeld(
+        self, request: pb.QueryHeldRequest, context: Context
+    ) -> pb.QueryHeldResponse:
+        """See the proto."""
+        revision = 0
+        if request.topic:
+            await self._parts.topics.find(check_topic(request.topic))
+            revision = self._parts.topics.revision(request.topic)
+        answer = await held_messages(self._appender, request.position)
+        context.set_trailing_metadata(((TOPICS_REVISION, str(revision)),))
+        return answer
 
     async def _find(self, topic: str, queue_id: int) -> QueueKey:
         return check_queue(topic, await self._parts.topics.find(topic), queue_id)

@@ -145,7 +145,7 @@ class TopicCache:
         queues = LocalTopic(
             topic.topic_id,
             local[0].queue_count if local else 0,
-            local[0].write_queue_count or None if local else None,
+            _write_queue_count(local[0]) if local else None,
             readable=topic.permission != pb.TOPIC_PERMISSION_WRITE,
             writable=topic.permission != pb.TOPIC_PERMISSION_READ,
             retention_ms=topic.retention_ms,
@@ -159,6 +159,10 @@ class TopicCache:
         for name in names:
             self._known.pop(name, None)
             self._missing.pop(name, None)
+
+
+def _write_queue_count(spread: pb.QueueSpread) -> int | None:
+    return 0 if spread.closed else spread.write_queue_count or None
 
 
 def _compaction(topic: StoredTopic) -> CompactionPolicy | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -369,7 +369,7 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         commits, rollbacks, run.commits, run.rollbacks = run.commits, run.rollbacks, [], []
         run.written.clear()
         topics = {
-            name: topic if isinstance(topic, BatonError) else replace(topic, writable=True)
+            name: topic if isinstance(topic, BatonError) else topic.for_deliveries()
             for name, topic in run.topics.items()
         }
         batches = [batch for _, _, batch in commits]

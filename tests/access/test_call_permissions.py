@@ -67,6 +67,7 @@ StorageService      Deliver            granted
 StorageService      QueryOffsets       use nameserver offsets
 StorageService      Describe
 StorageService      PurgeTopic         topic-admin
+StorageService      QueryHeld          nameserver
 QueryService        SearchOffset       read
 QueryService        Read               read nameserver
 QueryService        FindByKey          read
@@ -128,6 +129,9 @@ NameserverService   ElectReplica
 NameserverService   DrainNode
 NameserverService   UndrainNode
 NameserverService   MoveLeader
+NameserverService   MoveQueues
+NameserverService   QueryRetiring      topic-admin
+NameserverService   RemoveBroker
 NameserverService   Heartbeat          both
 NameserverService   Leave              join
 NameserverService   WatchGroup         join

@@ -197,7 +197,8 @@ def test_topic_update_changes_queues_and_permission(cluster: RunningCluster, lin
     shrunk = cluster("topic", "update", "change", "--queues", "1", "--permission", "r")
     assert shrunk.code == 0
     assert "deleted after every group has read them" in shrunk.out
-    until_now(lambda: len(cluster("topic", "describe", "change").rows) == 1)
+    as_json = ("topic", "describe", "change", "--format", "json")
+    until_now(lambda: len(cluster(*as_json).json["queues"]) == 1)
     (row,) = [row for row in cluster("topic", "list").rows if row["TOPIC"] == "change"]
     assert (row["QUEUES"], row["PERMISSION"]) == ("1", "read")
     refused = cluster("produce", "change", "--file", str(lines))

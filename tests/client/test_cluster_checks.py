@@ -203,7 +203,7 @@ BROKEN: dict[str, tuple[ClusterState, CheckLevel, str]] = {
     "contracts": (
         with_contract(S, "storage/storage-1", contract=5, contract_min=3),
         CheckLevel.FAILED,
-        "lockmgr/lockmgr-0 has contract 1, too old for storage/storage-1",
+        f"lockmgr/lockmgr-0 has contract {CONTRACT}, too old for storage/storage-1",
     ),
     "clocks": (
         with_node(S, "storage/storage-1", clock_skew_ms=-2_000),
@@ -442,6 +442,5 @@ def test_node_before_contracts_works_with_this_version_and_not_with_every_later_
 
 def test_node_that_is_too_new_for_the_command_is_named() -> None:
     found = verdict(with_contract(S, "storage/storage-1", contract=9, contract_min=8), "contracts")
-    assert (
-        "storage/storage-1 works with contract 8 or later, and this command has 1" in found.findings
-    )
+    text = f"storage/storage-1 works with contract 8 or later, and this command has {CONTRACT}"
+    assert text in found.findings

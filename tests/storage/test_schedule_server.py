@@ -294,6 +294,16 @@ async def test_batch_of_a_closed_queue_is_delivered_to_an_open_one() -> None:
         assert (scene.bodies(5), scene.bodies(1)) == ([], [b"a"])
 
 
+async def test_batch_of_a_topic_that_leaves_this_broker_is_delivered_to_a_retiring_queue() -> None:
+    async with new_scene() as scene:
+        await scene.schedule(batch(b"a", queue_id=5), NOW)
+        scene.topics.topics[TOPIC] = LocalTopic(TOPIC_ID, 8, write_queue_count=0)
+        await scene.deliver()
+        assert (scene.waiting(), scene.bodies(5)) == (0, [b"a"])
+        with pytest.raises(NotWritable):
+            await scene.schedule(batch(b"b"), NOW)
+
+
 async def test_read_only_topic_gets_accepted_batches_and_no_new_ones() -> None:
     async with new_scene() as scene:
         await scene.schedule(batch(b"a"), NOW)

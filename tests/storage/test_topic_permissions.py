@@ -13,7 +13,9 @@ import pytest
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
+from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb
 from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq._core.records import read_header
@@ -31,11 +33,12 @@ async def change(
     permission: nameserver_pb.TopicPermission.ValueType = READ_WRITE,
     *,
     write_queue_count: int = 0,
+    closed: bool = False,
     queue_count: int = 8,
 ) -> int:
     """Write the topic and wait until the node has it; return the revision."""
     spread = nameserver_pb.QueueSpread(
-        broker=BROKER, queue_count=queue_count, write_queue_count=write_queue_count
+        broker=BROKER, queue_count=queue_count, write_queue_count=write_queue_count, closed=closed
     )
     revision = await node.write_topic(
         StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=[spread], permission=permission)
@@ -221,3 +224,24 @@ async def cleaned(node: RunningNode) -> int:
     await until(done)
     next_offset = (await ends(node, 0))[1][0]
     return (await node.pull(group="onlooker", offset=next_offset)).queue_first_offset
+
+
+async def test_topic_that_leaves_the_broker_takes_no_messages_and_says_what_is_held(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a", queue_id=5))
+        due = Clock().unix_ms() + 3_600_000
+        item = schedule_pb.ScheduleItem(batch=batch(b"later", queue_id=2), deliver_unix_ms=due)
+        await node.schedule.Schedule(schedule_pb.ScheduleRequest(items=[item]), timeout=TIMEOUT_S)
+        revision = await change(node, closed=True)
+        assert await reasons(node, batch(b"b", queue_id=0), batch(b"b", queue_id=5)) == [
+            "NOT_WRITABLE",
+            "NOT_WRITABLE",
+        ]
+        assert (await node.pull(queue_id=5)).next_offset == 1
+        call = node.stub.QueryHeld(pb.QueryHeldRequest(topic=TOPIC), timeout=TIMEOUT_S)
+        (held,) = (await call).held
+        assert dict(await call.trailing_metadata())[TOPICS_REVISION] == str(revision)
+        assert (held.topic, held.scheduled_count) == (TOPIC, 1)
+        assert (held.first_deliver_unix_ms, held.last_deliver_unix_ms) == (due, due)

@@ -8,7 +8,7 @@ which means that they take no more messages; once they are read, they are remove
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from batonmq.errors import LimitExceeded, NoBroker
@@ -41,15 +41,30 @@ def resized_spread(
         LimitExceeded: `queue_count` is below the number of brokers with queues; each keeps one.
         NoBroker: queues are to be added, and no broker is registered.
     """
-    counts = {part.broker: part.writable_count for part in topic.spread}
+    counts = writable_counts(topic)
     missing = queue_count - sum(counts.values())
     if missing > 0:
         _grow(counts, missing, brokers, topic.topic_id)
     elif missing < 0:
         _shrink(counts, -missing, topic.name)
+    return spread_with(topic, counts)
+
+
+def writable_counts(topic: Topic) -> dict[str, int]:
+    """Return the number of writable queues of each broker that has one."""
+    return {part.broker: part.writable_count for part in topic.spread if part.writable_count}
+
+
+def spread_with(topic: Topic, counts: Mapping[str, int]) -> tuple[QueueSpread, ...]:
+    """Return the spread of `topic` with these numbers of writable queues; others are retiring.
+
+    Returns:
+        Brokers ascending; present queues stay.
+    """
     present = {part.broker: part for part in topic.spread}
     return tuple(
-        _spread(present.get(name, QueueSpread(name, 0)), counts[name]) for name in sorted(counts)
+        _spread(present.get(name, QueueSpread(name, 0)), counts.get(name, 0))
+        for name in sorted(present.keys() | counts.keys())
     )
 
 
@@ -76,12 +91,13 @@ def unread_count(
 
 
 def without_retiring_queues(topic: Topic) -> Topic:
-    """Return `topic` without its retiring queues."""
+    """Return `topic` without its retiring queues, and without brokers that have no others."""
     return replace(
         topic,
         spread=tuple(
             replace(part, queue_count=part.writable_count, write_queue_count=0)
             for part in topic.spread
+            if part.writable_count
         ),
     )
 
@@ -89,7 +105,12 @@ def without_retiring_queues(topic: Topic) -> Topic:
 def _spread(present: QueueSpread, writable_count: int) -> QueueSpread:
     queue_count = max(present.queue_count, writable_count)
     write_queue_count = writable_count if writable_count < queue_count else 0
-    return replace(present, queue_count=queue_count, write_queue_count=write_queue_count)
+    return replace(
+        present,
+        queue_count=queue_count,
+        write_queue_count=write_queue_count,
+        closed=not writable_count,
+    )
 
 
 def _grow(counts: dict[str, int], missing: int, brokers: Collection[str], first: int) -> None:

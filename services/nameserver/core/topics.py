@@ -20,17 +20,19 @@ class QueueSpread:
         write_queue_count: Queues with a lower id take messages, the others are retiring; 0 means
             that all queues take messages.
         room: Machine room of the broker when the queues were assigned to it; empty for none.
+        closed: Whether no queue takes messages: all are retiring.
     """
 
     broker: str
     queue_count: int
     write_queue_count: int = 0
     room: str = ""
+    closed: bool = False
 
     @property
     def writable_count(self) -> int:
         """Number of queues that take messages."""
-        return self.write_queue_count or self.queue_count
+        return 0 if self.closed else self.write_queue_count or self.queue_count
 
 
 class Compaction(NamedTuple):

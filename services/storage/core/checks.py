@@ -20,7 +20,8 @@ class LocalTopic:
 
     Attributes:
         queue_count: Number of queues on this broker; 0 if there are none.
-        write_queue_count: Queues with an id below this accept messages; None means all.
+        write_queue_count: Queues with an id below this accept messages; None means all, and 0
+            none: the topic leaves this broker.
         readable: Whether consumers may read the topic.
         writable: Whether producers may write to the topic.
         retention_ms: Retention time of its messages; 0 for that of the broker.
@@ -41,6 +42,18 @@ class LocalTopic:
         """Return whether the queue accepts messages."""
         count = self.queue_count if self.write_queue_count is None else self.write_queue_count
         return self.writable and queue_id < count
+
+    @property
+    def delivery_queue_count(self) -> int:
+        """Number of queues for batches that were accepted earlier; 0 if there are none.
+
+        If no queue takes new messages, all do: they exist until these batches are delivered.
+        """
+        return self.write_queue_count or self.queue_count
+
+    def for_deliveries(self) -> LocalTopic:
+        """Return the topic as it is for batches that were accepted earlier."""
+        return replace(self, writable=True, write_queue_count=self.write_queue_count or None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,54 @@ SERVICE_KIND_GATEWAY: ServiceKind.ValueType  # 5
 """services/gateway."""
 Global___ServiceKind: _TypeAlias = ServiceKind  # noqa: Y015
 
+class _RemovalObstacleKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RemovalObstacleKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RemovalObstacleKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REMOVAL_OBSTACLE_KIND_UNSPECIFIED: _RemovalObstacleKind.ValueType  # 0
+    """Not set; never sent."""
+    REMOVAL_OBSTACLE_KIND_UNREAD: _RemovalObstacleKind.ValueType  # 1
+    """A group has messages to read."""
+    REMOVAL_OBSTACLE_KIND_DEAD_LETTERS: _RemovalObstacleKind.ValueType  # 2
+    """Dead letters, or messages of unresolved transactions, that were not redriven."""
+    REMOVAL_OBSTACLE_KIND_SCHEDULED: _RemovalObstacleKind.ValueType  # 3
+    """Messages that are delivered at a later time."""
+    REMOVAL_OBSTACLE_KIND_TRANSACTIONS: _RemovalObstacleKind.ValueType  # 4
+    """Transactions that have not ended."""
+    REMOVAL_OBSTACLE_KIND_OUTPUTS: _RemovalObstacleKind.ValueType  # 5
+    """Outputs of inputs that are not acknowledged: without them outputs could be stored twice."""
+    REMOVAL_OBSTACLE_KIND_UNREACHABLE: _RemovalObstacleKind.ValueType  # 6
+    """A service does not answer, so it is not known what is held."""
+    REMOVAL_OBSTACLE_KIND_COMPACTED: _RemovalObstacleKind.ValueType  # 7
+    """A compacted topic, whose queues can't be moved."""
+    REMOVAL_OBSTACLE_KIND_REMOVING: _RemovalObstacleKind.ValueType  # 8
+    """Nothing is held; the queues are about to be removed."""
+
+class RemovalObstacleKind(_RemovalObstacleKind, metaclass=_RemovalObstacleKindEnumTypeWrapper):
+    """Kind of a RemovalObstacle."""
+
+REMOVAL_OBSTACLE_KIND_UNSPECIFIED: RemovalObstacleKind.ValueType  # 0
+"""Not set; never sent."""
+REMOVAL_OBSTACLE_KIND_UNREAD: RemovalObstacleKind.ValueType  # 1
+"""A group has messages to read."""
+REMOVAL_OBSTACLE_KIND_DEAD_LETTERS: RemovalObstacleKind.ValueType  # 2
+"""Dead letters, or messages of unresolved transactions, that were not redriven."""
+REMOVAL_OBSTACLE_KIND_SCHEDULED: RemovalObstacleKind.ValueType  # 3
+"""Messages that are delivered at a later time."""
+REMOVAL_OBSTACLE_KIND_TRANSACTIONS: RemovalObstacleKind.ValueType  # 4
+"""Transactions that have not ended."""
+REMOVAL_OBSTACLE_KIND_OUTPUTS: RemovalObstacleKind.ValueType  # 5
+"""Outputs of inputs that are not acknowledged: without them outputs could be stored twice."""
+REMOVAL_OBSTACLE_KIND_UNREACHABLE: RemovalObstacleKind.ValueType  # 6
+"""A service does not answer, so it is not known what is held."""
+REMOVAL_OBSTACLE_KIND_COMPACTED: RemovalObstacleKind.ValueType  # 7
+"""A compacted topic, whose queues can't be moved."""
+REMOVAL_OBSTACLE_KIND_REMOVING: RemovalObstacleKind.ValueType  # 8
+"""Nothing is held; the queues are about to be removed."""
+Global___RemovalObstacleKind: _TypeAlias = RemovalObstacleKind  # noqa: Y015
+
 class _MessageModel:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -759,6 +807,7 @@ class QueueSpread(_message.Message):
     QUEUE_COUNT_FIELD_NUMBER: _builtins.int
     WRITE_QUEUE_COUNT_FIELD_NUMBER: _builtins.int
     ROOM_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
     broker: _builtins.str
     """Broker name."""
     queue_count: _builtins.int
@@ -769,6 +818,10 @@ class QueueSpread(_message.Message):
     """
     room: _builtins.str
     """Machine room of the broker when the queues were assigned to it; empty if it has none."""
+    closed: _builtins.bool
+    """True if no queue of the topic on this broker takes messages: all are retiring. Then
+    `write_queue_count` is 0.
+    """
     def __init__(
         self,
         *,
@@ -776,10 +829,11 @@ class QueueSpread(_message.Message):
         queue_count: _builtins.int = ...,
         write_queue_count: _builtins.int = ...,
         room: _builtins.str = ...,
+        closed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "queue_count", b"queue_count", "room", b"room", "write_queue_count", b"write_queue_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "closed", b"closed", "queue_count", b"queue_count", "room", b"room", "write_queue_count", b"write_queue_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1323,6 +1377,7 @@ class DescribeClusterResponse(_message.Message):
     ETCD_ALARMS_FIELD_NUMBER: _builtins.int
     ETCD_DB_BYTES_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
+    REMOVALS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Rises with every change of the nodes."""
     cluster: _builtins.str
@@ -1343,6 +1398,10 @@ class DescribeClusterResponse(_message.Message):
         not answer, as the nameserver read them last.
         """
 
+    @_builtins.property
+    def removals(self) -> _containers.RepeatedCompositeFieldContainer[Global___BrokerRemoval]:
+        """Brokers that are being removed, or were, by name."""
+
     def __init__(
         self,
         *,
@@ -1352,10 +1411,11 @@ class DescribeClusterResponse(_message.Message):
         etcd_alarms: _abc.Iterable[_builtins.str] | None = ...,
         etcd_db_bytes: _builtins.int = ...,
         drained: _abc.Iterable[Global___DrainedNode] | None = ...,
+        removals: _abc.Iterable[Global___BrokerRemoval] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "drained", b"drained", "etcd_alarms", b"etcd_alarms", "etcd_db_bytes", b"etcd_db_bytes", "generation", b"generation", "nodes", b"nodes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "drained", b"drained", "etcd_alarms", b"etcd_alarms", "etcd_db_bytes", b"etcd_db_bytes", "generation", b"generation", "nodes", b"nodes", "removals", b"removals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1656,6 +1716,331 @@ class MoveLeaderResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MoveLeaderResponse: _TypeAlias = MoveLeaderResponse  # noqa: Y015
+
+@_typing.final
+class MoveQueuesRequest(_message.Message):
+    """Request for MoveQueues."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    FROM_BROKER_FIELD_NUMBER: _builtins.int
+    TO_BROKER_FIELD_NUMBER: _builtins.int
+    QUEUE_COUNT_FIELD_NUMBER: _builtins.int
+    EXECUTE_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Topic of a user, or retry or dead-letter topic. Required."""
+    from_broker: _builtins.str
+    """Broker that loses queues. Empty with `to_broker`: the queues are spread evenly."""
+    to_broker: _builtins.str
+    """Broker that gets as many queues. It must be registered."""
+    queue_count: _builtins.int
+    """Number of queues, up to the number of writable queues of the source; 0 means all of them."""
+    execute: _builtins.bool
+    """False: only return what would happen; change nothing."""
+    by: _builtins.str
+    """Name of the operator, for the log. Required with `execute`; up to 200 characters."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        from_broker: _builtins.str = ...,
+        to_broker: _builtins.str = ...,
+        queue_count: _builtins.int = ...,
+        execute: _builtins.bool = ...,
+        by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "execute", b"execute", "from_broker", b"from_broker", "queue_count", b"queue_count", "to_broker", b"to_broker", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveQueuesRequest: _TypeAlias = MoveQueuesRequest  # noqa: Y015
+
+@_typing.final
+class MoveQueuesResponse(_message.Message):
+    """Response for MoveQueues."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
+    MOVED_COUNT_FIELD_NUMBER: _builtins.int
+    moved_count: _builtins.int
+    """Number of moved queues; 0 if the topic is spread evenly already."""
+    @_builtins.property
+    def before(self) -> Global___Topic:
+        """The topic before the call."""
+
+    @_builtins.property
+    def topic(self) -> Global___Topic:
+        """The topic after the call, or after a call with `execute`."""
+
+    def __init__(
+        self,
+        *,
+        before: Global___Topic | None = ...,
+        topic: Global___Topic | None = ...,
+        moved_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "topic", b"topic"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "moved_count", b"moved_count", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveQueuesResponse: _TypeAlias = MoveQueuesResponse  # noqa: Y015
+
+@_typing.final
+class QueryRetiringRequest(_message.Message):
+    """Request for QueryRetiring."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Topic. Required."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryRetiringRequest: _TypeAlias = QueryRetiringRequest  # noqa: Y015
+
+@_typing.final
+class QueryRetiringResponse(_message.Message):
+    """Response for QueryRetiring."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBSTACLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def obstacles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemovalObstacle]:
+        """What retiring queues wait for, at most 1,000 entries; none if they are about to be removed, or if
+        there are none.
+        """
+
+    def __init__(
+        self,
+        *,
+        obstacles: _abc.Iterable[Global___RemovalObstacle] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["obstacles", b"obstacles"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryRetiringResponse: _TypeAlias = QueryRetiringResponse  # noqa: Y015
+
+@_typing.final
+class RemovalObstacle(_message.Message):
+    """Something on a broker that is still needed, and so keeps queues from being removed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
+    BROKER_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    QUEUE_ID_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    FIRST_UNIX_MS_FIELD_NUMBER: _builtins.int
+    LAST_UNIX_MS_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    kind: Global___RemovalObstacleKind.ValueType
+    """What it is."""
+    topic: _builtins.str
+    """Topic; of outputs, the topic that they are stored in."""
+    broker: _builtins.str
+    """Broker."""
+    group: _builtins.str
+    """Group that has messages to read, or whose outputs are remembered; empty otherwise."""
+    queue_id: _builtins.int
+    """Queue, if it is about a queue."""
+    count: _builtins.int
+    """Number of messages, scheduled batches or transactions; 0 if it is not known."""
+    first_unix_ms: _builtins.int
+    """Of scheduled batches: delivery time of the first and the last one. Of transactions: when the oldest
+    one began. Unix milliseconds, 0 otherwise.
+    """
+    last_unix_ms: _builtins.int
+    """See `first_unix_ms`."""
+    message: _builtins.str
+    """Why, and the remedy, for people."""
+    def __init__(
+        self,
+        *,
+        kind: Global___RemovalObstacleKind.ValueType = ...,
+        topic: _builtins.str = ...,
+        broker: _builtins.str = ...,
+        group: _builtins.str = ...,
+        queue_id: _builtins.int = ...,
+        count: _builtins.int = ...,
+        first_unix_ms: _builtins.int = ...,
+        last_unix_ms: _builtins.int = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "count", b"count", "first_unix_ms", b"first_unix_ms", "group", b"group", "kind", b"kind", "last_unix_ms", b"last_unix_ms", "message", b"message", "queue_id", b"queue_id", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemovalObstacle: _TypeAlias = RemovalObstacle  # noqa: Y015
+
+@_typing.final
+class RemoveBrokerRequest(_message.Message):
+    """Request for RemoveBroker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BROKER_FIELD_NUMBER: _builtins.int
+    EXECUTE_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    broker: _builtins.str
+    """Broker. Required."""
+    execute: _builtins.bool
+    """False: only return what would happen and what is held; change nothing."""
+    cancel: _builtins.bool
+    """End the removal: the broker may get queues again. Queues that moved stay where they are."""
+    by: _builtins.str
+    """Name of the operator. Required with `execute`; up to 200 characters."""
+    def __init__(
+        self,
+        *,
+        broker: _builtins.str = ...,
+        execute: _builtins.bool = ...,
+        cancel: _builtins.bool = ...,
+        by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "by", b"by", "cancel", b"cancel", "execute", b"execute"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveBrokerRequest: _TypeAlias = RemoveBrokerRequest  # noqa: Y015
+
+@_typing.final
+class RemoveBrokerResponse(_message.Message):
+    """Response for RemoveBroker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVES_FIELD_NUMBER: _builtins.int
+    OBSTACLES_FIELD_NUMBER: _builtins.int
+    NODES_UP_FIELD_NUMBER: _builtins.int
+    REMOVAL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueMove]:
+        """Moves of queues that this call has made, or would make, by topic."""
+
+    @_builtins.property
+    def obstacles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemovalObstacle]:
+        """What the broker still holds, at most 1,000 entries."""
+
+    @_builtins.property
+    def nodes_up(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Node ids of the broker that are up, ascending."""
+
+    @_builtins.property
+    def removal(self) -> Global___BrokerRemoval:
+        """The mark of the removal; unset if there is none."""
+
+    def __init__(
+        self,
+        *,
+        moves: _abc.Iterable[Global___QueueMove] | None = ...,
+        obstacles: _abc.Iterable[Global___RemovalObstacle] | None = ...,
+        nodes_up: _abc.Iterable[_builtins.str] | None = ...,
+        removal: Global___BrokerRemoval | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["removal", b"removal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["moves", b"moves", "nodes_up", b"nodes_up", "obstacles", b"obstacles", "removal", b"removal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveBrokerResponse: _TypeAlias = RemoveBrokerResponse  # noqa: Y015
+
+@_typing.final
+class QueueMove(_message.Message):
+    """Queues of a topic that move off a broker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    QUEUE_COUNT_FIELD_NUMBER: _builtins.int
+    TO_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Topic."""
+    queue_count: _builtins.int
+    """Number of writable queues that the broker loses."""
+    @_builtins.property
+    def to(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueSpread]:
+        """Brokers that get queues, ascending, with how many."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        queue_count: _builtins.int = ...,
+        to: _abc.Iterable[Global___QueueSpread] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue_count", b"queue_count", "to", b"to", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueMove: _TypeAlias = QueueMove  # noqa: Y015
+
+@_typing.final
+class BrokerRemoval(_message.Message):
+    """A broker that is being removed, or was. Stored in etcd under nodes/removed-broker/<broker>; services
+    that don't know it read it as a node of no service, so `broker` and `unix_ms` have numbers of
+    StoredNode.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BROKER_FIELD_NUMBER: _builtins.int
+    UNIX_MS_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_UNIX_MS_FIELD_NUMBER: _builtins.int
+    broker: _builtins.str
+    """Broker."""
+    unix_ms: _builtins.int
+    """Wall clock of the start of the removal."""
+    by: _builtins.str
+    """Name of the operator."""
+    forgotten_unix_ms: _builtins.int
+    """Wall clock at which the records of the broker were removed; 0 until then."""
+    def __init__(
+        self,
+        *,
+        broker: _builtins.str = ...,
+        unix_ms: _builtins.int = ...,
+        by: _builtins.str = ...,
+        forgotten_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "by", b"by", "forgotten_unix_ms", b"forgotten_unix_ms", "unix_ms", b"unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BrokerRemoval: _TypeAlias = BrokerRemoval  # noqa: Y015
 
 @_typing.final
 class Node(_message.Message):

@@ -100,6 +100,21 @@ class NameserverServiceStub:
                 request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderRequest.SerializeToString,
                 response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderResponse.FromString,
                 _registered_method=True)
+        self.MoveQueues = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/MoveQueues',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveQueuesRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveQueuesResponse.FromString,
+                _registered_method=True)
+        self.QueryRetiring = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/QueryRetiring',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.QueryRetiringRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.QueryRetiringResponse.FromString,
+                _registered_method=True)
+        self.RemoveBroker = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/RemoveBroker',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.RemoveBrokerRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.RemoveBrokerResponse.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/baton.nameserver.v1.NameserverService/Heartbeat',
                 request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.HeartbeatRequest.SerializeToString,
@@ -306,6 +321,46 @@ class NameserverServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MoveQueues(self, request, context):
+        """Moves queues of a topic from one broker to another, or spreads them evenly over the brokers. The
+        target gets new queues at once; as many queues of the source become retiring: they take no more
+        messages, and are removed once every group with progress on them has read them to the end, and
+        scheduled messages and transactions of the topic at the source have ended. No message is copied.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED; a compacted topic; a broker that is not
+        registered or is being removed; more queues than the source has; a node of a version that does not
+        know brokers without writable queues), NOT_FOUND (TOPIC_NOT_FOUND), FAILED_PRECONDITION (NO_BROKER),
+        RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def QueryRetiring(self, request, context):
+        """Returns what retiring queues of a topic still wait for: which group has messages to read, which
+        messages are scheduled, which transactions are open. Queries offsets and storage.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveBroker(self, request, context):
+        """Removes a broker for good, step by step: each call marks it, so that it gets no new queues, moves all
+        its writable queues to other brokers, and returns what the broker still holds. When it holds
+        nothing, its processes may be stopped; the next call then removes its records. Its name is not used
+        again: groups keep progress on its queues. Repeat the call until it is forgotten.
+
+        Statuses: INVALID_ARGUMENT (not a broker; a node of a version that does not know brokers without
+        writable queues; a cancel of a broker that is forgotten), FAILED_PRECONDITION (NO_BROKER: no other
+        broker could take the queues), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM: unknown how
+        much was written; NOT_SERVING).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Heartbeat(self, request, context):
         """Joins a group, or renews the membership. To be repeated every `interval_ms` of the answer; a member
         without a heartbeat for 30 s is removed. The group's subscription policy decides whether a
@@ -489,6 +544,21 @@ def add_NameserverServiceServicer_to_server(servicer, server):
                     servicer.MoveLeader,
                     request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderRequest.FromString,
                     response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderResponse.SerializeToString,
+            ),
+            'MoveQueues': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveQueues,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveQueuesRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveQueuesResponse.SerializeToString,
+            ),
+            'QueryRetiring': grpc.unary_unary_rpc_method_handler(
+                    servicer.QueryRetiring,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.QueryRetiringRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.QueryRetiringResponse.SerializeToString,
+            ),
+            'RemoveBroker': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveBroker,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.RemoveBrokerRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.RemoveBrokerResponse.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -893,6 +963,87 @@ class NameserverService:
             '/baton.nameserver.v1.NameserverService/MoveLeader',
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderRequest.SerializeToString,
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveLeaderResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveQueues(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/MoveQueues',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveQueuesRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveQueuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def QueryRetiring(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/QueryRetiring',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.QueryRetiringRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.QueryRetiringResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveBroker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/RemoveBroker',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.RemoveBrokerRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.RemoveBrokerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -131,6 +131,34 @@ class NameserverServiceStub:
     (NOT_DRAINABLE: the node is not in sync, or is drained, or the set changes), UNAVAILABLE (NO_QUORUM:
     unknown whether it moves).
     """
+    MoveQueues: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.MoveQueuesRequest, _nameserver_service_pb2.MoveQueuesResponse]
+    """Moves queues of a topic from one broker to another, or spreads them evenly over the brokers. The
+    target gets new queues at once; as many queues of the source become retiring: they take no more
+    messages, and are removed once every group with progress on them has read them to the end, and
+    scheduled messages and transactions of the topic at the source have ended. No message is copied.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED; a compacted topic; a broker that is not
+    registered or is being removed; more queues than the source has; a node of a version that does not
+    know brokers without writable queues), NOT_FOUND (TOPIC_NOT_FOUND), FAILED_PRECONDITION (NO_BROKER),
+    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+    """
+    QueryRetiring: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.QueryRetiringRequest, _nameserver_service_pb2.QueryRetiringResponse]
+    """Returns what retiring queues of a topic still wait for: which group has messages to read, which
+    messages are scheduled, which transactions are open. Queries offsets and storage.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+    """
+    RemoveBroker: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.RemoveBrokerRequest, _nameserver_service_pb2.RemoveBrokerResponse]
+    """Removes a broker for good, step by step: each call marks it, so that it gets no new queues, moves all
+    its writable queues to other brokers, and returns what the broker still holds. When it holds
+    nothing, its processes may be stopped; the next call then removes its records. Its name is not used
+    again: groups keep progress on its queues. Repeat the call until it is forgotten.
+
+    Statuses: INVALID_ARGUMENT (not a broker; a node of a version that does not know brokers without
+    writable queues; a cancel of a broker that is forgotten), FAILED_PRECONDITION (NO_BROKER: no other
+    broker could take the queues), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM: unknown how
+    much was written; NOT_SERVING).
+    """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.HeartbeatRequest, _nameserver_service_pb2.HeartbeatResponse]
     """Joins a group, or renews the membership. To be repeated every `interval_ms` of the answer; a member
     without a heartbeat for 30 s is removed. The group's subscription policy decides whether a
@@ -310,6 +338,34 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     Statuses: INVALID_ARGUMENT (no such set, or not a live node of it), FAILED_PRECONDITION
     (NOT_DRAINABLE: the node is not in sync, or is drained, or the set changes), UNAVAILABLE (NO_QUORUM:
     unknown whether it moves).
+    """
+    MoveQueues: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.MoveQueuesRequest, _nameserver_service_pb2.MoveQueuesResponse]  # type: ignore[assignment]
+    """Moves queues of a topic from one broker to another, or spreads them evenly over the brokers. The
+    target gets new queues at once; as many queues of the source become retiring: they take no more
+    messages, and are removed once every group with progress on them has read them to the end, and
+    scheduled messages and transactions of the topic at the source have ended. No message is copied.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED; a compacted topic; a broker that is not
+    registered or is being removed; more queues than the source has; a node of a version that does not
+    know brokers without writable queues), NOT_FOUND (TOPIC_NOT_FOUND), FAILED_PRECONDITION (NO_BROKER),
+    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+    """
+    QueryRetiring: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.QueryRetiringRequest, _nameserver_service_pb2.QueryRetiringResponse]  # type: ignore[assignment]
+    """Returns what retiring queues of a topic still wait for: which group has messages to read, which
+    messages are scheduled, which transactions are open. Queries offsets and storage.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+    """
+    RemoveBroker: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.RemoveBrokerRequest, _nameserver_service_pb2.RemoveBrokerResponse]  # type: ignore[assignment]
+    """Removes a broker for good, step by step: each call marks it, so that it gets no new queues, moves all
+    its writable queues to other brokers, and returns what the broker still holds. When it holds
+    nothing, its processes may be stopped; the next call then removes its records. Its name is not used
+    again: groups keep progress on its queues. Repeat the call until it is forgotten.
+
+    Statuses: INVALID_ARGUMENT (not a broker; a node of a version that does not know brokers without
+    writable queues; a cancel of a broker that is forgotten), FAILED_PRECONDITION (NO_BROKER: no other
+    broker could take the queues), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM: unknown how
+    much was written; NOT_SERVING).
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.HeartbeatRequest, _nameserver_service_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Joins a group, or renews the membership. To be repeated every `interval_ms` of the answer; a member
@@ -565,6 +621,52 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         Statuses: INVALID_ARGUMENT (no such set, or not a live node of it), FAILED_PRECONDITION
         (NOT_DRAINABLE: the node is not in sync, or is drained, or the set changes), UNAVAILABLE (NO_QUORUM:
         unknown whether it moves).
+        """
+
+    @_abc_1.abstractmethod
+    def MoveQueues(
+        self,
+        request: _nameserver_service_pb2.MoveQueuesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.MoveQueuesResponse, _abc.Awaitable[_nameserver_service_pb2.MoveQueuesResponse]]:
+        """Moves queues of a topic from one broker to another, or spreads them evenly over the brokers. The
+        target gets new queues at once; as many queues of the source become retiring: they take no more
+        messages, and are removed once every group with progress on them has read them to the end, and
+        scheduled messages and transactions of the topic at the source have ended. No message is copied.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED; a compacted topic; a broker that is not
+        registered or is being removed; more queues than the source has; a node of a version that does not
+        know brokers without writable queues), NOT_FOUND (TOPIC_NOT_FOUND), FAILED_PRECONDITION (NO_BROKER),
+        RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+        """
+
+    @_abc_1.abstractmethod
+    def QueryRetiring(
+        self,
+        request: _nameserver_service_pb2.QueryRetiringRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.QueryRetiringResponse, _abc.Awaitable[_nameserver_service_pb2.QueryRetiringResponse]]:
+        """Returns what retiring queues of a topic still wait for: which group has messages to read, which
+        messages are scheduled, which transactions are open. Queries offsets and storage.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+        """
+
+    @_abc_1.abstractmethod
+    def RemoveBroker(
+        self,
+        request: _nameserver_service_pb2.RemoveBrokerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.RemoveBrokerResponse, _abc.Awaitable[_nameserver_service_pb2.RemoveBrokerResponse]]:
+        """Removes a broker for good, step by step: each call marks it, so that it gets no new queues, moves all
+        its writable queues to other brokers, and returns what the broker still holds. When it holds
+        nothing, its processes may be stopped; the next call then removes its records. Its name is not used
+        again: groups keep progress on its queues. Repeat the call until it is forgotten.
+
+        Statuses: INVALID_ARGUMENT (not a broker; a node of a version that does not know brokers without
+        writable queues; a cancel of a broker that is forgotten), FAILED_PRECONDITION (NO_BROKER: no other
+        broker could take the queues), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM: unknown how
+        much was written; NOT_SERVING).
         """
 
     @_abc_1.abstractmethod

@@ -913,6 +913,152 @@ class PurgeTopicResponse(_message.Message):
 Global___PurgeTopicResponse: _TypeAlias = PurgeTopicResponse  # noqa: Y015
 
 @_typing.final
+class QueryHeldRequest(_message.Message):
+    """Request for QueryHeld."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Topic whose revision is returned; empty for none. The answer has all topics."""
+    position: _builtins.int
+    """`next_position` of the answer before; 0 for the first page."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryHeldRequest: _TypeAlias = QueryHeldRequest  # noqa: Y015
+
+@_typing.final
+class QueryHeldResponse(_message.Message):
+    """Response for QueryHeld."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: _builtins.int
+    NEXT_POSITION_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    next_position: _builtins.int
+    """Where the next page begins; 0 if this is the last one."""
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldMessages]:
+        """By topic, ascending; scheduled batches of this page. Transactions and outputs are all in the first
+        page.
+        """
+
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldOutputs]:
+        """Outputs of inputs that may not be acknowledged yet."""
+
+    def __init__(
+        self,
+        *,
+        held: _abc.Iterable[Global___HeldMessages] | None = ...,
+        next_position: _builtins.int = ...,
+        outputs: _abc.Iterable[Global___HeldOutputs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "next_position", b"next_position", "outputs", b"outputs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryHeldResponse: _TypeAlias = QueryHeldResponse  # noqa: Y015
+
+@_typing.final
+class HeldMessages(_message.Message):
+    """Messages of a topic that are not in a queue yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    SCHEDULED_COUNT_FIELD_NUMBER: _builtins.int
+    FIRST_DELIVER_UNIX_MS_FIELD_NUMBER: _builtins.int
+    LAST_DELIVER_UNIX_MS_FIELD_NUMBER: _builtins.int
+    TRANSACTION_COUNT_FIELD_NUMBER: _builtins.int
+    FIRST_BEGIN_UNIX_MS_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Topic; empty for messages that can't be read, and so end in the topic of unresolved messages."""
+    scheduled_count: _builtins.int
+    """Scheduled batches."""
+    first_deliver_unix_ms: _builtins.int
+    """Delivery time of the first of them, Unix milliseconds; 0 if there are none."""
+    last_deliver_unix_ms: _builtins.int
+    """Delivery time of the last of them, likewise."""
+    transaction_count: _builtins.int
+    """Open transactions."""
+    first_begin_unix_ms: _builtins.int
+    """When the oldest of them began, Unix milliseconds; 0 if there are none or it is not known."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        scheduled_count: _builtins.int = ...,
+        first_deliver_unix_ms: _builtins.int = ...,
+        last_deliver_unix_ms: _builtins.int = ...,
+        transaction_count: _builtins.int = ...,
+        first_begin_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_begin_unix_ms", b"first_begin_unix_ms", "first_deliver_unix_ms", b"first_deliver_unix_ms", "last_deliver_unix_ms", b"last_deliver_unix_ms", "scheduled_count", b"scheduled_count", "topic", b"topic", "transaction_count", b"transaction_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldMessages: _TypeAlias = HeldMessages  # noqa: Y015
+
+@_typing.final
+class HeldOutputs(_message.Message):
+    """Outputs of one source in one topic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    BROKER_FIELD_NUMBER: _builtins.int
+    QUEUE_ID_FIELD_NUMBER: _builtins.int
+    LAST_OFFSET_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Topic that the outputs are stored in; empty if the log does not have them any more."""
+    group: _builtins.str
+    """Group that reads the inputs."""
+    topic_id: _builtins.int
+    """Id of the topic of the inputs."""
+    broker: _builtins.str
+    """Broker of the input queue."""
+    queue_id: _builtins.int
+    """Id of the input queue."""
+    last_offset: _builtins.int
+    """Highest offset of an input with such an output."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        group: _builtins.str = ...,
+        topic_id: _builtins.int = ...,
+        broker: _builtins.str = ...,
+        queue_id: _builtins.int = ...,
+        last_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "group", b"group", "last_offset", b"last_offset", "queue_id", b"queue_id", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldOutputs: _TypeAlias = HeldOutputs  # noqa: Y015
+
+@_typing.final
 class DescribeRequest(_message.Message):
     """Request for Describe."""
 

@@ -65,6 +65,11 @@ class StorageServiceStub:
                 request_serializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.PurgeTopicRequest.SerializeToString,
                 response_deserializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.PurgeTopicResponse.FromString,
                 _registered_method=True)
+        self.QueryHeld = channel.unary_unary(
+                '/baton.storage.v1.StorageService/QueryHeld',
+                request_serializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.QueryHeldRequest.SerializeToString,
+                response_deserializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.QueryHeldResponse.FromString,
+                _registered_method=True)
 
 
 class StorageServiceServicer:
@@ -179,6 +184,22 @@ class StorageServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def QueryHeld(self, request, context):
+        """Returns what this broker holds beside the messages of its queues: messages that are delivered at a
+        later time, open transactions, and outputs that it remembers. In pages, which are complete once the
+        log is safe up to where it ended at the call. Only the leader answers.
+
+        The trailing metadata `baton-topics-revision` is the etcd revision, decimal, of `topic` that this
+        node uses: if the topic takes no more messages on this broker at that revision, what it holds does
+        not grow any more.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_LEADER,
+        NOT_SERVING, NO_QUORUM).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StorageServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -211,6 +232,11 @@ def add_StorageServiceServicer_to_server(servicer, server):
                     servicer.PurgeTopic,
                     request_deserializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.PurgeTopicRequest.FromString,
                     response_serializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.PurgeTopicResponse.SerializeToString,
+            ),
+            'QueryHeld': grpc.unary_unary_rpc_method_handler(
+                    servicer.QueryHeld,
+                    request_deserializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.QueryHeldRequest.FromString,
+                    response_serializer=baton_dot_storage_dot_v1_dot_storage__service__pb2.QueryHeldResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -376,6 +402,33 @@ class StorageService:
             '/baton.storage.v1.StorageService/PurgeTopic',
             baton_dot_storage_dot_v1_dot_storage__service__pb2.PurgeTopicRequest.SerializeToString,
             baton_dot_storage_dot_v1_dot_storage__service__pb2.PurgeTopicResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def QueryHeld(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.storage.v1.StorageService/QueryHeld',
+            baton_dot_storage_dot_v1_dot_storage__service__pb2.QueryHeldRequest.SerializeToString,
+            baton_dot_storage_dot_v1_dot_storage__service__pb2.QueryHeldResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -117,6 +117,18 @@ class StorageServiceStub:
     NO_QUORUM: this node has not heard of the deletion yet; NOT_SERVING: it is unknown whether the
     order is stored; NOT_ENOUGH_REPLICAS).
     """
+    QueryHeld: _grpc.UnaryUnaryMultiCallable[_storage_service_pb2.QueryHeldRequest, _storage_service_pb2.QueryHeldResponse]
+    """Returns what this broker holds beside the messages of its queues: messages that are delivered at a
+    later time, open transactions, and outputs that it remembers. In pages, which are complete once the
+    log is safe up to where it ended at the call. Only the leader answers.
+
+    The trailing metadata `baton-topics-revision` is the etcd revision, decimal, of `topic` that this
+    node uses: if the topic takes no more messages on this broker at that revision, what it holds does
+    not grow any more.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_LEADER,
+    NOT_SERVING, NO_QUORUM).
+    """
 
 @_typing.type_check_only
 class StorageServiceAsyncStub(StorageServiceStub):
@@ -206,6 +218,18 @@ class StorageServiceAsyncStub(StorageServiceStub):
     deleted), RESOURCE_EXHAUSTED (DISK_FULL: the order can't be stored), UNAVAILABLE (NOT_LEADER,
     NO_QUORUM: this node has not heard of the deletion yet; NOT_SERVING: it is unknown whether the
     order is stored; NOT_ENOUGH_REPLICAS).
+    """
+    QueryHeld: _aio.UnaryUnaryMultiCallable[_storage_service_pb2.QueryHeldRequest, _storage_service_pb2.QueryHeldResponse]  # type: ignore[assignment]
+    """Returns what this broker holds beside the messages of its queues: messages that are delivered at a
+    later time, open transactions, and outputs that it remembers. In pages, which are complete once the
+    log is safe up to where it ended at the call. Only the leader answers.
+
+    The trailing metadata `baton-topics-revision` is the etcd revision, decimal, of `topic` that this
+    node uses: if the topic takes no more messages on this broker at that revision, what it holds does
+    not grow any more.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_LEADER,
+    NOT_SERVING, NO_QUORUM).
     """
 
 class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -329,6 +353,24 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
         deleted), RESOURCE_EXHAUSTED (DISK_FULL: the order can't be stored), UNAVAILABLE (NOT_LEADER,
         NO_QUORUM: this node has not heard of the deletion yet; NOT_SERVING: it is unknown whether the
         order is stored; NOT_ENOUGH_REPLICAS).
+        """
+
+    @_abc_1.abstractmethod
+    def QueryHeld(
+        self,
+        request: _storage_service_pb2.QueryHeldRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_storage_service_pb2.QueryHeldResponse, _abc.Awaitable[_storage_service_pb2.QueryHeldResponse]]:
+        """Returns what this broker holds beside the messages of its queues: messages that are delivered at a
+        later time, open transactions, and outputs that it remembers. In pages, which are complete once the
+        log is safe up to where it ended at the call. Only the leader answers.
+
+        The trailing metadata `baton-topics-revision` is the etcd revision, decimal, of `topic` that this
+        node uses: if the topic takes no more messages on this broker at that revision, what it holds does
+        not grow any more.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_LEADER,
+        NOT_SERVING, NO_QUORUM).
         """
 
 def add_StorageServiceServicer_to_server(servicer: StorageServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

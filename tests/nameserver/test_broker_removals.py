@@ -1,0 +1,216 @@
+"""Removals of brokers and moves of queues, through a real server on a real etcd.
+
+Goal: a broker that is being removed gets no queues, what it holds is named, and its records go
+only when it holds nothing and its nodes are gone.
+Method: an in-process replica; stand-ins for storage and offsets answer by their contracts as each
+test scripts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from baton.common.v1 import replicas_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from baton.storage.v1 import storage_service_pb2 as storage_pb
+from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
+from batonmq._common.contract import CLOSED_QUEUES_CONTRACT, CONTRACT
+from batonmq._core.keyed_queues import TOPICS_REVISION
+from batonmq.errors import InvalidArgument, NoBroker
+from batonmq_server.runtime.etcd.session import EtcdSession
+from tests.nameserver.replica import (
+    CALL_TIMEOUT_S,
+    Replica,
+    refusal,
+    register_broker,
+    register_offsets,
+    replica,
+)
+from tests.nameserver.test_topic_updates import OffsetsTwin, StorageTwin
+from tests.support.conditions import until
+from tests.support.grpc_server import serving_at
+
+INTERVAL_MS = 50
+ALL = "broker-a", "broker-b", "broker-c"
+
+
+class HoldingTwin(StorageTwin):
+    """Answers QueryHeld with `held`, as of the newest topics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[storage_pb.HeldMessages] = []
+        self.revision = 1 << 60
+
+    async def QueryHeld(
+        self, request: storage_pb.QueryHeldRequest, context: Any
+    ) -> storage_pb.QueryHeldResponse:
+        context.set_trailing_metadata(((TOPICS_REVISION, str(self.revision)),))
+        return storage_pb.QueryHeldResponse(held=self.held)
+
+
+class RemovalScene:
+    """A replica with three brokers, and the topic `flights` with two queues on each."""
+
+    def __init__(self, nameserver: Replica, etcd: EtcdSession, address: str) -> None:
+        self.nameserver, self.etcd, self.address = nameserver, etcd, address
+        self.storage = HoldingTwin()  # type: ignore[abstract]
+        self.offsets = OffsetsTwin()  # type: ignore[abstract]
+
+    async def register(self, broker: str, **fields: Any) -> None:
+        fields = {"contract": CONTRACT} | fields
+        await register_broker(self.etcd, broker, self.address, **fields)
+
+    async def spread(self, topic: str = "flights") -> dict[str, int]:
+        """Return the number of writable queues of a topic by broker."""
+        route = await self.nameserver.route(topic)
+        return {one.broker: 0 if one.closed else one.queue_count for one in route.topic.spread}
+
+    async def remove(self, broker: str, **fields: Any) -> pb.RemoveBrokerResponse:
+        values: dict[str, Any] = {"execute": True, "by": "ops@host"} | fields
+        request = pb.RemoveBrokerRequest(broker=broker, **values)
+        return await self.nameserver.stub.RemoveBroker(request, timeout=CALL_TIMEOUT_S)
+
+    async def move(self, **fields: Any) -> pb.MoveQueuesResponse:
+        values: dict[str, Any] = {"topic": "flights", "execute": True, "by": "ops@host"} | fields
+        request = pb.MoveQueuesRequest(**values)
+        return await self.nameserver.stub.MoveQueues(request, timeout=CALL_TIMEOUT_S)
+
+    async def becomes(self, expected: dict[str, int]) -> None:
+        async def look() -> bool:
+            return await self.spread() == expected
+
+        await until(look)
+
+
+@asynccontextmanager
+async def removal_scene(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> AsyncIterator[RemovalScene]:
+    async with replica(etcd_endpoint, cluster, shrink_interval_ms=INTERVAL_MS) as nameserver:
+        scene = RemovalScene(nameserver, etcd, "")
+        add_storage = storage_grpc.add_StorageServiceServicer_to_server
+        add_offsets = offsets_grpc.add_OffsetsServiceServicer_to_server
+        async with serving_at(
+            lambda server: add_storage(scene.storage, server),
+            lambda server: add_offsets(scene.offsets, server),
+        ) as scene.address:
+            for broker in ALL:
+                await scene.register(broker)
+            revision = await register_offsets(etcd, scene.address, scene.offsets.epoch)
+            await nameserver.runtime.nodes.reached(revision)
+            await nameserver.create("flights", 6)
+            yield scene
+
+
+async def test_removed_broker_is_empty_then_gone_and_its_name_is_not_used_again(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        record = replicas_pb2.ReplicaSet(leader="broker-c", in_sync=["broker-c"])
+        await etcd.put(etcd.key("replicas", "storage", "broker-c"), record.SerializeToString())
+        planned = await scene.remove("broker-c", execute=False)
+        assert [(one.topic, one.queue_count) for one in planned.moves] == [("flights", 2)]
+        assert not planned.HasField("removal")
+        assert await scene.spread() == dict.fromkeys(ALL, 2), "a dry run changes nothing"
+        done = await scene.remove("broker-c")
+        assert (done.removal.broker, done.removal.by) == ("broker-c", "ops@host")
+        await scene.becomes({"broker-a": 3, "broker-b": 3})
+        await scene.nameserver.create("new", 6)
+        assert await scene.spread("new") == {"broker-a": 3, "broker-b": 3}
+        empty = await scene.remove("broker-c")
+        assert (list(empty.obstacles), list(empty.nodes_up)) == ([], ["broker-c"])
+        assert not empty.removal.forgotten_unix_ms, "its node is up"
+        await etcd.delete(etcd.key("nodes", "storage", "broker-c"))
+        await until(lambda: "storage/broker-c" not in scene.nameserver.runtime.nodes.values)
+        assert (await scene.remove("broker-c")).removal.forgotten_unix_ms
+        assert await etcd.get(etcd.key("replicas", "storage", "broker-c")) is None
+        await scene.register("broker-c")
+        await until(lambda: "storage/broker-c" in scene.nameserver.runtime.nodes.values)
+        await scene.nameserver.create("newer", 6)
+        assert await scene.spread("newer") == {"broker-a": 3, "broker-b": 3}
+        assert isinstance(await refusal(scene.remove("broker-c", cancel=True)), InvalidArgument)
+
+
+async def test_broker_stays_until_messages_for_later_are_delivered(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        scene.storage.held = [
+            storage_pb.HeldMessages(
+                topic="flights",
+                scheduled_count=3,
+                first_deliver_unix_ms=5,
+                last_deliver_unix_ms=9,
+            )
+        ]
+        (obstacle,) = (await scene.remove("broker-c")).obstacles
+        assert obstacle.kind == pb.REMOVAL_OBSTACLE_KIND_SCHEDULED
+        assert (obstacle.topic, obstacle.count, obstacle.last_unix_ms) == ("flights", 3, 9)
+        request = pb.QueryRetiringRequest(topic="flights")
+        answer = await scene.nameserver.stub.QueryRetiring(request, timeout=CALL_TIMEOUT_S)
+        assert list(answer.obstacles) == [obstacle]
+        calls = scene.storage.call_count
+        await until(lambda: scene.storage.call_count >= calls + 3)
+        assert (await scene.spread())["broker-c"] == 0, "its queues still exist"
+        scene.storage.held = []
+        await scene.becomes({"broker-a": 3, "broker-b": 3})
+
+
+async def test_removal_can_be_cancelled(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        assert isinstance(await refusal(scene.remove("broker-c", cancel=True)), InvalidArgument)
+        await scene.remove("broker-c")
+        assert not (await scene.remove("broker-c", cancel=True)).HasField("removal")
+        await scene.becomes({"broker-a": 3, "broker-b": 3})
+        moved = await scene.move()
+        assert moved.moved_count == 2
+        await scene.becomes(dict.fromkeys(ALL, 2))
+
+
+async def test_last_broker_is_not_removed(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        await scene.remove("broker-c")
+        await scene.remove("broker-b")
+        assert isinstance(await refusal(scene.remove("broker-a")), NoBroker)
+        assert isinstance(await refusal(scene.remove("broker-z")), InvalidArgument)
+
+
+async def test_broker_of_an_earlier_version_keeps_writable_queues(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        await scene.register("broker-c", contract=CLOSED_QUEUES_CONTRACT - 1)
+        nodes = scene.nameserver.runtime.nodes.values
+        old = await etcd.get(etcd.key("nodes", "storage", "broker-c"))
+        assert old is not None
+        await until(lambda: nodes["storage/broker-c"].value == old.value)
+        for call in (
+            scene.remove("broker-c"),
+            scene.move(from_broker="broker-c", to_broker="broker-a"),
+        ):
+            error = await refusal(call)
+            assert isinstance(error, InvalidArgument)
+            assert "earlier version" in error.message
+        moved = await scene.move(from_broker="broker-c", to_broker="broker-a", queue_count=1)
+        assert moved.moved_count == 1
+
+
+@pytest.mark.parametrize("target", ["broker-z", "broker-b"])
+async def test_queues_move_to_no_broker_that_is_unknown_or_being_removed(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession, target: str
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        await scene.remove("broker-b")
+        error = await refusal(scene.move(from_broker="broker-a", to_broker=target))
+        assert isinstance(error, InvalidArgument)
+        assert error.facts["field"] == "to_broker"
