@@ -1,7 +1,7 @@
 """Goal: restarts in mid-run cost the application of an official client neither message nor ack.
 
-Gateway, storage leader and offsets leader end while the official Python client sends and consumes:
-no message whose send was answered is lost, and none whose acknowledgement was answered comes again.
+Gateway, storage leader and offsets leader end while an official client sends and consumes: no
+message whose send was answered is lost, and none whose acknowledgement was answered comes again.
 Method: producer and consumer are processes of their own, which write each event as it happens; the
 test keeps the ledger. One round of restarts by default; BATON_CLIENT_RESTARTS asks for more, in
 which every process ends by SIGKILL, and by SIGTERM, in turn.
@@ -26,12 +26,12 @@ import pytest
 from batonmq import Admin
 from batonmq.errors import BatonError
 from batonmq_server.local.cluster import LocalCluster
-from tests.gateway.official_clients import OfficialClient, official_client
+from tests.gateway.official_clients import COMPILE_S, FEATURES, OfficialClient, official_client
 from tests.support.cluster import local_cluster
 from tests.support.conditions import until
 
 ROUNDS = int(os.environ.get("BATON_CLIENT_RESTARTS", "1"))  # noqa: TID251  a run by hand
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240 + 240 * ROUNDS)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240 + 240 * ROUNDS + COMPILE_S)]
 TOPIC, GROUP = "orders", "billing"
 LEADERS = ("gateway", "storage", "offsets")
 MORE_ACKS = 20
@@ -118,8 +118,11 @@ async def is_done(admin: Admin) -> bool:
     return bool(queues) and all(queue.lag == 0 for queue in queues)
 
 
-async def test_official_client_keeps_every_message_through_restarts(tmp_path: Path) -> None:
-    client, ledger = official_client("python"), Ledger()
+@pytest.mark.parametrize("language", FEATURES)
+async def test_official_client_keeps_every_message_through_restarts(
+    tmp_path: Path, language: str
+) -> None:
+    client, ledger = official_client(language), Ledger()
     async with local_cluster(tmp_path, gateways=1) as cluster, Admin(cluster.nameserver) as admin:
         await admin.create_topic(TOPIC, 4)
         task = {"endpoints": cluster.addresses["gateway"], "topic": TOPIC, "group": GROUP}
@@ -145,7 +148,7 @@ async def test_official_client_keeps_every_message_through_restarts(tmp_path: Pa
             consumer.stdin.close()
             await until(lambda: "consume_on" in ledger.ended, WAIT_S)
     print(
-        f"{len(ledger.sent):,} sent, {len(ledger.failed)} sends failed, "
+        f"{language}: {len(ledger.sent):,} sent, {len(ledger.failed)} sends failed, "
         f"{len(ledger.acknowledged):,} acknowledged, {len(ledger.unsure)} unsure, "
         f"{sum(ledger.deliveries.values()) - len(ledger.deliveries)} delivered again"
     )

@@ -26,6 +26,7 @@ from rocketmq import (
     TransactionChecker,
     TransactionResolution,
 )
+from rocketmq.grpc_protocol import FilterType
 
 
 def configuration(task):
@@ -104,8 +105,14 @@ def view(message):
     }
 
 
+def subscription(task):
+    if "sql" in task:
+        return {task["topic"]: FilterExpression(task["sql"], FilterType.SQL)}
+    return {task["topic"]: FilterExpression(task.get("filter", "*"))}
+
+
 def simple(task):
-    wanted = {task["topic"]: FilterExpression(task.get("filter", "*"))}
+    wanted = subscription(task)
     tls = task.get("tls", False)
     consumer = SimpleConsumer(configuration(task), task["group"], wanted, tls_enable=tls)
     consumer.await_duration = 2
@@ -137,8 +144,7 @@ def push(task):
                 return ConsumeResult.FAILURE
             return ConsumeResult.SUCCESS
 
-    wanted = {task["topic"]: FilterExpression(task.get("filter", "*"))}
-    consumer = PushConsumer(configuration(task), task["group"], Listener(), wanted)
+    consumer = PushConsumer(configuration(task), task["group"], Listener(), subscription(task))
     consumer.startup()
     received, end = [], monotonic() + task["seconds"]
     try:
@@ -195,8 +201,7 @@ def send_on(task):
 def consume_on(task):
     """Receive and acknowledge until the standard input ends; print each event as it happens."""
     over = ended()
-    wanted = {task["topic"]: FilterExpression("*")}
-    consumer = SimpleConsumer(configuration(task), task["group"], wanted)
+    consumer = SimpleConsumer(configuration(task), task["group"], subscription(task))
     consumer.await_duration = 1
     consumer.startup()
     while not over.is_set():
