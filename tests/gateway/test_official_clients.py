@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import subprocess
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +22,7 @@ from tests.gateway.official_clients import (
     LACKS,
     LANGUAGES,
     MORE,
+    SOURCES,
     OfficialClient,
     official_client,
 )
@@ -249,6 +253,36 @@ async def test_namespaces_do_not_see_each_other(tmp_path: Path, language: str) -
                 language, "simple", group="team", count=2, seconds=4, namespace=namespace
             )
             assert bodies(got) == [body]
+
+
+def crate_source() -> str:
+    """Return the source of the crate that the lock of the Rust client names."""
+    command = ["cargo", "metadata", "--format-version=1", "--locked", "--offline"]
+    found = subprocess.run(command, cwd=SOURCES / "rust", capture_output=True, check=True)
+    (manifest,) = (
+        package["manifest_path"]
+        for package in json.loads(found.stdout)["packages"]
+        if package["name"] == "rocketmq"
+    )
+    return "\n".join(path.read_text() for path in Path(manifest).parent.rglob("src/*.rs"))
+
+
+if "rust" in MORE:
+
+    def test_rust_crate_has_no_function_that_its_tests_leave_out() -> None:
+        signs = {
+            "push": r"pub struct PushConsumer\b",
+            "give back": r"pub (async )?fn change_invisible",
+            "recall": r"pub (async )?fn recall",
+            "namespaces": r"pub fn set_namespace",
+            "tls": r"^\s*\.tls_config\(",
+        }
+        assert signs.keys() == LACKS["rust"]
+        official_client("rust")
+        source = crate_source()
+        assert "pub struct SimpleConsumer" in source
+        has = [name for name, sign in signs.items() if re.search(sign, source, re.MULTILINE)]
+        assert has == [], "it has them now: test them"
 
 
 @pytest.mark.parametrize("language", FEATURES)
