@@ -234,7 +234,9 @@ async def test_delay_recall_and_filters(tmp_path: Path, language: str) -> None:
             priced = tasks.create_task(
                 at.run(language, group="priced", sql="price > 5", count=1, **task)
             )
-        assert [one["body"] for one in every.result()] == ["now", "later"]
+        assert bodies(every.result()) == ["later", "now"]
+        (later,) = (one for one in every.result() if one["body"] == "later")
+        assert later["at_s"] >= now_s + delay_s, "not before its time"
         assert bodies(tagged.result()) == ["later"]
         assert bodies(priced.result()) == ["later"]
 

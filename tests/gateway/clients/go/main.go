@@ -60,6 +60,7 @@ type view struct {
 	MessageGroup string            `json:"message_group"`
 	Properties   map[string]string `json:"properties"`
 	Attempt      int32             `json:"attempt"`
+	AtS          float64           `json:"at_s"`
 }
 
 func text(value *string) string {
@@ -75,7 +76,7 @@ func viewOf(message *rmq.MessageView) view {
 	return view{
 		Body: string(message.GetBody()), ID: message.GetMessageId(), Tag: text(message.GetTag()), Keys: keys,
 		MessageGroup: text(message.GetMessageGroup()), Properties: message.GetProperties(),
-		Attempt: message.GetDeliveryAttempt(),
+		Attempt: message.GetDeliveryAttempt(), AtS: float64(time.Now().UnixMilli()) / 1_000,
 	}
 }
 

@@ -163,7 +163,8 @@ public final class Client {
             "keys", new TreeSet<>(message.getKeys()),
             "message_group", message.getMessageGroup().orElse(""),
             "properties", message.getProperties(),
-            "attempt", message.getDeliveryAttempt());
+            "attempt", message.getDeliveryAttempt(),
+            "at_s", System.currentTimeMillis() / 1_000.0);
     }
 
     private static SimpleConsumer consumer(JsonObject task, int awaitSeconds) throws Exception {

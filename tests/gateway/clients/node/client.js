@@ -31,6 +31,7 @@ function view(message) {
     message_group: message.messageGroup || '',
     properties: Object.fromEntries(message.properties),
     attempt: message.deliveryAttempt,
+    at_s: Date.now() / 1000,
   };
 }
 

@@ -11,7 +11,7 @@ import os
 import queue
 import sys
 import threading
-from time import monotonic  # noqa: TID251  this process has nothing of ours
+from time import monotonic, time  # noqa: TID251  this process has nothing of ours
 
 from rocketmq import (
     ClientConfiguration,
@@ -102,6 +102,7 @@ def view(message):
         "message_group": message.message_group or "",
         "properties": dict(message.properties),
         "attempt": message.delivery_attempt,
+        "at_s": time(),
     }
 
 

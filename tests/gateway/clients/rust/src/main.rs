@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::error::Error;
 use std::io::Read;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use rocketmq::conf::{ClientOption, ProducerOption, SimpleConsumerOption};
 use rocketmq::error::ClientError;
@@ -146,6 +146,7 @@ fn view(message: &MessageView) -> Value {
         "message_group": message.message_group().unwrap_or_default(),
         "properties": message.properties(),
         "attempt": message.delivery_attempt(),
+        "at_s": UNIX_EPOCH.elapsed().unwrap().as_secs_f64(),
     })
 }
 
