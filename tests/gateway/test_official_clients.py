@@ -259,7 +259,7 @@ async def test_namespaces_do_not_see_each_other(tmp_path: Path, language: str) -
 
 def crate_source() -> str:
     """Return the source of the crate that the lock of the Rust client names."""
-    command = ["cargo", "metadata", "--format-version=1", "--locked", "--offline"]
+    command = ["cargo", "metadata", "--format-version=1", "--locked"]
     found = subprocess.run(command, cwd=SOURCES / "rust", capture_output=True, check=True)
     (manifest,) = (
         package["manifest_path"]
