@@ -331,7 +331,8 @@ async def test_official_clients_use_tls_and_sign_with_their_access_keys(tmp_path
         pair = await at.keys.create("shop")
         await at.grant_shop()
         await until(lambda: is_ok(at.client(signed(pair.access_key, pair.secret))))
-        task = {"topic": "orders", "group": "billing", "access_key": pair.access_key}
+        task: dict[str, Any] = {"topic": "orders", "group": "billing"}
+        task |= {"access_key": pair.access_key}
         task |= {"secret": pair.secret.reveal(), "seconds": 60, "invisible_s": 60}
         # The clients of Python and Go sign their local time.
         settings = {"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": at.security.ca_file, "TZ": "UTC"}
