@@ -117,7 +117,7 @@ async def test_every_producer_is_understood_by_every_consumer(tmp_path: Path) ->
         async with asyncio.TaskGroup() as tasks:
             results = {
                 (language, op): tasks.create_task(
-                    at.run(language, op, group=f"{language}-{op}", count=count)
+                    at.run(language, op, group=f"{language}-{op}", count=count, seconds=120)
                 )
                 for language in (*LANGUAGES, *MORE)
                 for op in ("simple", "push")
