@@ -122,11 +122,12 @@ fuzz: $(SETUP)  ## 20,000 arbitrary calls to each service and 50,000 to the gate
 	python -m tools.fuzz
 	BATON_FUZZ_CALLS=50000 pytest -q -s tests/gateway/test_hostile_calls.py
 
-# CLIENTS=java leaves out the others. The compilers must be on PATH: mvn and javac, cargo, go. Of Go it is a plain stub.
+# CLIENTS=java leaves out the others. The compilers must be on PATH: mvn and javac, cargo, go.
 CLIENTS := java rust go
-clients: $(SETUP) ## official clients of more languages, pinned: every producer with every consumer, the contract
-	BATON_CLIENTS="$(CLIENTS)" pytest -q tests/gateway/test_contract.py tests/gateway/test_official_clients.py tests/gateway/test_stub_example.py \
-	  tests/gateway/test_access.py -k "every_producer or contract or stub or java or use_tls"
+OFFICIAL := contract official_clients official_restarts stub_example access
+clients: $(SETUP) ## official clients of more languages, pinned: with every other one, all they can do, TLS, restarts
+	BATON_CLIENTS="$(CLIENTS)" pytest -q -rs --durations=0 --durations-min=1 $(OFFICIAL:%=tests/gateway/test_%.py) \
+	  -k "every_producer or contract or stub or crate or use_tls $(CLIENTS:%=or [%])"
 
 coverage: $(SETUP) ## lines and branches covered by the quick tests, per folder
 	coverage erase

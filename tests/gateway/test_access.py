@@ -41,7 +41,7 @@ from batonmq_server.local.certificates import CertificateAuthority, CertificateS
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from batonmq_server.local.ports import keep_ports
-from tests.gateway.official_clients import FEATURES, official_client
+from tests.gateway.official_clients import COMPILE_S, FEATURES, LACKS, official_client
 from tests.gateway.remote_stub import RemoteStub, handle_of
 from tests.support.cluster import SEGMENT_BYTES, fork_server
 from tests.support.conditions import until
@@ -52,6 +52,8 @@ REFUSED = {
     "python": "failed to fetch topic",  # it names no reason
     "node": "Failed to fetch topic routes",
     "java": "signature was not made",
+    "go": "signature was not made",
+    "rust": "signature was not made",
 }
 """What an official client writes about a wrong secret."""
 SHOP = (
@@ -96,6 +98,16 @@ class Scene:
         }[port]()
         self._channels.append(channel)
         return channel
+
+    def has_no_tls(self, language: str) -> bool:
+        """Whether the official client of a language has no TLS."""
+        return "tls" in LACKS.get(language, ())
+
+    def port_of(self, language: str) -> dict[str, Any]:
+        """Return the part of a task that says where an official client calls, and how."""
+        if self.has_no_tls(language):
+            return {"endpoints": self.plain_address, "tls": False}
+        return {"endpoints": self.tls_address, "tls": True}
 
     async def grant_shop(self) -> None:
         for one in SHOP:
@@ -312,28 +324,33 @@ async def the_main_port_admits_known_certificates_only(at: Scene, headers: Heade
     assert status.code == pb.OK, "with one it does"
 
 
-@pytest.mark.timeout(600)  # the clients may have to be installed
+@pytest.mark.timeout(600 + COMPILE_S)  # the clients may have to be installed
 async def test_official_clients_use_tls_and_sign_with_their_access_keys(tmp_path: Path) -> None:
     clients = [official_client(language) for language in FEATURES]
     async with scene(tmp_path) as at:
         pair = await at.keys.create("shop")
         await at.grant_shop()
         await until(lambda: is_ok(at.client(signed(pair.access_key, pair.secret))))
-        task = {"endpoints": at.tls_address, "tls": True, "topic": "orders", "group": "billing"}
-        task |= {"access_key": pair.access_key, "secret": pair.secret.reveal()}
-        task |= {"seconds": 60, "invisible_s": 60}
-        # The Python client signs its local time.
+        task: dict[str, Any] = {"topic": "orders", "group": "billing"}
+        task |= {"access_key": pair.access_key}
+        task |= {"secret": pair.secret.reveal(), "seconds": 60, "invisible_s": 60}
+        # The clients of Python and Go sign their local time.
         settings = {"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": at.security.ca_file, "TZ": "UTC"}
         for client in clients:
-            body = f"by {client.language}"
-            send = {**task, "op": "send", "messages": [{"body": body}]}
-            assert (await client.run(send, **settings))["sent"]
-        forged = {**task, "op": "send", "messages": [{"body": "forged"}], "secret": "wrong"}
-        for client in clients:
+            send = task | at.port_of(client.language) | {"op": "send"}
+            sent = await client.run(
+                send | {"messages": [{"body": f"by {client.language}"}]}, **settings
+            )
+            assert len(sent["sent"]) == 1
+            forged = send | {"messages": [{"body": "forged"}], "secret": "wrong"}
             with pytest.raises(AssertionError, match=REFUSED[client.language]):
                 await client.run(forged, **settings)
+            if at.has_no_tls(client.language):
+                over_tls = send | {"endpoints": at.tls_address, "tls": True, "messages": []}
+                with pytest.raises(AssertionError, match="failed to connect to peer"):
+                    await client.run(over_tls, **settings)
         wanted = {"hello", *(f"by {client.language}" for client in clients)}
-        receive = {**task, "op": "simple", "count": len(wanted)}
+        receive = task | at.port_of(clients[-1].language) | {"op": "simple", "count": len(wanted)}
         received = (await clients[-1].run(receive, **settings))["received"]
         assert {one["body"] for one in received} == wanted
 

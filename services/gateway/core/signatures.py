@@ -2,7 +2,7 @@
 
 A client sends `authorization: MQv2-HMAC-SHA1 Credential=KEY, SignedHeaders=x-mq-date-time,
 Signature=HEX`, where HEX is the HMAC-SHA1 of the header `x-mq-date-time` under its secret. Clients
-differ in the case of the digits.
+differ in the case of the digits and in the form of the date: that of Rust is of RFC 3339.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ ALGORITHM = "MQv2-HMAC-SHA1"
 DATE_HEADER = "x-mq-date-time"
 _TEXT_CHARACTERS_MAX = 2_048
 _DATE = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)Z", re.ASCII)
+_RFC_3339 = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.\d{1,9})?(Z|[+-]\d\d:\d\d)", re.ASCII)
 _QUARTER_MS = 15 * 60_000
 _ZONE_MS_MAX = 14 * 3_600_000
 
@@ -83,14 +84,12 @@ def check_date(date: str, now_unix_ms: int, *, window_ms: int, local_times: bool
     Raises:
         BadSignature: It is not.
     """
-    match = _DATE.fullmatch(date)
     try:
-        if match is None:
-            raise ValueError
-        sent = datetime(*map(int, match.groups()), tzinfo=UTC)  # type: ignore[arg-type, misc]
+        sent = _parse_date(date)
     except ValueError:
         raise BadSignature(
-            f"the header {DATE_HEADER} is {date[:40]!r}; it must be a time like 20260102T030405Z"
+            f"the header {DATE_HEADER} is {date[:40]!r}; it must be a time like 20260102T030405Z "
+            "or 2026-01-02T03:04:05Z"
         ) from None
     ahead_ms = int(sent.timestamp() * 1_000) - now_unix_ms
     off_ms = ahead_ms
@@ -103,6 +102,15 @@ def check_date(date: str, now_unix_ms: int, *, window_ms: int, local_times: bool
             f"gateway; the limit is {window_ms // 1_000} s. Set the client's clock; a Python "
             "client sends its local time, so run it with TZ=UTC"
         )
+
+
+def _parse_date(date: str) -> datetime:
+    """Return the time of a date in either form, without fractions of a second."""
+    if match := _DATE.fullmatch(date):
+        return datetime(*map(int, match.groups()), tzinfo=UTC)  # type: ignore[arg-type, misc]
+    if match := _RFC_3339.fullmatch(date):
+        return datetime.fromisoformat("".join(match.groups()))
+    raise ValueError(date)
 
 
 def check_signature(signature: CallSignature, secrets: Iterable[Secret]) -> None:

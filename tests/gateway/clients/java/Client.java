@@ -1,4 +1,5 @@
 // The official Java client as a program: takes one task as JSON, prints the result as JSON.
+import java.io.IOException;
 import java.nio.ByteBuffer;
 import java.nio.charset.StandardCharsets;
 import java.time.Duration;
@@ -12,12 +13,15 @@ import java.util.Map;
 import java.util.TreeSet;
 import java.util.concurrent.ConcurrentHashMap;
 import java.util.concurrent.ConcurrentLinkedQueue;
+import java.util.concurrent.CountDownLatch;
+import java.util.concurrent.TimeUnit;
 import org.apache.rocketmq.client.apis.ClientConfiguration;
 import org.apache.rocketmq.client.apis.ClientConfigurationBuilder;
 import org.apache.rocketmq.client.apis.ClientServiceProvider;
 import org.apache.rocketmq.client.apis.StaticSessionCredentialsProvider;
 import org.apache.rocketmq.client.apis.consumer.ConsumeResult;
 import org.apache.rocketmq.client.apis.consumer.FilterExpression;
+import org.apache.rocketmq.client.apis.consumer.FilterExpressionType;
 import org.apache.rocketmq.client.apis.consumer.PushConsumer;
 import org.apache.rocketmq.client.apis.consumer.SimpleConsumer;
 import org.apache.rocketmq.client.apis.message.MessageBuilder;
@@ -57,8 +61,10 @@ public final class Client {
     }
 
     private static Map<String, FilterExpression> subscription(JsonObject task) {
-        return Collections.singletonMap(
-            task.get("topic").getAsString(), new FilterExpression(text(task, "filter", "*")));
+        FilterExpression filter = task.has("sql")
+            ? new FilterExpression(task.get("sql").getAsString(), FilterExpressionType.SQL92)
+            : new FilterExpression(text(task, "filter", "*"));
+        return Collections.singletonMap(task.get("topic").getAsString(), filter);
     }
 
     private static Object send(JsonObject task) throws Exception {
@@ -157,18 +163,23 @@ public final class Client {
             "keys", new TreeSet<>(message.getKeys()),
             "message_group", message.getMessageGroup().orElse(""),
             "properties", message.getProperties(),
-            "attempt", message.getDeliveryAttempt());
+            "attempt", message.getDeliveryAttempt(),
+            "at_s", System.currentTimeMillis() / 1_000.0);
+    }
+
+    private static SimpleConsumer consumer(JsonObject task, int awaitSeconds) throws Exception {
+        return PROVIDER.newSimpleConsumerBuilder()
+            .setClientConfiguration(configuration(task))
+            .setConsumerGroup(task.get("group").getAsString())
+            .setAwaitDuration(Duration.ofSeconds(awaitSeconds))
+            .setSubscriptionExpressions(subscription(task))
+            .build();
     }
 
     private static Object simple(JsonObject task) throws Exception {
         List<Object> received = new ArrayList<>();
         Duration invisible = Duration.ofSeconds(task.get("invisible_s").getAsLong());
-        try (SimpleConsumer consumer = PROVIDER.newSimpleConsumerBuilder()
-            .setClientConfiguration(configuration(task))
-            .setConsumerGroup(task.get("group").getAsString())
-            .setAwaitDuration(Duration.ofSeconds(2))
-            .setSubscriptionExpressions(subscription(task))
-            .build()) {
+        try (SimpleConsumer consumer = consumer(task, 2)) {
             long end = System.nanoTime() + task.get("seconds").getAsLong() * 1_000_000_000L;
             while (received.size() < task.get("count").getAsInt() && System.nanoTime() < end) {
                 for (MessageView message : consumer.receive(16, invisible)) {
@@ -215,6 +226,78 @@ public final class Client {
         return Collections.singletonMap("received", new ArrayList<>(received));
     }
 
+    private static void say(Object... event) {
+        Map<String, Object> named = new LinkedHashMap<>();
+        for (int index = 0; index < event.length; index += 2) {
+            named.put((String) event[index], event[index + 1]);
+        }
+        System.out.println(new Gson().toJson(named));
+        System.out.flush();
+    }
+
+    // Returns a latch that opens when the standard input ends.
+    private static CountDownLatch ended() {
+        CountDownLatch over = new CountDownLatch(1);
+        Thread reader = new Thread(() -> {
+            try {
+                System.in.readAllBytes();
+            } catch (IOException error) {
+                error.printStackTrace();
+            }
+            over.countDown();
+        });
+        reader.setDaemon(true);
+        reader.start();
+        return over;
+    }
+
+    // Sends numbered messages until the standard input ends; prints the outcome of each.
+    private static Object sendOn(JsonObject task) throws Exception {
+        CountDownLatch over = ended();
+        String topic = task.get("topic").getAsString();
+        Producer producer = PROVIDER.newProducerBuilder()
+            .setClientConfiguration(configuration(task)).setTopics(topic).build();
+        long pauseMs = (long) (task.get("pause_s").getAsDouble() * 1_000);
+        for (int number = 1; !over.await(pauseMs, TimeUnit.MILLISECONDS); number++) {
+            String body = Integer.toString(number);
+            try {
+                producer.send(PROVIDER.newMessageBuilder().setTopic(topic)
+                    .setBody(body.getBytes(StandardCharsets.UTF_8)).build());
+                say("sent", body);
+            } catch (Exception error) {
+                say("failed", body, "error", error.toString()); // a service is away; it goes on
+            }
+        }
+        return Map.of();
+    }
+
+    // Receives and acknowledges until the standard input ends; prints each event as it happens.
+    private static Object consumeOn(JsonObject task) throws Exception {
+        CountDownLatch over = ended();
+        Duration invisible = Duration.ofSeconds(task.get("invisible_s").getAsLong());
+        SimpleConsumer consumer = consumer(task, 1);
+        while (over.getCount() > 0) {
+            List<MessageView> messages = List.of();
+            try {
+                messages = consumer.receive(16, invisible);
+            } catch (Exception error) {
+                say("error", error.toString());
+                Thread.sleep(100);
+            }
+            for (MessageView message : messages) {
+                Map<String, Object> seen = view(message);
+                say("received", seen.get("body"), "attempt", seen.get("attempt"));
+                try {
+                    consumer.ack(message);
+                    say("acknowledged", seen.get("body"));
+                } catch (Exception error) {
+                    say("unsure", seen.get("body"), "error", error.toString());
+                }
+            }
+        }
+        return Map.of();
+    }
+
     // The descriptors of the package: three files, in base64.
     private static Object contract() {
         JsonArray files = new JsonArray();
@@ -237,6 +320,8 @@ public final class Client {
                 case "simple" -> simple(task);
                 case "push" -> push(task);
                 case "transactions" -> transactions(task);
+                case "send_on" -> sendOn(task);
+                case "consume_on" -> consumeOn(task);
                 default -> contract();
             };
         } catch (Exception error) {

@@ -4,8 +4,9 @@
 const { Producer, SimpleConsumer, PushConsumer, ConsumeResult, FilterExpression } =
   require('rocketmq-client-nodejs');
 
-// The package does not export it.
+// The package does not export them.
 const TransactionResolution = { COMMIT: 1, ROLLBACK: 2 };
+const FilterType = { TAG: 1, SQL: 2 };
 const quiet = { info() {}, debug() {}, warn() {}, error() {} };
 
 function options(task) {
@@ -14,6 +15,11 @@ function options(task) {
   const sslEnabled = task.tls === true;
   const { endpoints } = task;
   return { endpoints, namespace: task.namespace || '', logger: quiet, sslEnabled, sessionCredentials };
+}
+
+function subscriptions(task) {
+  const type = task.sql ? FilterType.SQL : FilterType.TAG;
+  return new Map([[task.topic, new FilterExpression(task.sql || task.filter || '*', type)]]);
 }
 
 function view(message) {
@@ -25,6 +31,7 @@ function view(message) {
     message_group: message.messageGroup || '',
     properties: Object.fromEntries(message.properties),
     attempt: message.deliveryAttempt,
+    at_s: Date.now() / 1000,
   };
 }
 
@@ -84,7 +91,7 @@ async function simple(task) {
   const consumer = new SimpleConsumer({
     ...options(task),
     consumerGroup: task.group,
-    subscriptions: new Map([[task.topic, new FilterExpression(task.filter || '*')]]),
+    subscriptions: subscriptions(task),
     awaitDuration: 2000,
   });
   await consumer.startup();
@@ -110,7 +117,7 @@ async function push(task) {
   const consumer = new PushConsumer({
     ...options(task),
     consumerGroup: task.group,
-    subscriptions: new Map([[task.topic, new FilterExpression(task.filter || '*')]]),
+    subscriptions: subscriptions(task),
     longPollingTimeout: 2000,
     messageListener: {
       async consume(message) {
@@ -134,8 +141,75 @@ async function push(task) {
   return { received };
 }
 
+function say(event) {
+  process.stdout.write(`${JSON.stringify(event)}\n`);
+}
+
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+// Returns an object whose `is` becomes true when the standard input ends.
+function ended() {
+  const over = { is: false };
+  process.stdin.on('end', () => {
+    over.is = true;
+  });
+  process.stdin.resume();
+  return over;
+}
+
+// Sends numbered messages until the standard input ends; prints the outcome of each.
+async function sendOn(task) {
+  const over = ended();
+  const producer = new Producer({ ...options(task), topic: task.topic });
+  await producer.startup();
+  for (let number = 1; !over.is; number += 1) {
+    const body = String(number);
+    try {
+      await producer.send({ topic: task.topic, body: Buffer.from(body) });
+      say({ sent: body });
+    } catch (error) {
+      say({ failed: body, error: String(error) }); // a service is away; it goes on
+    }
+    await pause(task.pause_s * 1000);
+  }
+  return {};
+}
+
+// Receives and acknowledges until the standard input ends; prints each event as it happens.
+async function consumeOn(task) {
+  const over = ended();
+  const consumer = new SimpleConsumer({
+    ...options(task),
+    consumerGroup: task.group,
+    subscriptions: subscriptions(task),
+    awaitDuration: 1000,
+  });
+  await consumer.startup();
+  while (!over.is) {
+    let messages = [];
+    try {
+      messages = await consumer.receive(16, task.invisible_s * 1000);
+    } catch (error) {
+      say({ error: String(error) });
+      await pause(100);
+    }
+    for (const message of messages) {
+      const body = message.body.toString();
+      say({ received: body, attempt: message.deliveryAttempt });
+      try {
+        await consumer.ack(message);
+        say({ acknowledged: body });
+      } catch (error) {
+        say({ unsure: body, error: String(error) }); // the message may come again
+      }
+    }
+  }
+  return {};
+}
+
 const task = JSON.parse(process.argv[2]);
-({ send, simple, push, transactions })[task.op](task).then(
+const operations = { send, simple, push, transactions, send_on: sendOn, consume_on: consumeOn };
+operations[task.op](task).then(
   (result) => {
     process.stdout.write(`${JSON.stringify(result)}\n`, () => process.exit(0));
   },

@@ -11,7 +11,7 @@ import os
 import queue
 import sys
 import threading
-from time import monotonic  # noqa: TID251  this process has nothing of ours
+from time import monotonic, time  # noqa: TID251  this process has nothing of ours
 
 from rocketmq import (
     ClientConfiguration,
@@ -26,6 +26,7 @@ from rocketmq import (
     TransactionChecker,
     TransactionResolution,
 )
+from rocketmq.grpc_protocol import FilterType
 
 
 def configuration(task):
@@ -101,11 +102,18 @@ def view(message):
         "message_group": message.message_group or "",
         "properties": dict(message.properties),
         "attempt": message.delivery_attempt,
+        "at_s": time(),
     }
 
 
+def subscription(task):
+    if "sql" in task:
+        return {task["topic"]: FilterExpression(task["sql"], FilterType.SQL)}
+    return {task["topic"]: FilterExpression(task.get("filter", "*"))}
+
+
 def simple(task):
-    wanted = {task["topic"]: FilterExpression(task.get("filter", "*"))}
+    wanted = subscription(task)
     tls = task.get("tls", False)
     consumer = SimpleConsumer(configuration(task), task["group"], wanted, tls_enable=tls)
     consumer.await_duration = 2
@@ -137,8 +145,7 @@ def push(task):
                 return ConsumeResult.FAILURE
             return ConsumeResult.SUCCESS
 
-    wanted = {task["topic"]: FilterExpression(task.get("filter", "*"))}
-    consumer = PushConsumer(configuration(task), task["group"], Listener(), wanted)
+    consumer = PushConsumer(configuration(task), task["group"], Listener(), subscription(task))
     consumer.startup()
     received, end = [], monotonic() + task["seconds"]
     try:
@@ -195,8 +202,7 @@ def send_on(task):
 def consume_on(task):
     """Receive and acknowledge until the standard input ends; print each event as it happens."""
     over = ended()
-    wanted = {task["topic"]: FilterExpression("*")}
-    consumer = SimpleConsumer(configuration(task), task["group"], wanted)
+    consumer = SimpleConsumer(configuration(task), task["group"], subscription(task))
     consumer.await_duration = 1
     consumer.startup()
     while not over.is_set():
