@@ -169,7 +169,7 @@ async def application(
     await admin.create_topic(language, QUEUES)
     task = {"endpoints": cluster.addresses["gateway"], "topic": language}
     consume = task | {"op": "consume_on", "group": group_of(language), "invisible_s": 10}
-    produce = task | {"op": "send_on", "pause_s": 0.01}
+    produce = task | {"op": "send_on", "pause_s": 0.05}
     async with (
         running(client, consume, ledger) as consumer,
         running(client, produce, ledger) as producer,
