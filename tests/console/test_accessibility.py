@@ -18,7 +18,8 @@ from tests.support.browser import chromium, page_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 PATHS = (
-    "/", "/topics", "/topics/orders", "/topics/orders/messages", "/groups", "/alerts", "/access"
+    "/", "/topics", "/topics/orders", "/topics/orders/messages", "/groups", "/hand-overs",
+    "/dead-letters", "/alerts", "/access", "/change/produce?topic=orders", "/change/grant",
 )  # fmt: skip
 RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"], "resultTypes": ["violations"]}
 
