@@ -284,7 +284,7 @@ MUTANTS = (
     ),
     Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",)),
     Mutant(
-        "riding acks without token",
+        "riding acks of an old token",
         broken_offsets.riding_acks_without_token,
         RIDING,
         ("V3",),

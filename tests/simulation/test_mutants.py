@@ -12,7 +12,7 @@ from tests.simulation.mutants import MUTANTS, Mutant
 from tests.simulation.scenario import play
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
-RUNS_MAX = 200
+RUNS_MAX = 60
 """Number of runs within which every mutant is found; most are in the first ten."""
 
 
