@@ -31,7 +31,7 @@ from batonmq.admin._mirrored_clusters import (
     unhandled_count,
 )
 from batonmq.admin._queue_log import QueueLog
-from batonmq.admin._queue_mirror import QueueMirror
+from batonmq.admin._queue_mirror import QueueMirror, Start
 from batonmq.admin.admin import Admin
 from batonmq.admin.mirror_reports import (
     MirroredGroup,
@@ -91,6 +91,7 @@ class Mirror:
         self._topics, self._groups = tuple(dict.fromkeys(topics)), tuple(dict.fromkeys(groups))
         self._logs = QueueLog(source), QueueLog(target)
         self._include_mirrored = include_mirrored
+        self._start: Start = ""
         self._queues: tuple[QueueMirror, ...] = ()
         self._group_mirrors: tuple[GroupMirror, ...] = ()
         self._problems: tuple[str, ...] = ()
@@ -142,6 +143,7 @@ class Mirror:
         on_report: Callable[[MirrorReport], None] = lambda _: None,
         report_interval_s: float = 10.0,
         progress_interval_s: float = GROUP_INTERVAL_S,
+        start: Start = "",
     ) -> MirrorReport:
         """Mirror until cancelled; return what was done.
 
@@ -152,10 +154,14 @@ class Mirror:
             report_interval_s: Seconds between two reports.
             progress_interval_s: Seconds between two translations of the progress of groups; more if
                 they take more than a tenth of the time.
+            start: Where to begin with a queue of which the target may have had messages that its
+                retention has removed: `first` for all that the source still has, or `end`; empty
+                to leave the queue alone, with a problem in the report.
 
         Raises:
             BatonError: The first problem of the plan; or a topic has changed since.
         """
+        self._start = start
         plan = await self.plan()
         if plan.problems:
             raise plan.problems[0]
@@ -288,6 +294,7 @@ class Mirror:
                 (here_ids[here], there_ids[there]),
                 turns,
                 include_mirrored=self._include_mirrored,
+                start=self._start,
             )
             for here, (there, _) in sorted(pairs.items())
         )
