@@ -95,7 +95,6 @@ _GROUP_COLUMNS: Columns = {
 )
 @click.option(
     "--start",
-    default="",
     type=click.Choice(["first", "end"]),
     help="Where to begin with a queue if retention of the target has removed what says how far "
     "it is.",
@@ -112,7 +111,7 @@ def run_(
     report_s: float,
     progress_s: float,
     include_mirrored: bool,
-    start: Start,
+    start: Start | None,
     dry_run: bool,
     by: str,
 ) -> None:
@@ -148,7 +147,8 @@ def run_(
         )
 
     made = session.run(
-        _run(session, to, mirror, (once, report_s, progress_s, report, start)), endless=not once
+        _run(session, to, mirror, (once, report_s, progress_s, report, start or "")),
+        endless=not once,
     )
     report(made)
     if made.problems:
