@@ -24,6 +24,7 @@ from batonmq.admin._group_mirror import (
 from batonmq.admin._mirror_plan import find_topic_problem
 from batonmq.admin._mirrored_clusters import (
     QUEUES_AT_ONCE,
+    FoundPairs,
     MirroredClusters,
     find_pairs,
     for_each,
@@ -94,7 +95,8 @@ class Mirror:
         self._start: Start = ""
         self._queues: tuple[QueueMirror, ...] = ()
         self._group_mirrors: tuple[GroupMirror, ...] = ()
-        self._problems: tuple[str, ...] = ()
+        self._problems = self._left = tuple[str, ...]()
+        self._counts = 0, 0, 0
         self._before = MirroredClusters("", "", {}, {})
 
     async def plan(self) -> MirrorPlan:
@@ -124,12 +126,16 @@ class Mirror:
                 new_standbys.append(name)
             except InvalidArgument as error:
                 problems.append(error)
-        count = 0 if problems else await self._missing_count(clusters)
+        count = 0
+        if not problems:
+            pairs = await find_pairs(self._logs[1], self._topics, clusters)
+            problems += [] if pairs.rejected is None else [pairs.rejected]
+            count = await self._missing_count(clusters, pairs)
         topics = [clusters.source_topics[name] for name in self._topics]
         return MirrorPlan(
             self._topics,
             tuple(name for name in self._topics if name not in clusters.target_topics),
-            sum(topic.queue_count for topic in topics),
+            sum(len(topic.writable_queues) for topic in topics),
             count,
             tuple(new_standbys),
             tuple(in_use),
@@ -162,33 +168,49 @@ class Mirror:
             BatonError: The first problem of the plan; or a topic has changed since.
         """
         self._start = start
-        plan = await self.plan()
-        if plan.problems:
-            raise plan.problems[0]
-        await self._prepare(plan)
-        await self._read_ends()
+        await self._begin()
         if once and self._problems:
             raise Unreachable("; ".join(self._problems))
-        ends = {one.source: one.source_end for one in self._queues}
+        ends = {one.source: one.source_end for one in self._queues} if once else None
         try:
             async with asyncio.TaskGroup() as tasks:
-                helpers = [
-                    tasks.create_task(self._watch_ends()),
-                    tasks.create_task(self._watch_topics()),
-                    tasks.create_task(self._report(on_report, report_interval_s)),
-                ]
-                if self._group_mirrors:
-                    helpers.append(tasks.create_task(self._translate_groups(progress_interval_s)))
-                async with asyncio.TaskGroup() as copies:
-                    for one in self._queues:
-                        copies.create_task(one.run(ends[one.source] if once else None))
-                for helper in helpers:
-                    helper.cancel()
+                report = tasks.create_task(self._report(on_report, report_interval_s))
+                while not await self._copy(ends, progress_interval_s):
+                    log.info("a topic has other queues now: beginning again")
+                    await self._begin()
+                report.cancel()
         except BaseExceptionGroup as group:
             raise only_error(group) from None
         for group_mirror in self._group_mirrors:
             await group_mirror.translate(self._queues)
         return self._reported(0.0)
+
+    async def _begin(self) -> None:
+        """Create what is missing, and find out where each queue continues."""
+        plan = await self.plan()
+        if plan.problems:
+            raise plan.problems[0]
+        await self._prepare(plan)
+        await self._read_ends()
+
+    async def _copy(self, ends: Mapping[QueueRef, int] | None, progress_interval_s: float) -> bool:
+        """Copy up to `ends`, or for ever; return False if a topic has other queues now."""
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self._watch_topics())
+            copies = tasks.create_task(self._copy_queues(ends))
+            helpers = [watch, copies, tasks.create_task(self._watch_ends())]
+            if self._group_mirrors:
+                helpers.append(tasks.create_task(self._translate_groups(progress_interval_s)))
+            await asyncio.wait([watch, copies], return_when=asyncio.FIRST_COMPLETED)
+            done = copies.done()
+            for helper in helpers:
+                helper.cancel()
+        return done
+
+    async def _copy_queues(self, ends: Mapping[QueueRef, int] | None) -> None:
+        async with asyncio.TaskGroup() as copies:
+            for one in self._queues:
+                copies.create_task(one.run(None if ends is None else ends.get(one.source, 0)))
 
     async def status(self) -> MirrorStatus:
         """Return how far the target is, queue by queue. Changes nothing.
@@ -198,8 +220,8 @@ class Mirror:
         """
         clusters = await self._clusters()
         queues: list[MirroredQueue] = []
-        problems: list[str] = []
-        pairs = await find_pairs(self._logs[1], self._topics, clusters)
+        pairs, problems_found, _ = await find_pairs(self._logs[1], self._topics, clusters)
+        problems = [*problems_found]
         ends, missing = await self._source.extents(pairs)
         problems += missing
         for here, (there, last) in sorted(pairs.items()):
@@ -226,13 +248,12 @@ class Mirror:
                 )
         return MirroredClusters(source.name, target.name, here, there)
 
-    async def _missing_count(self, clusters: MirroredClusters) -> int:
-        pairs = await find_pairs(self._logs[1], self._topics, clusters)
+    async def _missing_count(self, clusters: MirroredClusters, pairs: FoundPairs) -> int:
         queues = [q for name in self._topics for q in clusters.source_topics[name].queues]
         extents, unreachable = await self._source.extents(queues)
         if unreachable:
             raise Unreachable("; ".join(unreachable))
-        last = {queue: mirrored for queue, (_, mirrored) in pairs.items()}
+        last = {queue: mirrored for queue, (_, mirrored) in pairs.queues.items()}
         return sum(
             max(0, end - max(first, last.get(queue) or 0))
             for queue, (first, end) in extents.items()
@@ -261,7 +282,7 @@ class Mirror:
             topic = before.source_topics[name]
             await self._target.create_topic(
                 name,
-                topic.queue_count,
+                len(topic.writable_queues),
                 message_type=cast(MessageType, topic.message_type),
                 retention_ms=topic.retention_ms,
                 retention_bytes=topic.retention_bytes,
@@ -286,7 +307,10 @@ class Mirror:
             for name in self._topics
             for number, queue in queue_ids(clusters.target, clusters.target_topics[name]).items()
         }
-        pairs = await find_pairs(self._logs[1], self._topics, clusters)
+        pairs, self._left, rejected = await find_pairs(self._logs[1], self._topics, clusters)
+        if rejected is not None:
+            raise rejected
+        self._counts = self._counted()
         self._queues = tuple(
             QueueMirror(
                 self._logs,
@@ -343,10 +367,10 @@ class Mirror:
                 self._problems = (f"{error.reason}: {error.message}",)
 
     async def _watch_topics(self) -> None:
-        """Stop the mirror if a topic gets other queues, or is created anew.
+        """Return when a topic has other queues than before; that some are retiring is no change.
 
         Raises:
-            TopicExists: A topic has changed.
+            TopicExists: A topic was created anew.
         """
         while True:
             await asyncio.sleep(TOPIC_INTERVAL_S)
@@ -364,11 +388,13 @@ class Mirror:
                 ):
                     if after is None or _identity(before) != _identity(after):
                         raise TopicExists(
-                            f"topic {name} has changed while it was mirrored",
-                            remedy="Give it the same number of queues in both clusters: baton "
-                            f"topic update {name} --queues N. Then start the mirror again.",
+                            f"topic {name} has changed while it was mirrored: it was deleted, or "
+                            "created anew",
+                            remedy="Start the mirror again.",
                             facts={"topic": name},
                         )
+                    if before.queues != after.queues:
+                        return
 
     async def _translate_groups(self, interval_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -390,6 +416,15 @@ class Mirror:
             copied, begin_s = report.copied_count, now_s
             on_report(self._reported(rate))
 
+    def _counted(self) -> tuple[int, int, int]:
+        """Return the numbers of copied, removed and skipped messages since the start."""
+        copied, removed, skipped = self._counts
+        return (
+            copied + sum(one.copied_count for one in self._queues),
+            removed + sum(one.removed_count for one in self._queues),
+            skipped + sum(one.skipped_count for one in self._queues),
+        )
+
     def _reported(self, rate: float) -> MirrorReport:
         problems = [f"queue {one.source}: {one.problem}" for one in self._queues if one.problem]
         for one in self._group_mirrors:
@@ -399,14 +434,10 @@ class Mirror:
                 problems.append(
                     f"group {one.name} is in use in the target: its progress is left alone"
                 )
-        return MirrorReport(
-            sum(one.copied_count for one in self._queues),
-            rate,
-            sum(one.lag for one in self._queues),
-            sum(one.removed_count for one in self._queues),
-            sum(one.skipped_count for one in self._queues),
-            (*self._problems, *problems),
-        )
+        copied, removed, skipped = self._counted()
+        lag = sum(one.lag for one in self._queues)
+        found = (*self._problems, *self._left, *problems)
+        return MirrorReport(copied, rate, lag, removed, skipped, found)
 
 
 async def begin_standby(admin: Admin, group: str, *, by: str, dry_run: bool = False) -> None:
@@ -438,5 +469,5 @@ async def fail_over(admin: Admin, group: str, *, by: str, dry_run: bool = False)
     await end_standby(admin, group, by, dry_run=dry_run)
 
 
-def _identity(topic: Topic) -> tuple[int, int, Mapping[str, int]]:
-    return topic.topic_id, topic.create_unix_ms, topic.queue_counts
+def _identity(topic: Topic) -> tuple[int, int]:
+    return topic.topic_id, topic.create_unix_ms
