@@ -207,7 +207,9 @@ class GroupMirror:
             detail = await self._source.describe_topic(retries)
         except TopicNotFound:
             return
-        for broker in sorted(await self._source.directory.brokers()):
+        # A broker that is absent for a moment has a schedule, too: asking it raises Unreachable.
+        brokers = await self._source.directory.brokers() | set(detail.topic.queue_counts)
+        for broker in sorted(brokers):
             async for batch in _scheduled(self._source, broker):
                 header = read_header(batch)
                 if header.topic == retries:

@@ -6,20 +6,22 @@ Method: the pure plan, and `Mirror` with clusters in memory that have topics and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from baton.storage.v1.schedule_service_pb2 import ListScheduledRequest, ListScheduledResponse
 from batonmq._core.queues import QueueRef
 from batonmq.admin import mirror as mirror_module
+from batonmq.admin._group_mirror import GroupMirror
 from batonmq.admin._mirror_plan import bind_queues, find_topic_problem
 from batonmq.admin._mirrored_clusters import MirroredClusters
 from batonmq.admin.admin import Admin
 from batonmq.admin.mirror import Mirror
 from batonmq.admin.reports import Topic
-from batonmq.errors import TopicExists
+from batonmq.errors import TopicExists, Unreachable
 from tests.support.conditions import until
 
 
@@ -109,3 +111,43 @@ async def test_mirror_begins_again_for_other_queues_only(monkeypatch: pytest.Mon
     source.topic = topic({"a": 2}, {"a": 2}, 7)
     with pytest.raises(TopicExists, match="created anew"):
         await mirror._watch_topics()
+
+
+async def test_absent_broker_of_the_retry_topic_is_asked_for_its_schedule() -> None:
+    asked: list[str] = []
+
+    class Schedules:
+        def __init__(self, broker: str) -> None:
+            self.broker = broker
+
+        async def ListScheduled(
+            self, _: ListScheduledRequest, **__: float
+        ) -> ListScheduledResponse:
+            asked.append(self.broker)
+            if self.broker == "absent":
+                raise Unreachable("absent does not answer")
+            return ListScheduledResponse()
+
+    class Source:
+        @property
+        def directory(self) -> Source:
+            return self
+
+        async def brokers(self) -> set[str]:
+            return {"a"}
+
+        async def schedule(self, broker: str) -> Schedules:
+            return Schedules(broker)
+
+        async def ask(self, ask: Callable[[float], Awaitable[object]]) -> object:
+            return await ask(1.0)
+
+        async def describe_topic(self, _: str) -> SimpleNamespace:
+            counts = {"a": 1, "absent": 1}
+            return SimpleNamespace(topic=topic(counts, counts))
+
+    source = cast(Admin, Source())
+    with pytest.raises(Unreachable, match="absent"):
+        async for _ in GroupMirror(source, source, "g")._waiting({}):
+            pass
+    assert asked == ["a", "absent"]
