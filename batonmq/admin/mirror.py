@@ -231,7 +231,7 @@ class Mirror:
             begin = last if last is not None else first
             removed = max(0, first - begin)
             queues.append(MirroredQueue(here, there, last, end, max(0, end - begin), removed))
-        groups = [await self._group_status(name, queues) for name in self._groups]
+        groups = [await self._group_status(name, queues, ends) for name in self._groups]
         return MirrorStatus(tuple(queues), tuple(groups), tuple(problems))
 
     # ---- both clusters
@@ -259,17 +259,23 @@ class Mirror:
             for queue, (first, end) in extents.items()
         )
 
-    async def _group_status(self, name: str, queues: Sequence[MirroredQueue]) -> MirroredGroup:
+    async def _group_status(
+        self,
+        name: str,
+        queues: Sequence[MirroredQueue],
+        ends: Mapping[QueueRef, tuple[int, int]],
+    ) -> MirroredGroup:
         try:
             state = "standby" if is_standby(await self._target.describe_group(name)) else "in use"
         except GroupNotFound:
             state = "missing"
-        ends = {one.source: (0, one.end_offset) for one in queues}
         targets, _ = await self._target.extents([one.target for one in queues])
         return MirroredGroup(
             name,
             state,
-            unhandled_count(ends, await self._source.progress(name)),
+            unhandled_count(
+                {one.source: ends[one.source] for one in queues}, await self._source.progress(name)
+            ),
             unhandled_count(targets, await self._target.progress(name)),
         )
 

@@ -19,9 +19,10 @@ from batonmq.admin._group_mirror import GroupMirror
 from batonmq.admin._mirror_plan import bind_queues, find_topic_problem
 from batonmq.admin._mirrored_clusters import MirroredClusters
 from batonmq.admin.admin import Admin
+from batonmq.admin.group_reports import Group
 from batonmq.admin.mirror import Mirror
 from batonmq.admin.reports import Topic
-from batonmq.errors import TopicExists, Unreachable
+from batonmq.errors import GroupNotFound, TopicExists, Unreachable
 from tests.support.conditions import until
 
 
@@ -37,7 +38,7 @@ class Cluster:
     """A cluster with one topic and no messages."""
 
     def __init__(self, name: str, one: Topic) -> None:
-        self.name, self.topic, self.reads = name, one, 0
+        self.name, self.topic, self.reads, self.extent = name, one, 0, (0, 0)
 
     async def cluster(self) -> SimpleNamespace:
         return SimpleNamespace(name=self.name)
@@ -49,12 +50,18 @@ class Cluster:
     async def extents(
         self, queues: Iterable[QueueRef]
     ) -> tuple[dict[QueueRef, tuple[int, int]], tuple[str, ...]]:
-        return {one: (0, 0) for one in queues}, ()
+        return dict.fromkeys(queues, self.extent), ()
+
+    async def describe_group(self, name: str) -> Group:
+        raise GroupNotFound(name)
+
+    async def progress(self, _: str) -> tuple[()]:
+        return ()
 
 
-def clusters(here: Topic, there: Topic) -> tuple[Cluster, Cluster, Mirror]:
+def clusters(here: Topic, there: Topic, *groups: str) -> tuple[Cluster, Cluster, Mirror]:
     source, target = Cluster("x", here), Cluster("y", there)
-    return source, target, Mirror(cast(Admin, source), cast(Admin, target), ["t"])
+    return source, target, Mirror(cast(Admin, source), cast(Admin, target), ["t"], groups)
 
 
 def test_retiring_queues_do_not_count() -> None:
@@ -151,3 +158,11 @@ async def test_absent_broker_of_the_retry_topic_is_asked_for_its_schedule() -> N
         async for _ in GroupMirror(source, source, "g")._waiting({}):
             pass
     assert asked == ["a", "absent"]
+
+
+async def test_removed_messages_are_no_lag_of_a_group() -> None:
+    here, there = topic({"a": 2}, {"a": 2}), topic({"a": 2}, {"a": 2}, 2)
+    source, _, mirror = clusters(here, there, "g")
+    source.extent = (100, 107)
+    (group,) = (await mirror.status()).groups
+    assert group.lag == 14
