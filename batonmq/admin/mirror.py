@@ -433,17 +433,14 @@ class Mirror:
 
     def _reported(self, rate: float) -> MirrorReport:
         problems = [f"queue {one.source}: {one.problem}" for one in self._queues if one.problem]
-        for one in self._group_mirrors:
-            if one.problem:
-                problems.append(f"group {one.name}: {one.problem}")
-            elif not one.standby:
-                problems.append(
-                    f"group {one.name} is in use in the target: its progress is left alone"
-                )
+        problems += [
+            f"group {one.name}: {one.problem}" for one in self._group_mirrors if one.problem
+        ]
         copied, removed, skipped = self._counted()
         lag = sum(one.lag for one in self._queues)
         found = (*self._problems, *self._left, *problems)
-        return MirrorReport(copied, rate, lag, removed, skipped, found)
+        in_use = tuple(one.name for one in self._group_mirrors if not one.standby)
+        return MirrorReport(copied, rate, lag, removed, skipped, found, in_use)
 
 
 async def begin_standby(admin: Admin, group: str, *, by: str, dry_run: bool = False) -> None:

@@ -135,6 +135,8 @@ def run_(
         session.output.line(asdict(made), text)
         for problem in made.problems:
             session.output.note(problem)
+        for name in made.groups_in_use:
+            session.output.note(f"group {name} is in use in the target: its progress is left alone")
 
     def mirror(source: Admin, target: Admin) -> Mirror:
         return Mirror(

@@ -166,3 +166,11 @@ async def test_removed_messages_are_no_lag_of_a_group() -> None:
     source.extent = (100, 107)
     (group,) = (await mirror.status()).groups
     assert group.lag == 14
+
+
+async def test_group_in_use_in_the_target_is_no_problem() -> None:
+    source, target, mirror = clusters(topic({"a": 1}, {"a": 1}), topic({"a": 1}, {"a": 1}, 2))
+    group = GroupMirror(cast(Admin, source), cast(Admin, target), "g")
+    group.standby, mirror._group_mirrors = False, (group,)
+    report = mirror._reported(0.0)
+    assert (report.problems, report.groups_in_use) == ((), ("g",))
