@@ -101,6 +101,26 @@ def next_mark(last: MirrorMark | None, source: int, header: Header) -> MirrorMar
     return MirrorMark(source, MIRROR_EPOCH | upper << _GAP_BITS | gaps, offset, header.count)
 
 
+def learned_mark(
+    sent: MirrorMark, *, expected: int | None = None, epoch: int | None = None
+) -> MirrorMark:
+    """Return where the mirrored messages end, as an empty mark, from the rejection of a batch.
+
+    Args:
+        sent: Mark of the rejected batch.
+        expected: Sequence that storage expects after the last one of the same epoch.
+        epoch: Newer epoch that storage knows. The messages end at the returned offset or later,
+            if those of the rejected batch are mirrored.
+    """
+    offset, half = sent.first_offset, 1 << (_SEQUENCE_BITS - 1)
+    if epoch is not None:
+        upper = (epoch - MIRROR_EPOCH) >> _GAP_BITS
+        return MirrorMark(sent.source_id, epoch, max(offset, upper << _SEQUENCE_BITS), 0)
+    if expected is not None:
+        offset += (expected - offset + half) % (1 << _SEQUENCE_BITS) - half
+    return MirrorMark(sent.source_id, sent.epoch, max(0, offset), 0)
+
+
 def marked_batch(batch: bytes, header: Header, queue_id: int, mark: MirrorMark) -> bytes:
     """Return a stored batch as a mirror sends it: for another queue, with a mark, without a stamp.
 

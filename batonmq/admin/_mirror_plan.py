@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from batonmq._core.names import is_system_topic
 from batonmq._core.queues import QueueRef
@@ -47,26 +48,34 @@ def find_topic_problem(
             remedy="Name another cluster: --to.",
             facts={"field": "to"},
         )
-    if there.compaction is not None or there.queue_count != topic.queue_count:
-        kind = "is compacted" if there.compaction else f"has {there.queue_count} queues"
+    wanted, actual = len(topic.writable_queues), len(there.writable_queues)
+    if there.compaction is not None or actual < wanted:
+        kind = "is compacted" if there.compaction else f"has {actual} writable queues"
         return TopicExists(
-            f"topic {name} of the target {kind}; in the source it has {topic.queue_count}",
-            remedy=f"Give both the same number: baton topic update {name} --queues N.",
-            facts={"topic": name, "actual": there.queue_count, "wanted": topic.queue_count},
+            f"topic {name} of the target {kind}; in the source it has {wanted}",
+            remedy=f"Give it as many in the target: baton topic update {name} --queues {wanted}.",
+            facts={"topic": name, "actual": actual, "wanted": wanted},
         )
     return None
 
 
+class BoundQueues(NamedTuple):
+    """The queue of the target for each queue of the source, and source queues without one."""
+
+    pairs: dict[QueueRef, QueueRef]
+    left: tuple[QueueRef, ...]
+
+
 def bind_queues(
-    source: Sequence[QueueRef],
-    target: Sequence[QueueRef],
+    source: Topic,
+    target: Topic,
     bound: Mapping[QueueRef, QueueRef],
-) -> dict[QueueRef, QueueRef]:
+) -> BoundQueues:
     """Return the queue of the target for each queue of the source.
 
     A queue that has messages of a source queue stays with it. A source queue without one gets the
-    queue with its broker and number if that is free, and otherwise the next free one, in ascending
-    order.
+    writable queue with its broker and number if that is free, and otherwise the next free one, in
+    ascending order; retiring source queues come last.
 
     Args:
         bound: Source queue of each target queue that has mirrored messages.
@@ -83,13 +92,31 @@ def bind_queues(
                 facts={"topic": here.topic},
             )
         pairs[here] = there
-    left = sorted(set(target) - set(pairs.values()))
-    rest = [queue for queue in sorted(source) if queue not in pairs]
-    for queue in rest:
-        if queue in left:
-            pairs[queue] = queue
-            left.remove(queue)
-    for queue in rest:
-        if queue not in pairs:
-            pairs[queue] = left.pop(0)
-    return pairs
+    free = sorted(set(target.writable_queues) - set(pairs.values()))
+    writable = source.writable_queues
+    retiring = sorted(set(source.queues) - set(writable))
+    left: list[QueueRef] = []
+    for part in (writable, retiring):
+        rest = [queue for queue in part if queue not in pairs]
+        for queue in rest:
+            if queue in free:
+                pairs[queue] = queue
+                free.remove(queue)
+        for queue in rest:
+            if queue not in pairs and free:
+                pairs[queue] = free.pop(0)
+            elif queue not in pairs:
+                left.append(queue)
+    return BoundQueues(pairs, tuple(left))
+
+
+def no_queue_left(topic: Topic, target: Topic, left: Sequence[QueueRef]) -> TopicExists:
+    """Return the error of source queues for which the target has no queue."""
+    wanted = len(target.writable_queues) + len(left)
+    names = ", ".join(map(str, left[:3]))
+    return TopicExists(
+        f"{len(left)} queues of topic {topic.name} have no free queue in the target: {names}",
+        remedy=f"Add queues in the target: baton topic update {topic.name} --queues {wanted}. "
+        "A running mirror then goes on by itself; else start it again.",
+        facts={"topic": topic.name, "wanted": wanted},
+    )

@@ -10,9 +10,10 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._common.aio import only_error
 from batonmq._core.mirror_marks import source_id
 from batonmq._core.queues import QueueRef
-from batonmq.admin._mirror_plan import bind_queues
+from batonmq.admin._mirror_plan import bind_queues, no_queue_left
 from batonmq.admin._queue_log import MarkedRun, QueueLog
 from batonmq.admin.reports import Topic, queue_from_pb
+from batonmq.errors import TopicExists
 
 QUEUES_AT_ONCE = 8
 """Queues that have messages in memory at a time; each has about 8 MiB."""
@@ -29,16 +30,30 @@ class MirroredClusters(NamedTuple):
     target_topics: Mapping[str, Topic]
 
 
-async def find_pairs(
-    log: QueueLog, names: Sequence[str], clusters: MirroredClusters
-) -> dict[QueueRef, tuple[QueueRef, int | None]]:
-    """Return for each queue that of the target, and the source offset up to which it has it.
+class FoundPairs(NamedTuple):
+    """Which queue is mirrored to which.
+
+    Attributes:
+        queues: For each queue that of the target, and the source offset up to which it has it.
+        problems: Errors of topics with queues for which the target has none.
+        rejected: The first problem with a writable queue; None if there is none.
+    """
+
+    queues: dict[QueueRef, tuple[QueueRef, int | None]]
+    problems: tuple[str, ...]
+    rejected: TopicExists | None
+
+
+async def find_pairs(log: QueueLog, names: Sequence[str], clusters: MirroredClusters) -> FoundPairs:
+    """Return which queue is mirrored to which, as the target says it.
 
     Args:
         log: Reads the target.
         names: The topics; those that the target does not have are left out.
     """
     pairs: dict[QueueRef, tuple[QueueRef, int | None]] = {}
+    problems: list[str] = []
+    rejected: TopicExists | None = None
     for name in names:
         topic, there = clusters.source_topics[name], clusters.target_topics.get(name)
         if there is None:
@@ -59,9 +74,15 @@ async def find_pairs(
             if last is not None
         }
         bound = {queue: ids[mark.source_id] for queue, mark in found.items()}
-        for here, other in bind_queues(topic.queues, there.queues, bound).items():
+        made = bind_queues(topic, there, bound)
+        for here, other in made.pairs.items():
             pairs[here] = other, found[other].next_offset if other in found else None
-    return pairs
+        if made.left:
+            error = no_queue_left(topic, there, made.left)
+            problems.append(f"{error.reason}: {error.message}. {error.remedy}")
+            if set(made.left) & set(topic.writable_queues):
+                rejected = rejected or error
+    return FoundPairs(pairs, tuple(problems), rejected)
 
 
 async def for_each(

@@ -6,18 +6,26 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from random import Random
+from typing import Literal
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.backoff import Backoff
 from batonmq._common.rpc import error_from_pb
 from batonmq._core.mirror_map import OffsetMap, OffsetRun
-from batonmq._core.mirror_marks import MirrorMark, mark_of, marked_batch, next_mark
+from batonmq._core.mirror_marks import (
+    MirrorMark,
+    learned_mark,
+    mark_of,
+    marked_batch,
+    next_mark,
+)
 from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import subtract
 from batonmq.admin._queue_log import QueueLog, Reading
 from batonmq.errors import (
     BatonError,
     DuplicateSequence,
+    InvalidArgument,
     OffsetAheadOfLog,
     ProducerFenced,
     Retry,
@@ -37,6 +45,10 @@ QUIET_FAILURES = 3
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=2_000)
 _BEHIND = (DuplicateSequence, SequenceGap, ProducerFenced)
 """Errors which say that the target has another end than this mirror knows."""
+
+
+Start = Literal["", "first", "end"]
+"""Where a mirror begins if the target can't say how far it is; empty for nowhere."""
 
 
 class QueueMirror:
@@ -65,18 +77,22 @@ class QueueMirror:
         turns: asyncio.Semaphore,
         *,
         include_mirrored: bool = False,
+        start: Start = "",
     ) -> None:
         self._source_log, self._target_log = logs
         self.source, self.target = queues
         self._source_id, self._target_id = ids
         self._turns, self._random = turns, Random()
-        self._include_mirrored = include_mirrored
+        self._include_mirrored, self._start = include_mirrored, start
         self.offset = self.source_end = self.target_first = 0
         self.forward, self.own = OffsetMap(), OffsetMap()
         self.copied_count = self.removed_count = self.skipped_count = 0
         self.problem = ""
         self.grown = asyncio.Event()
         self._last: MirrorMark | None = None
+        self._learned: MirrorMark | None = None
+        self._fence_epoch: int | None = None
+        self._marked = self._begun = False
         self._target_seen = 0
         self._handled: tuple[int | None, int | None] = None, None
         self._known = self._lost = False
@@ -96,6 +112,7 @@ class QueueMirror:
         """
         self._handled = handled_offset, target_handled_offset
         self.forward, self.own, self.offset, self._last = OffsetMap(), OffsetMap(), 0, None
+        self._marked = self._begun = False
         first, end = await self._target_log.extent(self.target)
         begin = end
         if target_handled_offset is not None:
@@ -163,7 +180,7 @@ class QueueMirror:
         self.target_first, self._target_seen = first, end
 
     def _continue_after(self, mark: MirrorMark) -> None:
-        self._last = mark
+        self._last, self._marked, self._learned, self._fence_epoch = mark, True, None, None
         self.offset = max(self.offset, mark.next_offset)
 
     async def _find_own(self, handled_offset: int) -> None:
@@ -181,6 +198,7 @@ class QueueMirror:
 
         Raises:
             OffsetAheadOfLog: The source ends before what the target has of it.
+            InvalidArgument: Retention of the target may have removed what says how far it is.
         """
         _, end = await self._target_log.extent(self.target)
         if self._lost or end < self._target_seen:  # an unclean election of the target
@@ -189,6 +207,8 @@ class QueueMirror:
         else:
             await self._find_end()
         first, end = await self._source_log.extent(self.source)
+        if not self._marked:
+            self._begin(first, end)
         if self.offset > end:
             raise OffsetAheadOfLog(
                 f"queue {self.source} ends at {end}, and the target has its messages up to "
@@ -197,9 +217,25 @@ class QueueMirror:
                 "mirror to a new topic.",
                 facts={"offset": self.offset, "end": end},
             )
-        if self._last is None and not self.offset:
-            self.offset = first
         self._known = True
+
+    def _begin(self, first: int, end: int) -> None:
+        """Choose where to begin in a source, as the target has none of its messages."""
+        if self._learned is not None:
+            self._last, self.offset, self._begun = self._learned, self._learned.first_offset, True
+        if self._begun:
+            return
+        if self.target_first and first < end and not self._start:
+            raise InvalidArgument(
+                f"the target has no message of queue {self.source}, and retention has removed "
+                f"{self.target_first} messages there: it is not known what was mirrored",
+                remedy="Add --start=first to copy what the source still has, or --start=end to "
+                "copy only new messages. What storage of the target remembers, for 7 days, is "
+                "neither copied again nor left out.",
+                facts={"field": "start", "first": first, "end": end},
+            )
+        self.offset = end if self.target_first and self._start == "end" else first
+        self._begun = True
 
     # ---- one step
 
@@ -244,9 +280,13 @@ class QueueMirror:
                     self.own.add(run)
                 continue
             mark = last = next_mark(last, self._source_id, header)
+            if self._fence_epoch is not None:  # so that storage compares the sequence
+                mark = last = mark._replace(epoch=self._fence_epoch)
             waiting.append((marked_batch(raw, header, self.target.queue_id, mark), mark))
             size += len(raw)
-            if size >= APPEND_BYTES_MAX or len(waiting) == APPEND_BATCHES_MAX:
+            # The first batch goes alone: its outcome says what storage knows of the queue.
+            is_full = size >= APPEND_BYTES_MAX or len(waiting) == APPEND_BATCHES_MAX
+            if is_full or not self._marked:
                 await self._append(waiting)
                 waiting, size = [], 0
         if waiting:
@@ -268,9 +308,26 @@ class QueueMirror:
             raise Unreachable(f"{len(answer.outcomes)} outcomes for {len(batches)} batches")
         for (_, mark), outcome in zip(batches, answer.outcomes, strict=True):
             if outcome.HasField("error"):
-                raise error_from_pb(outcome.error)
+                error = error_from_pb(outcome.error)
+                self._learn(error, mark)
+                raise error
             target_offset = outcome.receipt.first_offset
             self.forward.add(OffsetRun(mark.first_offset, target_offset, mark.message_count))
             self._target_seen = target_offset + mark.message_count
             self._continue_after(mark)
             self.copied_count += mark.message_count
+
+    def _learn(self, error: BatonError, mark: MirrorMark) -> None:
+        """Note what a rejection says about the end of the mirrored messages.
+
+        It is used if no mark of them is left in the target.
+        """
+        if not isinstance(error, _BEHIND):
+            return
+        if isinstance(error, ProducerFenced):
+            if "current" in error.facts:
+                self._fence_epoch = int(error.facts["current"])
+                self._learned = learned_mark(mark, epoch=self._fence_epoch)
+        elif "expected" in error.facts:
+            self._fence_epoch = None
+            self._learned = learned_mark(mark, expected=int(error.facts["expected"]))

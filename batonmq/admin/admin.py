@@ -389,20 +389,26 @@ class Admin:
             request.strategy = pb.Strategy.Value(f"STRATEGY_{strategy.upper()}")
         return await self._update_group(request)
 
-    async def pause_group(self, name: str, by: str, reason: str) -> Group:
+    async def pause_group(
+        self, name: str, by: str, reason: str, *, ownership: Literal["", "on", "off"] = ""
+    ) -> Group:
         """Stop deliveries to a group; messages in flight are still handled and acknowledged.
 
         Args:
             by: Name of the operator, shown in reports of the group.
             reason: Reason of the pause, shown in reports of the group.
+            ownership: Whether queues are owned, changed by the same call; empty for no change.
 
         Raises:
             GroupNotFound: The group does not exist.
+            GroupInUse: `ownership` can change only while the group has no live member. Nothing has
+                changed.
         """
         await self.describe_group(name)
-        return await self._update_group(
-            pb.UpdateGroupRequest(group=name, paused=True, by=by, reason=reason)
-        )
+        request = pb.UpdateGroupRequest(group=name, paused=True, by=by, reason=reason)
+        if ownership:
+            request.ownership = pb.Ownership.Value(f"OWNERSHIP_{ownership.upper()}")
+        return await self._update_group(request)
 
     async def resume_group(self, name: str, by: str, reason: str = "") -> Group:
         """Resume deliveries to a group; no error if the group is not paused.

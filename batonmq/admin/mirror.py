@@ -24,6 +24,7 @@ from batonmq.admin._group_mirror import (
 from batonmq.admin._mirror_plan import find_topic_problem
 from batonmq.admin._mirrored_clusters import (
     QUEUES_AT_ONCE,
+    FoundPairs,
     MirroredClusters,
     find_pairs,
     for_each,
@@ -31,7 +32,7 @@ from batonmq.admin._mirrored_clusters import (
     unhandled_count,
 )
 from batonmq.admin._queue_log import QueueLog
-from batonmq.admin._queue_mirror import QueueMirror
+from batonmq.admin._queue_mirror import QueueMirror, Start
 from batonmq.admin.admin import Admin
 from batonmq.admin.mirror_reports import (
     MirroredGroup,
@@ -91,9 +92,11 @@ class Mirror:
         self._topics, self._groups = tuple(dict.fromkeys(topics)), tuple(dict.fromkeys(groups))
         self._logs = QueueLog(source), QueueLog(target)
         self._include_mirrored = include_mirrored
+        self._start: Start = ""
         self._queues: tuple[QueueMirror, ...] = ()
         self._group_mirrors: tuple[GroupMirror, ...] = ()
-        self._problems: tuple[str, ...] = ()
+        self._problems = self._left = tuple[str, ...]()
+        self._counts = 0, 0, 0
         self._before = MirroredClusters("", "", {}, {})
 
     async def plan(self) -> MirrorPlan:
@@ -123,12 +126,16 @@ class Mirror:
                 new_standbys.append(name)
             except InvalidArgument as error:
                 problems.append(error)
-        count = 0 if problems else await self._missing_count(clusters)
+        count = 0
+        if not problems:
+            pairs = await find_pairs(self._logs[1], self._topics, clusters)
+            problems += [] if pairs.rejected is None else [pairs.rejected]
+            count = await self._missing_count(clusters, pairs)
         topics = [clusters.source_topics[name] for name in self._topics]
         return MirrorPlan(
             self._topics,
             tuple(name for name in self._topics if name not in clusters.target_topics),
-            sum(topic.queue_count for topic in topics),
+            sum(len(topic.writable_queues) for topic in topics),
             count,
             tuple(new_standbys),
             tuple(in_use),
@@ -142,6 +149,7 @@ class Mirror:
         on_report: Callable[[MirrorReport], None] = lambda _: None,
         report_interval_s: float = 10.0,
         progress_interval_s: float = GROUP_INTERVAL_S,
+        start: Start = "",
     ) -> MirrorReport:
         """Mirror until cancelled; return what was done.
 
@@ -152,37 +160,57 @@ class Mirror:
             report_interval_s: Seconds between two reports.
             progress_interval_s: Seconds between two translations of the progress of groups; more if
                 they take more than a tenth of the time.
+            start: Where to begin with a queue of which the target may have had messages that its
+                retention has removed: `first` for all that the source still has, or `end`; empty
+                to leave the queue alone, with a problem in the report.
 
         Raises:
             BatonError: The first problem of the plan; or a topic has changed since.
         """
-        plan = await self.plan()
-        if plan.problems:
-            raise plan.problems[0]
-        await self._prepare(plan)
-        await self._read_ends()
+        self._start = start
+        await self._begin()
         if once and self._problems:
             raise Unreachable("; ".join(self._problems))
-        ends = {one.source: one.source_end for one in self._queues}
+        ends = {one.source: one.source_end for one in self._queues} if once else None
         try:
             async with asyncio.TaskGroup() as tasks:
-                helpers = [
-                    tasks.create_task(self._watch_ends()),
-                    tasks.create_task(self._watch_topics()),
-                    tasks.create_task(self._report(on_report, report_interval_s)),
-                ]
-                if self._group_mirrors:
-                    helpers.append(tasks.create_task(self._translate_groups(progress_interval_s)))
-                async with asyncio.TaskGroup() as copies:
-                    for one in self._queues:
-                        copies.create_task(one.run(ends[one.source] if once else None))
-                for helper in helpers:
-                    helper.cancel()
+                report = tasks.create_task(self._report(on_report, report_interval_s))
+                while not await self._copy(ends, progress_interval_s):
+                    log.info("a topic has other queues now: beginning again")
+                    await self._begin()
+                report.cancel()
         except BaseExceptionGroup as group:
             raise only_error(group) from None
         for group_mirror in self._group_mirrors:
             await group_mirror.translate(self._queues)
         return self._reported(0.0)
+
+    async def _begin(self) -> None:
+        """Create what is missing, and find out where each queue continues."""
+        plan = await self.plan()
+        if plan.problems:
+            raise plan.problems[0]
+        await self._prepare(plan)
+        await self._read_ends()
+
+    async def _copy(self, ends: Mapping[QueueRef, int] | None, progress_interval_s: float) -> bool:
+        """Copy up to `ends`, or for ever; return False if a topic has other queues now."""
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self._watch_topics())
+            copies = tasks.create_task(self._copy_queues(ends))
+            helpers = [watch, copies, tasks.create_task(self._watch_ends())]
+            if self._group_mirrors:
+                helpers.append(tasks.create_task(self._translate_groups(progress_interval_s)))
+            await asyncio.wait([watch, copies], return_when=asyncio.FIRST_COMPLETED)
+            done = copies.done()
+            for helper in helpers:
+                helper.cancel()
+        return done
+
+    async def _copy_queues(self, ends: Mapping[QueueRef, int] | None) -> None:
+        async with asyncio.TaskGroup() as copies:
+            for one in self._queues:
+                copies.create_task(one.run(None if ends is None else ends.get(one.source, 0)))
 
     async def status(self) -> MirrorStatus:
         """Return how far the target is, queue by queue. Changes nothing.
@@ -192,8 +220,8 @@ class Mirror:
         """
         clusters = await self._clusters()
         queues: list[MirroredQueue] = []
-        problems: list[str] = []
-        pairs = await find_pairs(self._logs[1], self._topics, clusters)
+        pairs, problems_found, _ = await find_pairs(self._logs[1], self._topics, clusters)
+        problems = [*problems_found]
         ends, missing = await self._source.extents(pairs)
         problems += missing
         for here, (there, last) in sorted(pairs.items()):
@@ -203,7 +231,7 @@ class Mirror:
             begin = last if last is not None else first
             removed = max(0, first - begin)
             queues.append(MirroredQueue(here, there, last, end, max(0, end - begin), removed))
-        groups = [await self._group_status(name, queues) for name in self._groups]
+        groups = [await self._group_status(name, queues, ends) for name in self._groups]
         return MirrorStatus(tuple(queues), tuple(groups), tuple(problems))
 
     # ---- both clusters
@@ -220,29 +248,34 @@ class Mirror:
                 )
         return MirroredClusters(source.name, target.name, here, there)
 
-    async def _missing_count(self, clusters: MirroredClusters) -> int:
-        pairs = await find_pairs(self._logs[1], self._topics, clusters)
+    async def _missing_count(self, clusters: MirroredClusters, pairs: FoundPairs) -> int:
         queues = [q for name in self._topics for q in clusters.source_topics[name].queues]
         extents, unreachable = await self._source.extents(queues)
         if unreachable:
             raise Unreachable("; ".join(unreachable))
-        last = {queue: mirrored for queue, (_, mirrored) in pairs.items()}
+        last = {queue: mirrored for queue, (_, mirrored) in pairs.queues.items()}
         return sum(
             max(0, end - max(first, last.get(queue) or 0))
             for queue, (first, end) in extents.items()
         )
 
-    async def _group_status(self, name: str, queues: Sequence[MirroredQueue]) -> MirroredGroup:
+    async def _group_status(
+        self,
+        name: str,
+        queues: Sequence[MirroredQueue],
+        ends: Mapping[QueueRef, tuple[int, int]],
+    ) -> MirroredGroup:
         try:
             state = "standby" if is_standby(await self._target.describe_group(name)) else "in use"
         except GroupNotFound:
             state = "missing"
-        ends = {one.source: (0, one.end_offset) for one in queues}
         targets, _ = await self._target.extents([one.target for one in queues])
         return MirroredGroup(
             name,
             state,
-            unhandled_count(ends, await self._source.progress(name)),
+            unhandled_count(
+                {one.source: ends[one.source] for one in queues}, await self._source.progress(name)
+            ),
             unhandled_count(targets, await self._target.progress(name)),
         )
 
@@ -255,7 +288,7 @@ class Mirror:
             topic = before.source_topics[name]
             await self._target.create_topic(
                 name,
-                topic.queue_count,
+                len(topic.writable_queues),
                 message_type=cast(MessageType, topic.message_type),
                 retention_ms=topic.retention_ms,
                 retention_bytes=topic.retention_bytes,
@@ -280,7 +313,10 @@ class Mirror:
             for name in self._topics
             for number, queue in queue_ids(clusters.target, clusters.target_topics[name]).items()
         }
-        pairs = await find_pairs(self._logs[1], self._topics, clusters)
+        pairs, self._left, rejected = await find_pairs(self._logs[1], self._topics, clusters)
+        if rejected is not None:
+            raise rejected
+        self._counts = self._counted()
         self._queues = tuple(
             QueueMirror(
                 self._logs,
@@ -288,6 +324,7 @@ class Mirror:
                 (here_ids[here], there_ids[there]),
                 turns,
                 include_mirrored=self._include_mirrored,
+                start=self._start,
             )
             for here, (there, _) in sorted(pairs.items())
         )
@@ -336,10 +373,10 @@ class Mirror:
                 self._problems = (f"{error.reason}: {error.message}",)
 
     async def _watch_topics(self) -> None:
-        """Stop the mirror if a topic gets other queues, or is created anew.
+        """Return when a topic has other queues than before; that some are retiring is no change.
 
         Raises:
-            TopicExists: A topic has changed.
+            TopicExists: A topic was created anew.
         """
         while True:
             await asyncio.sleep(TOPIC_INTERVAL_S)
@@ -357,11 +394,13 @@ class Mirror:
                 ):
                     if after is None or _identity(before) != _identity(after):
                         raise TopicExists(
-                            f"topic {name} has changed while it was mirrored",
-                            remedy="Give it the same number of queues in both clusters: baton "
-                            f"topic update {name} --queues N. Then start the mirror again.",
+                            f"topic {name} has changed while it was mirrored: it was deleted, or "
+                            "created anew",
+                            remedy="Start the mirror again.",
                             facts={"topic": name},
                         )
+                    if before.queues != after.queues:
+                        return
 
     async def _translate_groups(self, interval_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -383,23 +422,25 @@ class Mirror:
             copied, begin_s = report.copied_count, now_s
             on_report(self._reported(rate))
 
+    def _counted(self) -> tuple[int, int, int]:
+        """Return the numbers of copied, removed and skipped messages since the start."""
+        copied, removed, skipped = self._counts
+        return (
+            copied + sum(one.copied_count for one in self._queues),
+            removed + sum(one.removed_count for one in self._queues),
+            skipped + sum(one.skipped_count for one in self._queues),
+        )
+
     def _reported(self, rate: float) -> MirrorReport:
         problems = [f"queue {one.source}: {one.problem}" for one in self._queues if one.problem]
-        for one in self._group_mirrors:
-            if one.problem:
-                problems.append(f"group {one.name}: {one.problem}")
-            elif not one.standby:
-                problems.append(
-                    f"group {one.name} is in use in the target: its progress is left alone"
-                )
-        return MirrorReport(
-            sum(one.copied_count for one in self._queues),
-            rate,
-            sum(one.lag for one in self._queues),
-            sum(one.removed_count for one in self._queues),
-            sum(one.skipped_count for one in self._queues),
-            (*self._problems, *problems),
-        )
+        problems += [
+            f"group {one.name}: {one.problem}" for one in self._group_mirrors if one.problem
+        ]
+        copied, removed, skipped = self._counted()
+        lag = sum(one.lag for one in self._queues)
+        found = (*self._problems, *self._left, *problems)
+        in_use = tuple(one.name for one in self._group_mirrors if not one.standby)
+        return MirrorReport(copied, rate, lag, removed, skipped, found, in_use)
 
 
 async def begin_standby(admin: Admin, group: str, *, by: str, dry_run: bool = False) -> None:
@@ -431,5 +472,5 @@ async def fail_over(admin: Admin, group: str, *, by: str, dry_run: bool = False)
     await end_standby(admin, group, by, dry_run=dry_run)
 
 
-def _identity(topic: Topic) -> tuple[int, int, Mapping[str, int]]:
-    return topic.topic_id, topic.create_unix_ms, topic.queue_counts
+def _identity(topic: Topic) -> tuple[int, int]:
+    return topic.topic_id, topic.create_unix_ms

@@ -90,6 +90,7 @@ class MirrorReport:
         removed_count: Messages that were removed from the source before they were copied.
         skipped_count: Messages of other clusters, which were not copied.
         problems: Why queues and groups do not move.
+        groups_in_use: Groups that the target uses: their progress is left alone, as planned.
     """
 
     copied_count: int
@@ -98,3 +99,4 @@ class MirrorReport:
     removed_count: int
     skipped_count: int
     problems: tuple[str, ...]
+    groups_in_use: tuple[str, ...]

@@ -75,6 +75,12 @@ class Topic:
             for queue_id in range(count)
         )
 
+    @property
+    def writable_queues(self) -> tuple[QueueRef, ...]:
+        """The queues that take new messages, ascending; the others are retiring."""
+        counts = self.writable_counts
+        return tuple(one for one in self.queues if one.queue_id < counts.get(one.broker, 0))
+
 
 @dataclass(frozen=True, slots=True)
 class CreatedTopic:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.exceptions import Exit
 
+from batonmq.admin._queue_mirror import Start
 from batonmq.admin.admin import Admin
 from batonmq.admin.mirror import Mirror, begin_standby, fail_over
 from batonmq.admin.mirror_reports import MirroredQueue, MirrorPlan, MirrorReport, MirrorStatus
@@ -92,6 +93,12 @@ _GROUP_COLUMNS: Columns = {
     help="Copy also what other mirrors have brought here, except from the target: for a new "
     "cluster in place of a lost one.",
 )
+@click.option(
+    "--start",
+    type=click.Choice(["first", "end"]),
+    help="Where to begin with a queue if retention of the target has removed what says how far "
+    "it is.",
+)
 @dry_run_option
 @by_option
 @cluster_session
@@ -104,6 +111,7 @@ def run_(
     report_s: float,
     progress_s: float,
     include_mirrored: bool,
+    start: Start | None,
     dry_run: bool,
     by: str,
 ) -> None:
@@ -127,6 +135,8 @@ def run_(
         session.output.line(asdict(made), text)
         for problem in made.problems:
             session.output.note(problem)
+        for name in made.groups_in_use:
+            session.output.note(f"group {name} is in use in the target: its progress is left alone")
 
     def mirror(source: Admin, target: Admin) -> Mirror:
         return Mirror(
@@ -139,7 +149,8 @@ def run_(
         )
 
     made = session.run(
-        _run(session, to, mirror, (once, report_s, progress_s, report)), endless=not once
+        _run(session, to, mirror, (once, report_s, progress_s, report, start or "")),
+        endless=not once,
     )
     report(made)
     if made.problems:
@@ -178,15 +189,16 @@ async def _run(
     session: CommandSession,
     to: str,
     mirror: Callable[[Admin, Admin], Mirror],
-    how: tuple[bool, float, float, Callable[[MirrorReport], None]],
+    how: tuple[bool, float, float, Callable[[MirrorReport], None], Start],
 ) -> MirrorReport:
-    once, report_s, progress_s, report = how
+    once, report_s, progress_s, report, start = how
     async with _clusters(session, to) as (source, target):
         return await mirror(source, target).run(
             once=once,
             on_report=report,
             report_interval_s=report_s,
             progress_interval_s=progress_s,
+            start=start,
         )
 
 

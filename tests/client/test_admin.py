@@ -19,6 +19,7 @@ from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
+from batonmq.admin import _group_mirror
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import GroupProgress, Subscription
 from batonmq.admin.reports import Node
@@ -152,6 +153,20 @@ async def test_pause_names_operator_and_reason_and_creates_no_group(
             with pytest.raises(GroupNotFound):
                 await refused
         assert [group.name for group in await admin.list_groups()] == ["g"]
+
+
+async def test_group_whose_member_joins_meanwhile_keeps_its_pause_and_is_no_standby(
+    nameserver_replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Admin(nameserver_replica.address, timeout_s=2) as admin:
+        await admin.create_topic("flights", 2)
+        await nameserver_replica.join("g", "c1", "AA")
+        before = (await admin.pause_group("g", "ann", "a flood")).pause
+        monkeypatch.setattr(_group_mirror, "_check_no_members", lambda _: None)
+        with pytest.raises(GroupInUse):
+            await _group_mirror.make_standby(admin, "g", "bob")
+        group = await admin.describe_group("g")
+        assert (group.pause, group.ownership) == (before, "on")
 
 
 async def test_refused_client_is_part_of_the_progress(nameserver_replica: Replica) -> None:

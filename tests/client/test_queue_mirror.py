@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_to_pb
-from batonmq._core.mirror_marks import source_id
+from batonmq._core.mirror_marks import marked_batch, next_mark, source_id
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import (
     BatchBuilder,
@@ -31,9 +31,15 @@ from batonmq._core.records import (
     stamped_head,
 )
 from batonmq.admin._queue_log import QueueLog
-from batonmq.admin._queue_mirror import QueueMirror
+from batonmq.admin._queue_mirror import QueueMirror, Start
 from batonmq.admin.admin import Admin
-from batonmq.errors import BatonError, OffsetAheadOfLog, OffsetOutOfRange, Unreachable
+from batonmq.errors import (
+    BatonError,
+    InvalidArgument,
+    OffsetAheadOfLog,
+    OffsetOutOfRange,
+    Unreachable,
+)
 from batonmq_server.storage.core.producers import ProducerTable, StoreReceipt
 from tests.support.conditions import until
 
@@ -145,10 +151,11 @@ class Broker:
         ]
 
 
-def mirror(source: Broker, target: Broker, *, back: bool = False) -> QueueMirror:
+def mirror(source: Broker, target: Broker, *, back: bool = False, start: Start = "") -> QueueMirror:
     logs = QueueLog(cast(Admin, source)), QueueLog(cast(Admin, target))
     ids = (THERE_ID, HERE_ID) if back else (HERE_ID, THERE_ID)
-    return QueueMirror(logs, (source.queue, target.queue), ids, asyncio.Semaphore(1))
+    queues = source.queue, target.queue
+    return QueueMirror(logs, queues, ids, asyncio.Semaphore(1), start=start)
 
 
 async def copy(one: QueueMirror, source: Broker, *, handled: int | None = 0) -> QueueMirror:
@@ -398,3 +405,79 @@ async def test_copy_that_shall_end_raises_what_can_not_be_repeated() -> None:
     target.Append = refuse  # type: ignore[method-assign]
     with pytest.raises(OffsetAheadOfLog, match="for good"):
         await copy(one, source)
+
+
+def long_source(*, gaps: int = 0) -> tuple[Broker, Broker]:
+    """Return a source with 20 messages, and an empty target.
+
+    Args:
+        gaps: Messages of another cluster in the source, which are not mirrored.
+    """
+    source, target = Broker(HERE), Broker(THERE)
+    other = Broker(QueueRef("t", "other", 0))
+    other.produce(b"other")
+    for number in range(20):
+        source.produce(b"%d" % number)
+        if number < gaps:
+            (batch,) = other.batches
+            header = read_header(batch)
+            mark = next_mark(None, source_id("other", 1, 1, other.queue), header)
+            mark = mark._replace(first_offset=number)
+            source.append(marked_batch(batch, header, 0, mark))
+    return source, target
+
+
+async def empty_target(source: Broker, target: Broker) -> None:
+    """Mirror, then remove all in the target, and produce two new messages in the source."""
+    await copy(mirror(source, target), source)
+    while target.batches:
+        target.remove_first()
+    source.produce(b"new 1")
+    source.produce(b"new 2")
+
+
+@pytest.mark.parametrize("start", ["first", "end"])
+@pytest.mark.parametrize("gaps", [0, 3])
+async def test_target_emptied_by_retention_gets_only_what_is_new(start: Start, gaps: int) -> None:
+    source, target = long_source(gaps=gaps)
+    await empty_target(source, target)
+    one = await copy(mirror(source, target, start=start), source)
+    source.produce(b"new 3")
+    one.note_end(source.end)
+    await one.run(source.end)
+    assert target.bodies == [b"new 1", b"new 2", b"new 3"], one.problem
+
+
+@pytest.mark.parametrize(
+    ("start", "bodies"),
+    [("first", [b"%d" % n for n in range(20)] + [b"new 1", b"new 2"]), ("end", [])],
+)
+async def test_target_that_has_forgotten_all_needs_a_chosen_start(
+    start: Start, bodies: list[bytes]
+) -> None:
+    source, target = long_source()
+    await empty_target(source, target)
+    target.producers = ProducerTable()
+    with pytest.raises(InvalidArgument, match="not known what was mirrored") as caught:
+        await copy(mirror(source, target), source)
+    assert "--start=first" in caught.value.remedy
+    assert target.bodies == []
+    one = await copy(mirror(source, target, start=start), source)
+    assert target.bodies == bodies
+    source.produce(b"new 3")
+    one.note_end(source.end)
+    await one.run(source.end)
+    assert target.bodies == [*bodies, b"new 3"]
+
+
+async def test_both_queues_emptied_by_retention_need_no_chosen_start() -> None:
+    source, target = long_source(gaps=3)
+    await copy(mirror(source, target), source)
+    for broker in (source, target):
+        while broker.batches:
+            broker.remove_first()
+    one = await copy(mirror(source, target), source)
+    source.produce(b"new 1")
+    one.note_end(source.end)
+    await one.run(source.end)
+    assert target.bodies == [b"new 1"]

@@ -85,7 +85,7 @@ def test_older_retry_is_a_duplicate_sequence() -> None:
         record(table, header(number * 10), receipt(number))
     with pytest.raises(DuplicateSequence) as refused:
         table.check(header(0), QUEUE)
-    assert refused.value.facts == {"sequence": "0"}
+    assert refused.value.facts == {"sequence": "0", "expected": "60"}
 
 
 def test_same_sequence_with_another_count_is_not_the_same_batch() -> None:

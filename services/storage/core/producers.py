@@ -255,7 +255,7 @@ class _ProducerSubtable:
         raise DuplicateSequence(
             f"sequence {header.sequence} of producer {header.producer_id} was stored already; "
             f"expected {expected}",
-            facts={"sequence": header.sequence},
+            facts={"sequence": header.sequence, "expected": expected},
         )
 
     def record(self, header: Header, queue: QueueKey, receipt: StoreReceipt) -> None:
