@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -35,8 +36,26 @@ from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 
 CALL_TIMEOUT_S = 5
 OBSTACLES_MAX = 1_000
+PAUSE_FACTOR = 10
+"""A broker is not asked again for this many times the time that its last answer took."""
 QUEUES_MAX = 2_000
 """Queues of one request to a broker; a topic has at most half of them."""
+
+
+Held = tuple[dict[str, HeldMessages], list[HeldOutputs]]
+
+
+class SharedHeld:
+    """What brokers hold, asked of each once, for several topics.
+
+    Every topic is confirmed before the first broker is asked: so the broker knew of each that it
+    takes no more messages there, and what it holds of it did not grow after the answer.
+    """
+
+    def __init__(self) -> None:
+        self.confirmed: dict[str, set[str]] = defaultdict(set)
+        """Addresses at which a broker has confirmed topics."""
+        self.answers: dict[str, Held] = {}
 
 
 class RetirementReader:
@@ -55,6 +74,7 @@ class RetirementReader:
         connect: Callable[[str], grpc.aio.Channel],
     ) -> None:
         self._catalog, self._offsets, self._connect = catalog, offsets, connect
+        self._ask_again_s: dict[str, float] = {}
 
     async def committed(self, group: str) -> dict[QueueKey, int]:
         """Return the group's committed offsets by topic, broker and queue id."""
@@ -106,9 +126,7 @@ class RetirementReader:
                         raise error_from_pb(outcome.error)
         return found
 
-    async def held(
-        self, broker: str, topic: str = "", revision: int = 0
-    ) -> tuple[dict[str, HeldMessages], list[HeldOutputs]]:
+    async def held(self, broker: str, topic: str = "", revision: int = 0) -> Held:
         """Return what a broker holds beside the messages of its queues, by topic, and outputs.
 
         Args:
@@ -150,30 +168,80 @@ class RetirementReader:
                 if not request.position:
                     return held, outputs
 
-    async def obstacles_of(
-        self, topic: Topic, revision: int, *, first_only: bool = False
-    ) -> list[RemovalObstacle]:
+    async def obstacles_of(self, topic: Topic, revision: int) -> list[RemovalObstacle]:
         """Return what the retiring queues of a topic wait for.
-
-        Args:
-            first_only: Stop after the first group with messages to read.
 
         Raises:
             BatonError: a service does not answer.
         """
         found: list[RemovalObstacle] = []
-        queues: list[RetiringQueue] = []
         for part in topic.spread:
             if part.closed:
-                found += await self._held_by(topic, part, revision)
+                held = await self.held(part.broker, topic.name, revision)
+                found += await self._held_by(topic, part, held)
+        queues = await self._retiring(topic, revision)
+        found += await self._unread({topic.name: queues})
+        return found[:OBSTACLES_MAX]
+
+    async def first_unread(
+        self, topic: Topic, revision: int, shared: SharedHeld
+    ) -> RemovalObstacle | None:
+        """Return the first message that is needed in the retiring queues of a topic.
+
+        The brokers of its closed queues confirm the topic in `shared`.
+
+        Raises:
+            BatonError: a service does not answer.
+        """
+        closed = [part.broker for part in topic.spread if part.closed]
+        addresses = {broker: self._address(broker) for broker in closed}
+        queues = await self._retiring(topic, revision)
+        for broker, address in addresses.items():
+            shared.confirmed[broker].add(address)
+        return next(iter(await self._unread({topic.name: queues}, first_only=True)), None)
+
+    async def first_obstacle(
+        self, topic: Topic, revision: int, shared: SharedHeld
+    ) -> RemovalObstacle | None:
+        """Return the first thing that a topic's retiring queues wait for, beside their messages.
+
+        Args:
+            shared: The topic was confirmed in it before any broker was asked.
+
+        Raises:
+            NotServing: a broker holds much, and is not asked again yet.
+            BatonError: a service does not answer.
+        """
+        for part in topic.spread:
+            if part.closed:
+                held = await self._held_once(part.broker, shared)
+                if found := await self._held_by(topic, part, held):
+                    return found[0]
+        # What was delivered since is in the queues now.
+        return await self.first_unread(topic, revision, shared)
+
+    async def _held_once(self, broker: str, shared: SharedHeld) -> Held:
+        if broker not in shared.answers:
+            loop = asyncio.get_running_loop()
+            begin_s = loop.time()
+            if begin_s < self._ask_again_s.get(broker, 0):
+                raise NotServing(f"{broker} holds much, and is not asked again yet")
+            if shared.confirmed[broker] != {self._address(broker)}:
+                raise NotServing(f"broker {broker} has another leader since")
+            held = await self.held(broker)
+            self._ask_again_s[broker] = loop.time() + PAUSE_FACTOR * (loop.time() - begin_s)
+            shared.answers[broker] = held
+        return shared.answers[broker]
+
+    async def _retiring(self, topic: Topic, revision: int) -> list[RetiringQueue]:
+        """Return the retiring queues of a topic, whose offsets are final."""
+        queues: list[RetiringQueue] = []
+        for part in topic.spread:
             if part.writable_count < part.queue_count:
                 ids = range(part.writable_count, part.queue_count)
                 own = [(topic.name, queue_id) for queue_id in ids]
                 queues += (await self.extents(part.broker, own, revision))[topic.name]
-        if found and first_only:
-            return found
-        found += await self._unread({topic.name: queues}, first_only=first_only)
-        return found[:OBSTACLES_MAX]
+        return queues
 
     async def obstacles_on(self, broker: str) -> list[RemovalObstacle]:
         """Return what a broker holds that is still needed; services may not answer."""
@@ -212,10 +280,10 @@ class RetirementReader:
         return found + await self._unread(await self.extents(broker, queues))
 
     async def _held_by(
-        self, topic: Topic, part: QueueSpread, revision: int
+        self, topic: Topic, part: QueueSpread, answer: Held
     ) -> list[RemovalObstacle]:
         """Return what keeps the last queues of a topic on a broker, beside their messages."""
-        held, outputs = await self.held(part.broker, topic.name, revision)
+        held, outputs = answer
         found = held_obstacles(topic.name, part.broker, held.get(topic.name, HeldMessages()))
         if topic.name == UNRESOLVED_TOPIC:  # any open transaction may end there
             for name, each in held.items():

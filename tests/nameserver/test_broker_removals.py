@@ -46,10 +46,13 @@ class HoldingTwin(StorageTwin):
         super().__init__()
         self.held: list[storage_pb.HeldMessages] = []
         self.revision = 1 << 60
+        self.asked: list[int] = []
+        """For each QueryHeld, the number of answered calls before."""
 
     async def QueryHeld(
         self, request: storage_pb.QueryHeldRequest, context: Any
     ) -> storage_pb.QueryHeldResponse:
+        self.asked.append(self.call_count)
         context.set_trailing_metadata(((TOPICS_REVISION, str(self.revision)),))
         return storage_pb.QueryHeldResponse(held=self.held)
 
@@ -214,3 +217,33 @@ async def test_queues_move_to_no_broker_that_is_unknown_or_being_removed(
         error = await refusal(scene.move(from_broker="broker-a", to_broker=target))
         assert isinstance(error, InvalidArgument)
         assert error.facts["field"] == "to_broker"
+
+
+async def test_broker_is_asked_once_what_it_holds_for_all_topics_that_leave_it(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        names = [f"topic-{number}" for number in range(5)]
+        for name in names:
+            await scene.nameserver.create(name, 6)
+        scene.storage.held = [
+            storage_pb.HeldMessages(topic=name, scheduled_count=1) for name in names
+        ]
+        await scene.remove("broker-c")
+        await scene.becomes({"broker-a": 3, "broker-b": 3})
+        asked, calls = len(scene.storage.asked), scene.storage.call_count
+        await until(lambda: len(scene.storage.asked) >= asked + 4)
+        looks = scene.storage.call_count - calls
+        assert looks >= 3 * len(names), "each topic was looked at in each round"
+
+
+async def test_broker_is_not_asked_what_it_holds_while_a_group_has_messages_to_read(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        scene.storage.ends = {0: (0, 7), 1: (0, 7)}
+        await scene.nameserver.join("readers", "one")
+        await scene.remove("broker-c")
+        asked, calls = len(scene.storage.asked), scene.storage.call_count
+        await until(lambda: scene.storage.call_count >= calls + 3)
+        assert len(scene.storage.asked) == asked
