@@ -84,6 +84,16 @@ class RemovalScene:
         request = pb.MoveQueuesRequest(**values)
         return await self.nameserver.stub.MoveQueues(request, timeout=CALL_TIMEOUT_S)
 
+    async def ensure_unresolved(self, broker: str) -> None:
+        request = pb.EnsureUnresolvedTopicRequest(broker=broker)
+        await self.nameserver.stub.EnsureUnresolvedTopic(request, timeout=CALL_TIMEOUT_S)
+
+    async def stop(self, broker: str) -> None:
+        """End the registration of a broker."""
+        await self.etcd.delete(self.etcd.key("nodes", "storage", broker))
+        nodes = self.nameserver.runtime.nodes.values
+        await until(lambda: f"storage/{broker}" not in nodes)
+
     async def becomes(self, expected: dict[str, int]) -> None:
         async def look() -> bool:
             return await self.spread() == expected
@@ -129,8 +139,7 @@ async def test_removed_broker_is_empty_then_gone_and_its_name_is_not_used_again(
         empty = await scene.remove("broker-c")
         assert (list(empty.obstacles), list(empty.nodes_up)) == ([], ["broker-c"])
         assert not empty.removal.forgotten_unix_ms, "its node is up"
-        await etcd.delete(etcd.key("nodes", "storage", "broker-c"))
-        await until(lambda: "storage/broker-c" not in scene.nameserver.runtime.nodes.values)
+        await scene.stop("broker-c")
         assert (await scene.remove("broker-c")).removal.forgotten_unix_ms
         assert await etcd.get(etcd.key("replicas", "storage", "broker-c")) is None
         await scene.register("broker-c")
@@ -247,3 +256,29 @@ async def test_broker_is_not_asked_what_it_holds_while_a_group_has_messages_to_r
         asked, calls = len(scene.storage.asked), scene.storage.call_count
         await until(lambda: scene.storage.call_count >= calls + 3)
         assert len(scene.storage.asked) == asked
+
+
+async def test_removed_broker_gets_a_queue_for_unresolved_messages_only_if_it_asks_in_time(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    unresolved = "BATON_SYS_UNRESOLVED"
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        await scene.remove("broker-c")
+        await scene.becomes({"broker-a": 3, "broker-b": 3})
+        await scene.ensure_unresolved("broker-a")
+        assert await scene.spread(unresolved) == {"broker-a": 1, "broker-b": 1}
+        await scene.ensure_unresolved("broker-c")
+        assert await scene.spread(unresolved) == dict.fromkeys(ALL, 1)
+
+        async def left() -> bool:
+            await scene.remove("broker-c")
+            return "broker-c" not in await scene.spread(unresolved)
+
+        await until(left)
+        await scene.stop("broker-c")
+        assert (await scene.remove("broker-c")).removal.forgotten_unix_ms
+        await scene.register("broker-c")
+        await until(lambda: "storage/broker-c" in scene.nameserver.runtime.nodes.values)
+        for asker in ALL:
+            await scene.ensure_unresolved(asker)
+        assert "broker-c" not in await scene.spread(unresolved)
