@@ -21,7 +21,7 @@ from batonmq_server.nameserver.node_drains import check_by
 from batonmq_server.nameserver.queue_move_calls import check_closing
 from batonmq_server.nameserver.removal_proto import obstacle_to_pb
 from batonmq_server.nameserver.retirement import RetirementReader
-from batonmq_server.nameserver.topic_proto import spread_to_pb
+from batonmq_server.nameserver.topic_proto import spread_to_pb, topic_from_bytes
 from batonmq_server.nameserver.topic_store import TopicStore
 from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
 from batonmq_server.runtime.replication.replica_set import decode_record
@@ -48,7 +48,8 @@ class BrokerRemovals:
         if request.cancel:
             return await self._cancel(request)
         removal = self._catalog.removals.get(broker)
-        if removal is not None and removal.forgotten_unix_ms:
+        forgotten = removal is not None and bool(removal.forgotten_unix_ms)
+        if forgotten and not self._topics_on(broker):
             return pb.RemoveBrokerResponse(removal=removal)
         self._check(broker)
         if request.execute and removal is None:
@@ -56,7 +57,7 @@ class BrokerRemovals:
         moves = await self._move_off(request)
         nodes_up = self._nodes_up(broker)
         obstacles = await self._obstacles(broker, up=bool(nodes_up))
-        if request.execute and not obstacles and not nodes_up:
+        if request.execute and not obstacles and not nodes_up and not forgotten:
             await self._forget(broker)
         return pb.RemoveBrokerResponse(
             moves=moves,
@@ -165,6 +166,7 @@ class BrokerRemovals:
         drains, _ = await etcd.get_prefix(f"{election}/")
         if mark is None:
             return
+        await self._check_no_queues(broker)
         removal = pb.BrokerRemoval.FromString(mark.value)
         removal.forgotten_unix_ms = etcd.clock.unix_ms()
         absent = [
@@ -182,6 +184,20 @@ class BrokerRemovals:
         if revision is not None:
             await self._catalog.caught_up(nodes=revision)
             log.info("broker removed broker=%s", broker)
+
+    async def _check_no_queues(self, broker: str) -> None:
+        """Return if etcd has no topic with queues on the broker; the mirror may lag.
+
+        Raises:
+            NotServing: a nameserver that did not have the mark yet has given it some.
+        """
+        entries, _ = await self._etcd.get_prefix("topics/")
+        for entry in entries:
+            topic = topic_from_bytes(entry.value)
+            if any(part.broker == broker for part in topic.spread):
+                raise NotServing(
+                    f"{broker} has got queues of topic {topic.name} meanwhile", retry_after_ms=500
+                )
 
     async def _cancel(self, request: pb.RemoveBrokerRequest) -> pb.RemoveBrokerResponse:
         broker = request.broker

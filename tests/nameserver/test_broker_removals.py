@@ -21,7 +21,10 @@ from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.contract import CLOSED_QUEUES_CONTRACT, CONTRACT
 from batonmq._core.keyed_queues import TOPICS_REVISION
-from batonmq.errors import InvalidArgument, NoBroker
+from batonmq.errors import InvalidArgument, NoBroker, NotServing
+from batonmq_server.nameserver.broker_removals import BrokerRemovals
+from batonmq_server.nameserver.core.topics import QueueSpread, Topic
+from batonmq_server.nameserver.topic_proto import topic_to_bytes
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
@@ -93,6 +96,11 @@ class RemovalScene:
         await self.etcd.delete(self.etcd.key("nodes", "storage", broker))
         nodes = self.nameserver.runtime.nodes.values
         await until(lambda: f"storage/{broker}" not in nodes)
+
+    async def create_late(self, topic: str, broker: str) -> None:
+        """Create a topic as a nameserver does that does not have the mark of a broker yet."""
+        late = Topic(topic, 77, (QueueSpread(broker, 2),), create_unix_ms=1)
+        await self.etcd.put(self.etcd.key("topics", topic), topic_to_bytes(late))
 
     async def becomes(self, expected: dict[str, int]) -> None:
         async def look() -> bool:
@@ -282,3 +290,34 @@ async def test_removed_broker_gets_a_queue_for_unresolved_messages_only_if_it_as
         for asker in ALL:
             await scene.ensure_unresolved(asker)
         assert "broker-c" not in await scene.spread(unresolved)
+
+
+async def test_queues_that_a_late_nameserver_gives_to_a_removed_broker_are_moved_off(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        await scene.remove("broker-c")
+        await scene.becomes({"broker-a": 3, "broker-b": 3})
+        await scene.stop("broker-c")
+        assert (await scene.remove("broker-c")).removal.forgotten_unix_ms
+        await scene.create_late("late", "broker-c")
+
+        async def moved() -> bool:
+            return bool((await scene.remove("broker-c")).moves)
+
+        await until(moved)
+        assert await scene.spread("late") == {"broker-a": 1, "broker-b": 1, "broker-c": 0}
+
+
+async def test_broker_is_not_forgotten_while_etcd_has_queues_on_it(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        await scene.remove("broker-c")
+        await scene.becomes({"broker-a": 3, "broker-b": 3})
+        await scene.stop("broker-c")
+        await scene.create_late("late", "broker-c")
+        monkeypatch.setattr(BrokerRemovals, "_topics_on", lambda *_: [])  # the mirror lags
+        error = await refusal(scene.remove("broker-c"))
+        assert isinstance(error, NotServing)
+        assert "topic late" in error.message
