@@ -157,7 +157,11 @@ class BrokerRemovals:
         return compacted + await self._reader.obstacles_on(broker)
 
     async def _forget(self, broker: str) -> None:
-        """Remove the records of a broker without queues and live nodes; note it in the mark."""
+        """Remove the records of a broker without queues and live nodes; note it in the mark.
+
+        Raises:
+            NotServing: the records are still in use.
+        """
         etcd = self._etcd
         key = etcd.key("nodes", REMOVED_PREFIX.rstrip("/"), broker)
         record_key = etcd.key("replicas", "storage", broker)
@@ -181,9 +185,15 @@ class BrokerRemovals:
             put=[Put(key, removal.SerializeToString())],
             delete=[record_key, *(one.key for one in drains)],
         )
-        if revision is not None:
-            await self._catalog.caught_up(nodes=revision)
-            log.info("broker removed broker=%s", broker)
+        if revision is None:
+            raise NotServing(
+                f"the records of {broker} can't be removed yet: a node of it is up, or the lease "
+                "of its last leader has not expired",
+                remedy="Stop its processes, and try again in some seconds.",
+                retry_after_ms=1_000,
+            )
+        await self._catalog.caught_up(nodes=revision)
+        log.info("broker removed broker=%s", broker)
 
     async def _check_no_queues(self, broker: str) -> None:
         """Return if etcd has no topic with queues on the broker; the mirror may lag.

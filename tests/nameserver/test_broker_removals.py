@@ -99,7 +99,7 @@ class RemovalScene:
 
     async def create_late(self, topic: str, broker: str) -> None:
         """Create a topic as a nameserver does that does not have the mark of a broker yet."""
-        late = Topic(topic, 77, (QueueSpread(broker, 2),), create_unix_ms=1)
+        late = Topic(name=topic, topic_id=77, spread=(QueueSpread(broker, 2),), create_unix_ms=1)
         await self.etcd.put(self.etcd.key("topics", topic), topic_to_bytes(late))
 
     async def becomes(self, expected: dict[str, int]) -> None:
@@ -321,3 +321,19 @@ async def test_broker_is_not_forgotten_while_etcd_has_queues_on_it(
         error = await refusal(scene.remove("broker-c"))
         assert isinstance(error, NotServing)
         assert "topic late" in error.message
+
+
+async def test_records_that_are_in_use_are_an_error_to_retry(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        election = etcd.key("elections", "storage", "broker-c")
+        await etcd.put(election, b"broker-c")
+        await scene.remove("broker-c")
+        await scene.becomes({"broker-a": 3, "broker-b": 3})
+        await scene.stop("broker-c")
+        error = await refusal(scene.remove("broker-c"))
+        assert isinstance(error, NotServing)
+        assert error.retry_after_ms
+        await etcd.delete(election)
+        assert (await scene.remove("broker-c")).removal.forgotten_unix_ms
