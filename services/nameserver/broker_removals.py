@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._core.names import check_broker
-from batonmq.errors import InvalidArgument, NoBroker, NotServing
+from batonmq.errors import InvalidArgument, NoBroker, NotServing, TopicNotFound
 from batonmq_server.nameserver.catalog import REMOVED_PREFIX, Catalog
 from batonmq_server.nameserver.core.queue_moves import gains, spread_off
 from batonmq_server.nameserver.core.removal_obstacle import RemovalObstacle, compacted_obstacle
@@ -132,7 +132,10 @@ class BrokerRemovals:
             if not request.execute:
                 after = change(topic)
             elif len(moves) < MOVES_MAX:
-                after, revision = await self._store.update(topic.name, change)
+                try:
+                    after, revision = await self._store.update(topic.name, change)
+                except TopicNotFound:  # deleted meanwhile
+                    continue
             else:
                 break
             lost = _part(before[0], broker).writable_count

@@ -25,6 +25,7 @@ from batonmq.errors import InvalidArgument, NoBroker, NotServing
 from batonmq_server.nameserver.broker_removals import BrokerRemovals
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 from batonmq_server.nameserver.topic_proto import topic_to_bytes
+from batonmq_server.nameserver.topic_store import TopicStore
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
@@ -337,3 +338,19 @@ async def test_records_that_are_in_use_are_an_error_to_retry(
         assert error.retry_after_ms
         await etcd.delete(election)
         assert (await scene.remove("broker-c")).removal.forgotten_unix_ms
+
+
+async def test_topic_that_is_deleted_meanwhile_does_not_stop_the_others(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        await scene.nameserver.create("a-first", 6)
+        update = TopicStore.update
+
+        async def late(store: TopicStore, name: str, change: Any) -> Any:
+            if name == "a-first":
+                await store.delete(name)
+            return await update(store, name, change)
+
+        monkeypatch.setattr(TopicStore, "update", late)
+        assert [one.topic for one in (await scene.remove("broker-c")).moves] == ["flights"]
