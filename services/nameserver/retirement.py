@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import grpc.aio
 
@@ -45,6 +46,13 @@ QUEUES_MAX = 2_000
 Held = tuple[dict[str, HeldMessages], list[HeldOutputs]]
 
 
+class Progress(NamedTuple):
+    """Committed offset of a queue, and ranges of acked offsets beyond it, at most 1,000."""
+
+    committed: int
+    acked: Sequence[tuple[int, int]]
+
+
 class SharedHeld:
     """What brokers hold, asked of each once, for several topics.
 
@@ -76,19 +84,22 @@ class RetirementReader:
         self._catalog, self._offsets, self._connect = catalog, offsets, connect
         self._ask_again_s: dict[str, float] = {}
 
-    async def committed(self, group: str) -> dict[QueueKey, int]:
-        """Return the group's committed offsets by topic, broker and queue id."""
+    async def progress(self, group: str) -> dict[QueueKey, Progress]:
+        """Return the group's progress by topic, broker and queue id."""
         request = offsets_pb.QueryGroupRequest(group=group)
-        committed: dict[QueueKey, int] = {}
+        progress: dict[QueueKey, Progress] = {}
         while True:
             call = self._offsets(group).QueryGroup(request, timeout=CALL_TIMEOUT_S)
             answer = await answered(call)
             for entry in answer.queues:
                 queue = entry.queue.queue
-                committed[queue.topic, queue.broker, queue.queue_id] = entry.committed_offset
+                progress[queue.topic, queue.broker, queue.queue_id] = Progress(
+                    entry.committed_offset,
+                    [(one.first_offset, one.next_offset) for one in entry.acked],
+                )
             request.page_token = answer.next_page_token
             if not request.page_token:
-                return committed
+                return progress
 
     async def extents(
         self, broker: str, queues: Sequence[tuple[str, int]], revision: int = 0
@@ -295,7 +306,10 @@ class RetirementReader:
         self, broker: str, outputs: Collection[HeldOutputs]
     ) -> list[RemovalObstacle]:
         groups = self._catalog.groups.keys() & {one.group for one in outputs}
-        committed = {name: await self.committed(name) for name in sorted(groups)}
+        committed: dict[str, dict[QueueKey, int]] = {}
+        for name in sorted(groups):
+            progress = await self.progress(name)
+            committed[name] = {key: one.committed for key, one in progress.items()}
         return output_obstacles(broker, outputs, committed)
 
     async def _unread(
@@ -303,7 +317,7 @@ class RetirementReader:
     ) -> list[RemovalObstacle]:
         """Return who needs messages of queues, which are given by topic."""
         found: list[RemovalObstacle] = []
-        redriven: dict[str, dict[QueueKey, int]] = {}
+        redriven: dict[str, dict[QueueKey, Progress]] = {}
         present = [
             (name, queue)
             for name, each in queues.items()
@@ -311,20 +325,21 @@ class RetirementReader:
             if queue.first_offset < queue.next_offset
         ]
         for group in sorted(self._catalog.groups) if present or first_only else ():
-            committed = await self.committed(group)
+            progress = await self.progress(group)
             record = self._catalog.groups.get(group)
             if group in queues:
-                redriven[group] = committed
+                redriven[group] = progress
             for name, queue in present:
-                known = committed.get((name, queue.broker, queue.queue_id))
-                obstacle = unread_obstacle(queue, name, group, record, known)
+                known = progress.get((name, queue.broker, queue.queue_id))
+                committed = known.committed if known is not None else None
+                obstacle = unread_obstacle(queue, name, group, record, committed)
                 if obstacle is not None:
                     found.append(obstacle)
                     if first_only:
                         return found
         for name, queue in present:
-            known = redriven.get(name, {}).get((name, queue.broker, queue.queue_id), 0)
-            kept = kept_obstacle(queue, name, known)
+            own = redriven.get(name, {}).get((name, queue.broker, queue.queue_id), Progress(0, []))
+            kept = kept_obstacle(queue, name, own.committed, own.acked)
             found += [kept] if kept is not None else []
         return found
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from baton.common.v1 import replicas_pb2
+from baton.common.v1 import queue_pb2, replicas_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
@@ -61,13 +62,34 @@ class HoldingTwin(StorageTwin):
         return storage_pb.QueryHeldResponse(held=self.held)
 
 
+class RedriveTwin(OffsetsTwin):
+    """Has `redriven` offsets of each dead-letter topic acked, on queue 0 of broker-c."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.redriven: dict[str, tuple[int, int]] = {}
+
+    async def QueryGroup(
+        self, request: offsets_pb.QueryGroupRequest, context: Any
+    ) -> offsets_pb.QueryGroupResponse:
+        answer = await super().QueryGroup(request, context)
+        if request.group in self.redriven:
+            first, end = self.redriven[request.group]
+            queue = queue_pb2.QueueRef(topic=request.group, broker="broker-c", queue_id=0)
+            acked = queue_pb2.OffsetRange(first_offset=first, next_offset=end)
+            answer.queues.add(
+                queue=queue_pb2.GroupQueue(group=request.group, queue=queue), acked=[acked]
+            )
+        return answer
+
+
 class RemovalScene:
     """A replica with three brokers, and the topic `flights` with two queues on each."""
 
     def __init__(self, nameserver: Replica, etcd: EtcdSession, address: str) -> None:
         self.nameserver, self.etcd, self.address = nameserver, etcd, address
         self.storage = HoldingTwin()  # type: ignore[abstract]
-        self.offsets = OffsetsTwin()  # type: ignore[abstract]
+        self.offsets = RedriveTwin()  # type: ignore[abstract]
 
     async def register(self, broker: str, **fields: Any) -> None:
         fields = {"contract": CONTRACT} | fields
@@ -354,3 +376,22 @@ async def test_topic_that_is_deleted_meanwhile_does_not_stop_the_others(
 
         monkeypatch.setattr(TopicStore, "update", late)
         assert [one.topic for one in (await scene.remove("broker-c")).moves] == ["flights"]
+
+
+async def test_dead_letters_that_were_all_redriven_do_not_keep_a_broker(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        dead = "%DLQ%readers"
+        await scene.nameserver.create(dead, 3)
+        await scene.nameserver.set_group(dead)
+        scene.storage.ends = {0: (10, 20)}  # retention has removed what was before
+        scene.offsets.redriven = {dead: (10, 19)}
+        obstacles = (await scene.remove("broker-c")).obstacles
+        assert [(one.topic, one.count) for one in obstacles] == [(dead, 1)]
+        scene.offsets.redriven = {dead: (10, 20)}
+
+        async def left() -> bool:
+            return "broker-c" not in await scene.spread(dead)
+
+        await until(left)

@@ -125,13 +125,20 @@ def unread_obstacle(
     )
 
 
-def kept_obstacle(queue: RetiringQueue, topic: str, redriven: int) -> RemovalObstacle | None:
+def kept_obstacle(
+    queue: RetiringQueue, topic: str, redriven: int, ranges: Collection[tuple[int, int]] = ()
+) -> RemovalObstacle | None:
     """Return the obstacle if a queue has dead letters, or messages of unresolved transactions.
 
     Args:
         redriven: Messages below this offset were redriven.
+        ranges: More of them, each from its first to its next offset, ascending, disjoint. After
+            retention has removed messages that were not redriven, all are here.
     """
-    count = queue.next_offset - max(queue.first_offset, redriven)
+    first = max(queue.first_offset, redriven)
+    count = queue.next_offset - first
+    for begin, end in ranges:
+        count -= max(0, min(end, queue.next_offset) - max(begin, first))
     if count <= 0 or not keeps_messages(topic):
         return None
     return RemovalObstacle(
