@@ -18,7 +18,7 @@ from batonmq_server.nameserver.core.queue_moves import gains, spread_off
 from batonmq_server.nameserver.core.removal_obstacle import RemovalObstacle, compacted_obstacle
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic, with_rooms
 from batonmq_server.nameserver.node_drains import check_by
-from batonmq_server.nameserver.queue_move_calls import check_closing
+from batonmq_server.nameserver.queue_move_calls import check_closing, check_contracts
 from batonmq_server.nameserver.removal_proto import obstacle_to_pb
 from batonmq_server.nameserver.retirement import RetirementReader
 from batonmq_server.nameserver.topic_proto import spread_to_pb, topic_from_bytes
@@ -87,6 +87,7 @@ class BrokerRemovals:
                 remedy="Start another broker first.",
                 facts={"broker": broker},
             )
+        check_contracts(self._catalog)
         for topic in self._topics_on(broker):
             if topic.compaction is None:
                 check_closing(self._catalog, topic, spread_off(topic, broker, others))

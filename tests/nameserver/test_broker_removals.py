@@ -16,6 +16,7 @@ import pytest
 
 from baton.common.v1 import queue_pb2, replicas_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
@@ -94,6 +95,18 @@ class RemovalScene:
     async def register(self, broker: str, **fields: Any) -> None:
         fields = {"contract": CONTRACT} | fields
         await register_broker(self.etcd, broker, self.address, **fields)
+
+    async def register_old(self, service: Any, name: str) -> None:
+        """Register a node of a version that does not know closed queues."""
+        node = StoredNode(
+            service=service,
+            node_id=f"{name}-0",
+            address="127.0.0.1:1",
+            contract=CLOSED_QUEUES_CONTRACT - 1,
+        )
+        key = self.etcd.key("nodes", name, f"{name}-0")
+        revision = await self.etcd.put(key, node.SerializeToString())
+        await self.nameserver.runtime.nodes.reached(revision)
 
     async def spread(self, topic: str = "flights") -> dict[str, int]:
         """Return the number of writable queues of a topic by broker."""
@@ -395,3 +408,28 @@ async def test_dead_letters_that_were_all_redriven_do_not_keep_a_broker(
             return "broker-c" not in await scene.spread(dead)
 
         await until(left)
+
+
+async def test_gateway_of_an_earlier_version_keeps_brokers_writable(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        await scene.register_old(pb.SERVICE_KIND_GATEWAY, "gateway")
+        for call in (
+            scene.remove("broker-c"),
+            scene.move(from_broker="broker-c", to_broker="broker-a"),
+        ):
+            error = await refusal(call)
+            assert isinstance(error, InvalidArgument)
+            assert "gateway-0 is of an earlier version" in error.message
+
+
+async def test_nameserver_of_an_earlier_version_is_found_also_if_nothing_has_to_be_closed(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        await scene.nameserver.delete("flights")
+        await scene.register_old(pb.SERVICE_KIND_NAMESERVER, "nameserver")
+        error = await refusal(scene.remove("broker-c"))
+        assert isinstance(error, InvalidArgument)
+        assert "nameserver-0 is of an earlier version" in error.message
