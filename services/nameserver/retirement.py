@@ -18,7 +18,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.rpc import answered, error_from_pb, from_rpc_error
 from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq._core.names import UNRESOLVED_TOPIC
-from batonmq.errors import BatonError, NotServing, Unreachable
+from batonmq.errors import BatonError, NotServing, QueueNotFound, TopicNotFound, Unreachable
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.removal_obstacle import (
     HeldMessages,
@@ -124,8 +124,8 @@ class RetirementReader:
                 try:
                     answer = await call
                     trailer = dict(await call.trailing_metadata())
-                except grpc.aio.AioRpcError as error:
-                    raise from_rpc_error(error) from error
+                except grpc.aio.AioRpcError as failure:
+                    raise from_rpc_error(failure) from failure
                 _check_revision(broker, trailer, revision)
                 for (topic, queue_id), outcome in zip(page, answer.outcomes, strict=True):
                     if outcome.HasField("offsets"):
@@ -133,8 +133,10 @@ class RetirementReader:
                         found[topic].append(
                             RetiringQueue(broker, queue_id, ends.first_offset, ends.next_offset)
                         )
-                    elif revision:
-                        raise error_from_pb(outcome.error)
+                        continue
+                    error = error_from_pb(outcome.error)
+                    if revision or not isinstance(error, (QueueNotFound, TopicNotFound)):
+                        raise error
         return found
 
     async def held(self, broker: str, topic: str = "", revision: int = 0) -> Held:
@@ -315,8 +317,12 @@ class RetirementReader:
     async def _unread(
         self, queues: Mapping[str, Sequence[RetiringQueue]], *, first_only: bool = False
     ) -> list[RemovalObstacle]:
-        """Return who needs messages of queues, which are given by topic."""
+        """Return who needs messages of queues, which are given by topic.
+
+        At most `OBSTACLES_MAX`, or one with `first_only`. Others run between two groups.
+        """
         found: list[RemovalObstacle] = []
+        count_max = 1 if first_only else OBSTACLES_MAX
         redriven: dict[str, dict[QueueKey, Progress]] = {}
         present = [
             (name, queue)
@@ -335,7 +341,7 @@ class RetirementReader:
                 obstacle = unread_obstacle(queue, name, group, record, committed)
                 if obstacle is not None:
                     found.append(obstacle)
-                    if first_only:
+                    if len(found) == count_max:
                         return found
         for name, queue in present:
             own = redriven.get(name, {}).get((name, queue.broker, queue.queue_id), Progress(0, []))

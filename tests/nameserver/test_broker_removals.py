@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from baton.common.v1 import queue_pb2, replicas_pb2
+from baton.common.v1 import error_pb2, queue_pb2, replicas_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
@@ -22,8 +22,10 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.contract import CLOSED_QUEUES_CONTRACT, CONTRACT
+from batonmq._common.rpc import error_to_pb
 from batonmq._core.keyed_queues import TOPICS_REVISION
-from batonmq.errors import InvalidArgument, NoBroker, NotServing
+from batonmq.errors import DataLoss, InvalidArgument, NoBroker, NotServing, QueueNotFound
+from batonmq_server.nameserver import retirement
 from batonmq_server.nameserver.broker_removals import BrokerRemovals
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 from batonmq_server.nameserver.topic_proto import topic_to_bytes
@@ -52,8 +54,19 @@ class HoldingTwin(StorageTwin):
         super().__init__()
         self.held: list[storage_pb.HeldMessages] = []
         self.revision = 1 << 60
+        self.errors: dict[int, error_pb2.Error] = {}
+        """Errors of queues by id."""
         self.asked: list[int] = []
         """For each QueryHeld, the number of answered calls before."""
+
+    async def QueryOffsets(
+        self, request: storage_pb.QueryOffsetsRequest, context: Any
+    ) -> storage_pb.QueryOffsetsResponse:
+        answer = await super().QueryOffsets(request, context)
+        for queue, outcome in zip(request.queues, answer.outcomes, strict=True):
+            if queue.queue_id in self.errors:
+                outcome.error.CopyFrom(self.errors[queue.queue_id])
+        return answer
 
     async def QueryHeld(
         self, request: storage_pb.QueryHeldRequest, context: Any
@@ -433,3 +446,37 @@ async def test_nameserver_of_an_earlier_version_is_found_also_if_nothing_has_to_
         error = await refusal(scene.remove("broker-c"))
         assert isinstance(error, InvalidArgument)
         assert "nameserver-0 is of an earlier version" in error.message
+
+
+async def test_queue_whose_end_is_not_known_keeps_its_broker(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        scene.storage.errors = {1: error_to_pb(DataLoss("damaged"))}
+        await scene.remove("broker-c")
+        (obstacle,) = (await scene.remove("broker-c")).obstacles
+        assert obstacle.kind == pb.REMOVAL_OBSTACLE_KIND_UNREACHABLE
+        assert "damaged" in obstacle.message
+        scene.storage.errors = {1: error_to_pb(QueueNotFound("not known yet"))}
+        (obstacle,) = (await scene.remove("broker-c")).obstacles
+        assert obstacle.kind == pb.REMOVAL_OBSTACLE_KIND_REMOVING
+
+
+async def test_answer_stops_at_its_limit(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[object] = []
+    find = retirement.unread_obstacle
+
+    def counted(*arguments: Any) -> Any:
+        looks.append(arguments)
+        return find(*arguments)
+
+    async with removal_scene(etcd_endpoint, cluster, etcd) as scene:
+        scene.storage.ends = {0: (0, 7), 1: (0, 7)}
+        for name in ("one", "two", "three"):
+            await scene.nameserver.join(name, "member")
+        monkeypatch.setattr(retirement, "OBSTACLES_MAX", 3)
+        monkeypatch.setattr(retirement, "unread_obstacle", counted)
+        answer = await scene.remove("broker-c", execute=False)
+        assert len(answer.obstacles) == len(looks) == 3
