@@ -1,19 +1,22 @@
 """Goal: `baton cluster remove-broker` goes on until the broker is empty, or its records are gone.
 
-Method: the loop of the command, with scripted answers of the nameserver.
+Method: the loop of the command, with scripted answers of the nameserver; a server of an earlier
+version.
 """
 
 from __future__ import annotations
 
 from typing import Any, cast
 
+import grpc
 import pytest
 
 from batonmq.admin.admin import Admin
-from batonmq.admin.queue_moves import BrokerRemovalStep, RemovalObstacle
+from batonmq.admin.queue_moves import BrokerRemovalStep, RemovalObstacle, removal_obstacles
 from batonmq.admin.reports import BrokerRemoval
 from batonmq.cli import queue_moves
 from batonmq.errors import BatonError, InvalidArgument, NoQuorum, NotServing, Unreachable
+from tests.support.grpc_server import serving_at
 
 ADMIN = cast("Admin", None)
 HELD = RemovalObstacle("unread", "t", "b", "g", 0, 1, 0, 0, "unread")
@@ -87,3 +90,12 @@ async def test_command_ends_at_an_error_that_a_retry_does_not_mend(
     with pytest.raises(InvalidArgument):
         await run(monkeypatch, InvalidArgument("x"))
     assert not pauses
+
+
+async def test_nameserver_of_an_earlier_version_does_not_know_what_queues_wait_for() -> None:
+    handler = grpc.method_handlers_generic_handler("baton.nameserver.v1.NameserverService", {})
+    async with (
+        serving_at(lambda server: server.add_generic_rpc_handlers((handler,))) as address,
+        Admin(address) as admin,
+    ):
+        assert await removal_obstacles(admin, "flights") == ()
