@@ -34,7 +34,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def sleep(seconds: float) -> None:
         waited.append(seconds)
 
-    monkeypatch.setattr(queue_moves.asyncio, "sleep", sleep)
+    monkeypatch.setattr("batonmq.cli.queue_moves.asyncio.sleep", sleep)
     return waited
 
 

@@ -27,6 +27,7 @@ from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq.errors import DataLoss, InvalidArgument, NoBroker, NotServing, QueueNotFound
 from batonmq_server.nameserver import retirement
 from batonmq_server.nameserver.broker_removals import BrokerRemovals
+from batonmq_server.nameserver.core.removal_obstacle import unread_obstacle
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 from batonmq_server.nameserver.topic_proto import topic_to_bytes
 from batonmq_server.nameserver.topic_store import TopicStore
@@ -466,7 +467,7 @@ async def test_answer_stops_at_its_limit(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[object] = []
-    find = retirement.unread_obstacle
+    find = unread_obstacle
 
     def counted(*arguments: Any) -> Any:
         looks.append(arguments)
