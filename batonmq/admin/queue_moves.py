@@ -151,15 +151,22 @@ async def spread_queues(admin: Admin, topic: str, *, by: str = "") -> TopicMove:
 async def removal_obstacles(admin: Admin, topic: str) -> tuple[RemovalObstacle, ...]:
     """Return what the retiring queues of a topic wait for; empty if there are none.
 
+    Also empty if the nameserver is of an earlier version, which does not know.
+
     Raises:
         TopicNotFound: The topic does not exist.
     """
-    answer = await admin.ask(
-        lambda limit_s: admin.directory.nameserver().QueryRetiring(
-            pb.QueryRetiringRequest(topic=topic), timeout=limit_s
-        )
-    )
-    return tuple(map(_obstacle_from_pb, answer.obstacles))
+
+    async def ask(limit_s: float) -> pb.QueryRetiringResponse:
+        request = pb.QueryRetiringRequest(topic=topic)
+        try:
+            return await admin.directory.nameserver().QueryRetiring(request, timeout=limit_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return pb.QueryRetiringResponse()
+            raise
+
+    return tuple(map(_obstacle_from_pb, (await admin.ask(ask)).obstacles))
 
 
 async def remove_broker(admin: Admin, broker: str, *, by: str = "") -> BrokerRemovalStep:

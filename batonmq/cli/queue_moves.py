@@ -25,8 +25,10 @@ from batonmq.cli.change_options import by_option, dry_run_option
 from batonmq.cli.command_classes import argument, command
 from batonmq.cli.output import Columns, counted, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
+from batonmq.errors import NoQuorum, NotServing, Unreachable
 
-_POLL_S = 0.5
+_POLL_S, _POLL_S_MAX = 0.5, 5.0
+"""Time between two steps; it doubles up to the maximum, as a step may read much."""
 _MOVE_COLUMNS: Columns = {
     "BROKER": "broker",
     "QUEUES-BEFORE": "before_count",
@@ -155,16 +157,9 @@ async def _cancel(session: CommandSession, broker: str, by: str) -> None:
 
 
 async def _remove(session: CommandSession, broker: str, by: str, wait_s: float) -> None:
-    clock = asyncio.get_running_loop()
-    deadline_s = clock.time() + wait_s
     moves: list[dict[str, Any]] = []
     async with session.admin() as admin:
-        while True:
-            step = await remove_broker(admin, broker, by=by)
-            moves += [asdict(one) for one in step.moves]
-            if not by or not step.obstacles or clock.time() > deadline_s:
-                break
-            await asyncio.sleep(_POLL_S)
+        step = await _steps(admin, broker, by, wait_s, moves)
     state = _state(step, done=bool(by))
     item = {
         "broker": broker,
@@ -183,6 +178,38 @@ async def _remove(session: CommandSession, broker: str, by: str, wait_s: float) 
     session.output.note(_text(broker, state, step))
     if by and step.obstacles:
         session.output.problems([_problem(broker, step.obstacles)])
+    if by and state == "empty" and not step.nodes_up:
+        session.output.problems([f"the records of {broker} are not removed: repeat the command"])
+
+
+async def _steps(
+    admin: Admin, broker: str, by: str, wait_s: float, moves: list[dict[str, Any]]
+) -> BrokerRemovalStep:
+    """Repeat the step until the broker is empty, or forgotten once its nodes are down.
+
+    Args:
+        by: Empty for a dry run, which is one step.
+        moves: Gets what the steps have moved.
+
+    Raises:
+        BatonError: the last step failed; before the end of the time, only without retry advice.
+    """
+    clock = asyncio.get_running_loop()
+    deadline_s, pause_s = clock.time() + wait_s, _POLL_S
+    while True:
+        try:
+            step = await remove_broker(admin, broker, by=by)
+        except (NoQuorum, NotServing, Unreachable):
+            if not by or clock.time() > deadline_s:
+                raise
+        else:
+            moves += [asdict(one) for one in step.moves]
+            forgotten = step.removal is not None and step.removal.forgotten_unix_ms
+            done = not step.obstacles and (step.nodes_up or forgotten)
+            if not by or done or clock.time() > deadline_s:
+                return step
+        await asyncio.sleep(min(pause_s, max(0.0, deadline_s - clock.time())))
+        pause_s = min(2 * pause_s, _POLL_S_MAX)
 
 
 def _state(step: BrokerRemovalStep, *, done: bool) -> str:
@@ -199,6 +226,8 @@ def _text(broker: str, state: str, step: BrokerRemovalStep) -> str:
     if state == "removed":
         return f"{broker} is removed; use another name for a new broker"
     if state == "empty":
+        if not step.nodes_up:
+            return f"{broker} holds nothing that is needed, and no node of it is up"
         nodes = ", ".join(step.nodes_up)
         return (
             f"{broker} holds nothing that is needed: stop its processes ({nodes}), and repeat the "

@@ -12,16 +12,16 @@ from dataclasses import replace
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._core.names import check_broker
-from batonmq.errors import InvalidArgument, NoBroker, NotServing
+from batonmq.errors import InvalidArgument, NoBroker, NotServing, TopicNotFound
 from batonmq_server.nameserver.catalog import REMOVED_PREFIX, Catalog
 from batonmq_server.nameserver.core.queue_moves import gains, spread_off
 from batonmq_server.nameserver.core.removal_obstacle import RemovalObstacle, compacted_obstacle
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic, with_rooms
 from batonmq_server.nameserver.node_drains import check_by
-from batonmq_server.nameserver.queue_move_calls import check_closing
+from batonmq_server.nameserver.queue_move_calls import check_closing, check_contracts
 from batonmq_server.nameserver.removal_proto import obstacle_to_pb
 from batonmq_server.nameserver.retirement import RetirementReader
-from batonmq_server.nameserver.topic_proto import spread_to_pb
+from batonmq_server.nameserver.topic_proto import spread_to_pb, topic_from_bytes
 from batonmq_server.nameserver.topic_store import TopicStore
 from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
 from batonmq_server.runtime.replication.replica_set import decode_record
@@ -48,7 +48,8 @@ class BrokerRemovals:
         if request.cancel:
             return await self._cancel(request)
         removal = self._catalog.removals.get(broker)
-        if removal is not None and removal.forgotten_unix_ms:
+        forgotten = removal is not None and bool(removal.forgotten_unix_ms)
+        if forgotten and not self._topics_on(broker):
             return pb.RemoveBrokerResponse(removal=removal)
         self._check(broker)
         if request.execute and removal is None:
@@ -56,7 +57,7 @@ class BrokerRemovals:
         moves = await self._move_off(request)
         nodes_up = self._nodes_up(broker)
         obstacles = await self._obstacles(broker, up=bool(nodes_up))
-        if request.execute and not obstacles and not nodes_up:
+        if request.execute and not obstacles and not nodes_up and not forgotten:
             await self._forget(broker)
         return pb.RemoveBrokerResponse(
             moves=moves,
@@ -86,6 +87,7 @@ class BrokerRemovals:
                 remedy="Start another broker first.",
                 facts={"broker": broker},
             )
+        check_contracts(self._catalog)
         for topic in self._topics_on(broker):
             if topic.compaction is None:
                 check_closing(self._catalog, topic, spread_off(topic, broker, others))
@@ -131,7 +133,10 @@ class BrokerRemovals:
             if not request.execute:
                 after = change(topic)
             elif len(moves) < MOVES_MAX:
-                after, revision = await self._store.update(topic.name, change)
+                try:
+                    after, revision = await self._store.update(topic.name, change)
+                except TopicNotFound:  # deleted meanwhile
+                    continue
             else:
                 break
             lost = _part(before[0], broker).writable_count
@@ -156,7 +161,11 @@ class BrokerRemovals:
         return compacted + await self._reader.obstacles_on(broker)
 
     async def _forget(self, broker: str) -> None:
-        """Remove the records of a broker without queues and live nodes; note it in the mark."""
+        """Remove the records of a broker without queues and live nodes; note it in the mark.
+
+        Raises:
+            NotServing: the records are still in use.
+        """
         etcd = self._etcd
         key = etcd.key("nodes", REMOVED_PREFIX.rstrip("/"), broker)
         record_key = etcd.key("replicas", "storage", broker)
@@ -165,6 +174,7 @@ class BrokerRemovals:
         drains, _ = await etcd.get_prefix(f"{election}/")
         if mark is None:
             return
+        await self._check_no_queues(broker)
         removal = pb.BrokerRemoval.FromString(mark.value)
         removal.forgotten_unix_ms = etcd.clock.unix_ms()
         absent = [
@@ -179,9 +189,29 @@ class BrokerRemovals:
             put=[Put(key, removal.SerializeToString())],
             delete=[record_key, *(one.key for one in drains)],
         )
-        if revision is not None:
-            await self._catalog.caught_up(nodes=revision)
-            log.info("broker removed broker=%s", broker)
+        if revision is None:
+            raise NotServing(
+                f"the records of {broker} can't be removed yet: a node of it is up, or the lease "
+                "of its last leader has not expired",
+                remedy="Stop its processes, and try again in some seconds.",
+                retry_after_ms=1_000,
+            )
+        await self._catalog.caught_up(nodes=revision)
+        log.info("broker removed broker=%s", broker)
+
+    async def _check_no_queues(self, broker: str) -> None:
+        """Return if etcd has no topic with queues on the broker; the mirror may lag.
+
+        Raises:
+            NotServing: a nameserver that did not have the mark yet has given it some.
+        """
+        entries, _ = await self._etcd.get_prefix("topics/")
+        for entry in entries:
+            topic = topic_from_bytes(entry.value)
+            if any(part.broker == broker for part in topic.spread):
+                raise NotServing(
+                    f"{broker} has got queues of topic {topic.name} meanwhile", retry_after_ms=500
+                )
 
     async def _cancel(self, request: pb.RemoveBrokerRequest) -> pb.RemoveBrokerResponse:
         broker = request.broker

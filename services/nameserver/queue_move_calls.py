@@ -105,15 +105,31 @@ def check_closing(catalog: Catalog, before: Topic, spread: Collection[QueueSprea
     closing = {part.broker for part in spread if part.closed} - closed
     if not closing:
         return
+    check_contracts(catalog, closing)
+
+
+def check_contracts(catalog: Catalog, closing: Collection[str] = ()) -> None:
+    """Return if every node knows what it has to know of brokers that get no more messages.
+
+    These are nameservers; if brokers are closed in a topic, also gateways, which are producers, and
+    the nodes of these brokers.
+
+    Raises:
+        InvalidArgument: a node is of an earlier version.
+    """
     for node in catalog.nodes()[0]:
-        concerned = node.service == pb.SERVICE_KIND_NAMESERVER or (
-            node.service == pb.SERVICE_KIND_STORAGE
-            and (node.replica_set or node.node_id) in closing
+        concerned = (
+            node.service == pb.SERVICE_KIND_NAMESERVER
+            or (bool(closing) and node.service == pb.SERVICE_KIND_GATEWAY)
+            or (
+                node.service == pb.SERVICE_KIND_STORAGE
+                and (node.replica_set or node.node_id) in closing
+            )
         )
         if concerned and node.contract < CLOSED_QUEUES_CONTRACT:
             raise InvalidArgument(
-                f"{node.node_id} is of an earlier version, which can't close all queues of a topic "
-                "on a broker",
-                remedy="Upgrade all nameservers and all nodes of the broker first.",
+                f"{node.node_id} is of an earlier version, which does not know brokers that get no "
+                "more messages",
+                remedy="Upgrade all nameservers, all gateways and all nodes of the broker first.",
                 facts={"field": "from_broker"},
             )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import grpc.aio
 
@@ -16,7 +18,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.rpc import answered, error_from_pb, from_rpc_error
 from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq._core.names import UNRESOLVED_TOPIC
-from batonmq.errors import BatonError, NotServing, Unreachable
+from batonmq.errors import BatonError, NotServing, QueueNotFound, TopicNotFound, Unreachable
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.removal_obstacle import (
     HeldMessages,
@@ -35,8 +37,33 @@ from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 
 CALL_TIMEOUT_S = 5
 OBSTACLES_MAX = 1_000
+PAUSE_FACTOR = 10
+"""A broker is not asked again for this many times the time that its last answer took."""
 QUEUES_MAX = 2_000
 """Queues of one request to a broker; a topic has at most half of them."""
+
+
+Held = tuple[dict[str, HeldMessages], list[HeldOutputs]]
+
+
+class Progress(NamedTuple):
+    """Committed offset of a queue, and ranges of acked offsets beyond it, at most 1,000."""
+
+    committed: int
+    acked: Sequence[tuple[int, int]]
+
+
+class SharedHeld:
+    """What brokers hold, asked of each once, for several topics.
+
+    Every topic is confirmed before the first broker is asked: so the broker knew of each that it
+    takes no more messages there, and what it holds of it did not grow after the answer.
+    """
+
+    def __init__(self) -> None:
+        self.confirmed: dict[str, set[str]] = defaultdict(set)
+        """Addresses at which a broker has confirmed topics."""
+        self.answers: dict[str, Held] = {}
 
 
 class RetirementReader:
@@ -55,20 +82,24 @@ class RetirementReader:
         connect: Callable[[str], grpc.aio.Channel],
     ) -> None:
         self._catalog, self._offsets, self._connect = catalog, offsets, connect
+        self._ask_again_s: dict[str, float] = {}
 
-    async def committed(self, group: str) -> dict[QueueKey, int]:
-        """Return the group's committed offsets by topic, broker and queue id."""
+    async def progress(self, group: str) -> dict[QueueKey, Progress]:
+        """Return the group's progress by topic, broker and queue id."""
         request = offsets_pb.QueryGroupRequest(group=group)
-        committed: dict[QueueKey, int] = {}
+        progress: dict[QueueKey, Progress] = {}
         while True:
             call = self._offsets(group).QueryGroup(request, timeout=CALL_TIMEOUT_S)
             answer = await answered(call)
             for entry in answer.queues:
                 queue = entry.queue.queue
-                committed[queue.topic, queue.broker, queue.queue_id] = entry.committed_offset
+                progress[queue.topic, queue.broker, queue.queue_id] = Progress(
+                    entry.committed_offset,
+                    [(one.first_offset, one.next_offset) for one in entry.acked],
+                )
             request.page_token = answer.next_page_token
             if not request.page_token:
-                return committed
+                return progress
 
     async def extents(
         self, broker: str, queues: Sequence[tuple[str, int]], revision: int = 0
@@ -93,8 +124,8 @@ class RetirementReader:
                 try:
                     answer = await call
                     trailer = dict(await call.trailing_metadata())
-                except grpc.aio.AioRpcError as error:
-                    raise from_rpc_error(error) from error
+                except grpc.aio.AioRpcError as failure:
+                    raise from_rpc_error(failure) from failure
                 _check_revision(broker, trailer, revision)
                 for (topic, queue_id), outcome in zip(page, answer.outcomes, strict=True):
                     if outcome.HasField("offsets"):
@@ -102,13 +133,13 @@ class RetirementReader:
                         found[topic].append(
                             RetiringQueue(broker, queue_id, ends.first_offset, ends.next_offset)
                         )
-                    elif revision:
-                        raise error_from_pb(outcome.error)
+                        continue
+                    error = error_from_pb(outcome.error)
+                    if revision or not isinstance(error, (QueueNotFound, TopicNotFound)):
+                        raise error
         return found
 
-    async def held(
-        self, broker: str, topic: str = "", revision: int = 0
-    ) -> tuple[dict[str, HeldMessages], list[HeldOutputs]]:
+    async def held(self, broker: str, topic: str = "", revision: int = 0) -> Held:
         """Return what a broker holds beside the messages of its queues, by topic, and outputs.
 
         Args:
@@ -150,30 +181,80 @@ class RetirementReader:
                 if not request.position:
                     return held, outputs
 
-    async def obstacles_of(
-        self, topic: Topic, revision: int, *, first_only: bool = False
-    ) -> list[RemovalObstacle]:
+    async def obstacles_of(self, topic: Topic, revision: int) -> list[RemovalObstacle]:
         """Return what the retiring queues of a topic wait for.
-
-        Args:
-            first_only: Stop after the first group with messages to read.
 
         Raises:
             BatonError: a service does not answer.
         """
         found: list[RemovalObstacle] = []
-        queues: list[RetiringQueue] = []
         for part in topic.spread:
             if part.closed:
-                found += await self._held_by(topic, part, revision)
+                held = await self.held(part.broker, topic.name, revision)
+                found += await self._held_by(topic, part, held)
+        queues = await self._retiring(topic, revision)
+        found += await self._unread({topic.name: queues})
+        return found[:OBSTACLES_MAX]
+
+    async def first_unread(
+        self, topic: Topic, revision: int, shared: SharedHeld
+    ) -> RemovalObstacle | None:
+        """Return the first message that is needed in the retiring queues of a topic.
+
+        The brokers of its closed queues confirm the topic in `shared`.
+
+        Raises:
+            BatonError: a service does not answer.
+        """
+        closed = [part.broker for part in topic.spread if part.closed]
+        addresses = {broker: self._address(broker) for broker in closed}
+        queues = await self._retiring(topic, revision)
+        for broker, address in addresses.items():
+            shared.confirmed[broker].add(address)
+        return next(iter(await self._unread({topic.name: queues}, first_only=True)), None)
+
+    async def first_obstacle(
+        self, topic: Topic, revision: int, shared: SharedHeld
+    ) -> RemovalObstacle | None:
+        """Return the first thing that a topic's retiring queues wait for, beside their messages.
+
+        Args:
+            shared: The topic was confirmed in it before any broker was asked.
+
+        Raises:
+            NotServing: a broker holds much, and is not asked again yet.
+            BatonError: a service does not answer.
+        """
+        for part in topic.spread:
+            if part.closed:
+                held = await self._held_once(part.broker, shared)
+                if found := await self._held_by(topic, part, held):
+                    return found[0]
+        # What was delivered since is in the queues now.
+        return await self.first_unread(topic, revision, shared)
+
+    async def _held_once(self, broker: str, shared: SharedHeld) -> Held:
+        if broker not in shared.answers:
+            loop = asyncio.get_running_loop()
+            begin_s = loop.time()
+            if begin_s < self._ask_again_s.get(broker, 0):
+                raise NotServing(f"{broker} holds much, and is not asked again yet")
+            if shared.confirmed[broker] != {self._address(broker)}:
+                raise NotServing(f"broker {broker} has another leader since")
+            held = await self.held(broker)
+            self._ask_again_s[broker] = loop.time() + PAUSE_FACTOR * (loop.time() - begin_s)
+            shared.answers[broker] = held
+        return shared.answers[broker]
+
+    async def _retiring(self, topic: Topic, revision: int) -> list[RetiringQueue]:
+        """Return the retiring queues of a topic, whose offsets are final."""
+        queues: list[RetiringQueue] = []
+        for part in topic.spread:
             if part.writable_count < part.queue_count:
                 ids = range(part.writable_count, part.queue_count)
                 own = [(topic.name, queue_id) for queue_id in ids]
                 queues += (await self.extents(part.broker, own, revision))[topic.name]
-        if found and first_only:
-            return found
-        found += await self._unread({topic.name: queues}, first_only=first_only)
-        return found[:OBSTACLES_MAX]
+        return queues
 
     async def obstacles_on(self, broker: str) -> list[RemovalObstacle]:
         """Return what a broker holds that is still needed; services may not answer."""
@@ -212,10 +293,10 @@ class RetirementReader:
         return found + await self._unread(await self.extents(broker, queues))
 
     async def _held_by(
-        self, topic: Topic, part: QueueSpread, revision: int
+        self, topic: Topic, part: QueueSpread, answer: Held
     ) -> list[RemovalObstacle]:
         """Return what keeps the last queues of a topic on a broker, beside their messages."""
-        held, outputs = await self.held(part.broker, topic.name, revision)
+        held, outputs = answer
         found = held_obstacles(topic.name, part.broker, held.get(topic.name, HeldMessages()))
         if topic.name == UNRESOLVED_TOPIC:  # any open transaction may end there
             for name, each in held.items():
@@ -227,15 +308,22 @@ class RetirementReader:
         self, broker: str, outputs: Collection[HeldOutputs]
     ) -> list[RemovalObstacle]:
         groups = self._catalog.groups.keys() & {one.group for one in outputs}
-        committed = {name: await self.committed(name) for name in sorted(groups)}
+        committed: dict[str, dict[QueueKey, int]] = {}
+        for name in sorted(groups):
+            progress = await self.progress(name)
+            committed[name] = {key: one.committed for key, one in progress.items()}
         return output_obstacles(broker, outputs, committed)
 
     async def _unread(
         self, queues: Mapping[str, Sequence[RetiringQueue]], *, first_only: bool = False
     ) -> list[RemovalObstacle]:
-        """Return who needs messages of queues, which are given by topic."""
+        """Return who needs messages of queues, which are given by topic.
+
+        At most `OBSTACLES_MAX`, or one with `first_only`. Others run between two groups.
+        """
         found: list[RemovalObstacle] = []
-        redriven: dict[str, dict[QueueKey, int]] = {}
+        count_max = 1 if first_only else OBSTACLES_MAX
+        redriven: dict[str, dict[QueueKey, Progress]] = {}
         present = [
             (name, queue)
             for name, each in queues.items()
@@ -243,20 +331,21 @@ class RetirementReader:
             if queue.first_offset < queue.next_offset
         ]
         for group in sorted(self._catalog.groups) if present or first_only else ():
-            committed = await self.committed(group)
+            progress = await self.progress(group)
             record = self._catalog.groups.get(group)
             if group in queues:
-                redriven[group] = committed
+                redriven[group] = progress
             for name, queue in present:
-                known = committed.get((name, queue.broker, queue.queue_id))
-                obstacle = unread_obstacle(queue, name, group, record, known)
+                known = progress.get((name, queue.broker, queue.queue_id))
+                committed = known.committed if known is not None else None
+                obstacle = unread_obstacle(queue, name, group, record, committed)
                 if obstacle is not None:
                     found.append(obstacle)
-                    if first_only:
+                    if len(found) == count_max:
                         return found
         for name, queue in present:
-            known = redriven.get(name, {}).get((name, queue.broker, queue.queue_id), 0)
-            kept = kept_obstacle(queue, name, known)
+            own = redriven.get(name, {}).get((name, queue.broker, queue.queue_id), Progress(0, []))
+            kept = kept_obstacle(queue, name, own.committed, own.acked)
             found += [kept] if kept is not None else []
         return found
 

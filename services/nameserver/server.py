@@ -72,7 +72,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     ) -> pb.EnsureUnresolvedTopicResponse:
         """See the proto."""
         self._catalog.check_ready()
-        await self._system_topics.ensure_unresolved()
+        await self._system_topics.ensure_unresolved(request.broker)
         return pb.EnsureUnresolvedTopicResponse()
 
     async def UpdateTopic(

@@ -60,20 +60,25 @@ class SystemTopics:
                 interval_s = FIRST_INTERVAL_S
             await asyncio.sleep(interval_s)
 
-    async def ensure_unresolved(self) -> None:
+    async def ensure_unresolved(self, broker: str = "") -> None:
         """Create the topic of unresolved messages, or extend it to every broker.
 
         It exists only in clusters that have discarded a transaction.
 
+        Args:
+            broker: The broker that asks; it gets a queue also while it is being removed, as its
+                last transactions may be discarded then.
+
         Raises:
             NoBroker, NoQuorum, Overloaded, OffsetsUnreachable: it is not created.
         """
-        await self._check(UNRESOLVED_TOPIC, 1)
+        await self._check(UNRESOLVED_TOPIC, 1, broker)
 
-    async def _check(self, name: str, queue_count: int) -> None:
+    async def _check(self, name: str, queue_count: int, asker: str = "") -> None:
         brokers, topic = self._catalog.placement_rooms, self._catalog.topics.get(name)
-        if name == UNRESOLVED_TOPIC:  # also a broker that is being removed discards transactions
-            brokers = self._catalog.rooms
+        removal = self._catalog.removals.get(asker)
+        if removal is not None and not removal.forgotten_unix_ms and asker in self._catalog.rooms:
+            brokers = brokers | {asker: self._catalog.rooms[asker]}
         if topic is None:
             if name in ON_EVERY_BROKER:
                 queue_count = max(queue_count, len(brokers))

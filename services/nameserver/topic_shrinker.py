@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from batonmq.errors import BatonError
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.topic_resize import without_retiring_queues
-from batonmq_server.nameserver.retirement import RetirementReader
+from batonmq_server.nameserver.core.topics import Topic
+from batonmq_server.nameserver.retirement import RetirementReader, SharedHeld
 from batonmq_server.nameserver.topic_store import TopicStore
 
 log = logging.getLogger(__name__)
@@ -36,28 +38,45 @@ class TopicShrinker:
             self._logged = {
                 name: reason for name, reason in self._logged.items() if name in shrinking
             }
-            for name in shrinking:
-                try:
-                    await self._finish(name)
-                except BatonError as error:
-                    self._log_reason(name, f"{error.reason}: {error.message}")
+            if shrinking:
+                await self._check(shrinking)
             await asyncio.sleep(self._interval_ms / 1000)
 
-    async def _finish(self, name: str) -> None:
-        """Remove the topic's retiring queues if nothing in them or for them is needed.
+    async def _check(self, names: Sequence[str]) -> None:
+        """Remove the retiring queues of each topic, if nothing in them or for them is needed.
 
-        Raises:
-            BatonError: a service does not answer.
+        Every queue is looked at first; a broker is asked once what else it holds, and only if a
+        topic waits for nothing but that.
         """
-        entry = await self._store.read(name)
-        if entry is None or not entry[0].shrinking:
-            return
-        topic, revision = entry
-        obstacles = await self._reader.obstacles_of(topic, revision, first_only=True)
-        if obstacles:
-            self._log_reason(name, obstacles[0].message)
-        elif await self._store.replace(without_retiring_queues(topic), revision):
-            log.info("retiring queues removed topic=%s queues=%d", name, topic.queue_count)
+        shared = SharedHeld()
+        read: list[tuple[Topic, int]] = []
+        for name in names:
+            try:
+                entry = await self._store.read(name)
+                if entry is None or not entry[0].shrinking:
+                    continue
+                obstacle = await self._reader.first_unread(*entry, shared)
+                if obstacle is not None:
+                    self._log_reason(name, obstacle.message)
+                elif any(part.closed for part in entry[0].spread):
+                    read.append(entry)
+                else:
+                    await self._remove(*entry)
+            except BatonError as error:
+                self._log_reason(name, f"{error.reason}: {error.message}")
+        for topic, revision in read:
+            try:
+                obstacle = await self._reader.first_obstacle(topic, revision, shared)
+                if obstacle is not None:
+                    self._log_reason(topic.name, obstacle.message)
+                else:
+                    await self._remove(topic, revision)
+            except BatonError as error:
+                self._log_reason(topic.name, f"{error.reason}: {error.message}")
+
+    async def _remove(self, topic: Topic, revision: int) -> None:
+        if await self._store.replace(without_retiring_queues(topic), revision):
+            log.info("retiring queues removed topic=%s queues=%d", topic.name, topic.queue_count)
 
     def _log_reason(self, name: str, reason: str) -> None:
         """Log why retiring queues are not removed yet, each time the reason changes."""

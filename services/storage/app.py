@@ -310,7 +310,7 @@ async def _environment(
     )
 
     async def ensure_unresolved() -> None:
-        request = nameserver_pb.EnsureUnresolvedTopicRequest()
+        request = nameserver_pb.EnsureUnresolvedTopicRequest(broker=settings.broker_name)
         try:
             await nameserver.stub().EnsureUnresolvedTopic(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:

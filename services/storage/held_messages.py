@@ -13,12 +13,15 @@ from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.outputs import SourceOutputs
 from batonmq_server.storage.core.scan import HEAD_BYTES_MAX
 from batonmq_server.storage.core.schedule import read_scheduled_topic
-from batonmq_server.storage.core.transactions import HalfMessage
-from batonmq_server.storage.transaction_server import read_by_position
+from batonmq_server.storage.core.transactions import read_half_head
 
-SCHEDULED_MAX = 1_000
-"""Scheduled batches of a page: each takes a short read of the log."""
+SCHEDULED_MAX = 10_000
+"""Scheduled batches of a page: each takes a short read of the log. The search for a page looks at
+the position of every scheduled batch, so a page has many.
+"""
 TRANSACTIONS_MAX = 100
+READS_MAX = 100
+"""Reads of the log without a pause for others."""
 
 
 async def held_messages(appender: Appender, position: int) -> pb.QueryHeldResponse:
@@ -33,11 +36,13 @@ async def held_messages(appender: Appender, position: int) -> pb.QueryHeldRespon
     appender.flusher.check()
     appender.role.rejection()  # raises on a follower
     by_topic: dict[str, pb.HeldMessages] = defaultdict(pb.HeldMessages)
-    answer = pb.QueryHeldResponse(next_position=_count_scheduled(appender, position, by_topic))
+    answer = pb.QueryHeldResponse(
+        next_position=await _count_scheduled(appender, position, by_topic)
+    )
     if not position:
         await _count_transactions(appender, by_topic)
         for source, state in appender.store.outputs.sources():
-            answer.outputs.extend(_outputs(appender, source, state))
+            answer.outputs.extend(await _outputs(appender, source, state))
             await asyncio.sleep(0)
     for topic, held in sorted(by_topic.items()):
         held.topic = topic
@@ -48,15 +53,23 @@ async def held_messages(appender: Appender, position: int) -> pb.QueryHeldRespon
     return answer
 
 
-def _count_scheduled(
+async def _count_scheduled(
     appender: Appender, position: int, by_topic: dict[str, pb.HeldMessages]
 ) -> int:
-    """Count a page of the scheduled batches; return where the next page begins, 0 for none."""
+    """Count a page of the scheduled batches; return where the next page begins, 0 for none.
+
+    A batch that the log moves to its end meanwhile may be counted twice.
+    """
     store = appender.store
     waiting = store.schedule.waiting.by_position(position, SCHEDULED_MAX)
-    for one in waiting:
+    for number, one in enumerate(waiting, 1):
+        if not number % READS_MAX:
+            await asyncio.sleep(0)
+        present = store.schedule.waiting.position(one.key)
+        if present is None:
+            continue  # delivered meanwhile
         try:
-            topic = read_scheduled_topic(store.log, one.position)
+            topic = read_scheduled_topic(store.log, present)
         except DataLoss:
             topic = ""  # it is withdrawn when it is due
         held = by_topic[topic]
@@ -71,17 +84,21 @@ async def _count_transactions(appender: Appender, by_topic: dict[str, pb.HeldMes
     """Count the open transactions; those that end meanwhile may count."""
     after_id = -1
     while page := appender.store.transactions.open.page(after_id, TRANSACTIONS_MAX):
-        for half in read_by_position(appender, page).values():
-            held = by_topic[read_header(half.batch).topic if isinstance(half, HalfMessage) else ""]
+        for one in page:
+            try:
+                topic, begin_unix_ms = read_half_head(appender.store.log, one.position)
+            except DataLoss:
+                topic, begin_unix_ms = "", 0
+            held = by_topic[topic]
             held.transaction_count += 1
-            if isinstance(half, HalfMessage):
-                first = held.first_begin_unix_ms or half.begin_unix_ms
-                held.first_begin_unix_ms = min(first, half.begin_unix_ms)
+            if begin_unix_ms:
+                first = held.first_begin_unix_ms or begin_unix_ms
+                held.first_begin_unix_ms = min(first, begin_unix_ms)
         after_id = page[-1].transaction_id
         await asyncio.sleep(0)
 
 
-def _outputs(
+async def _outputs(
     appender: Appender, source: OutputSource, state: SourceOutputs
 ) -> list[pb.HeldOutputs]:
     """Return the outputs of a source by topic."""
@@ -89,7 +106,9 @@ def _outputs(
     for one in state.stored():
         last[one.position] = max(one.offset, last.get(one.position, 0))
     by_topic: dict[str, int] = {}
-    for position, offset in last.items():
+    for number, (position, offset) in enumerate(last.items(), 1):
+        if not number % READS_MAX:
+            await asyncio.sleep(0)
         try:
             topic = read_header(appender.store.log.read(position, HEAD_BYTES_MAX)).topic
         except BatonError:

@@ -48,6 +48,24 @@ def test_messages_that_need_an_operator_are_an_obstacle_until_they_are_redriven(
     assert kept_obstacle(QUEUE, topic, 20) is None
 
 
+def test_dead_letters_that_were_redriven_after_retention_removed_others_are_no_obstacle() -> None:
+    assert kept_obstacle(QUEUE, DEAD, 0, [(10, 20)]) is None
+    found = kept_obstacle(QUEUE, DEAD, 12, [(5, 14), (16, 30)])
+    assert found is not None
+    assert found.count == 2
+
+
+def test_remedy_of_unresolved_messages_is_to_read_them_as_the_group_of_the_same_name() -> None:
+    unresolved = "BATON_SYS_UNRESOLVED"
+    found = kept_obstacle(QUEUE, unresolved, 0)
+    assert found is not None
+    assert f"baton consume {unresolved} --group {unresolved} --from first" in found.message
+    assert "redrive" not in found.message
+    assert "delete" not in found.message, "a topic of the system can't be deleted"
+    assert kept_obstacle(QUEUE, unresolved, 20) is None
+    assert unread_obstacle(QUEUE, unresolved, unresolved, group("c"), 15) is None
+
+
 def test_messages_that_no_group_reads_are_no_obstacle() -> None:
     assert kept_obstacle(QUEUE, "t", 0) is None
 

@@ -108,6 +108,14 @@ class DelayQueueMachine(RuleBasedStateMachine):
         entries = sorted((at, key) for key, at in everything.items() if at < limit)[:count]
         assert self.levels.before(limit, count) == [DelayedBatch(*key, at) for at, key in entries]
 
+    @rule(part=st.floats(0, 1), count=st.integers(1, 5))
+    def look_from(self, part: float, count: int) -> None:
+        begin = int(self.next_position * part)
+        everything = self.waiting | self.taken
+        entries = sorted((at, key) for key, at in everything.items() if at >= begin)[:count]
+        found = self.levels.by_position(begin, count)
+        assert found == [DelayedBatch(*key, at) for at, key in entries]
+
     @invariant()
     def agrees(self) -> None:
         everything = self.waiting | self.taken

@@ -38,6 +38,7 @@ from batonmq_server.storage.core.transactions import (
     encode_half,
     encode_marks,
     ended_by,
+    read_half_head,
     read_halves,
 )
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS
@@ -106,6 +107,8 @@ class LogMachine(RuleBasedStateMachine):
         sync(self.store)
         (found,) = read_halves(self.store.log, [self.open[name][0]])
         assert isinstance(found, HalfMessage)
+        head = read_half_head(self.store.log, self.open[name][0])
+        assert head == (read_header(found.batch).topic, found.begin_unix_ms)
         return found
 
     @rule(choice=st.integers(0, 99))

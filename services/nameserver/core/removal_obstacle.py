@@ -125,15 +125,29 @@ def unread_obstacle(
     )
 
 
-def kept_obstacle(queue: RetiringQueue, topic: str, redriven: int) -> RemovalObstacle | None:
+def kept_obstacle(
+    queue: RetiringQueue, topic: str, redriven: int, ranges: Collection[tuple[int, int]] = ()
+) -> RemovalObstacle | None:
     """Return the obstacle if a queue has dead letters, or messages of unresolved transactions.
 
     Args:
-        redriven: Messages below this offset were redriven.
+        redriven: Messages below this offset were redriven, or read by the group that has the name
+            of the topic of unresolved messages.
+        ranges: More of them, each from its first to its next offset, ascending, disjoint. After
+            retention has removed messages that were not redriven, all are here.
     """
-    count = queue.next_offset - max(queue.first_offset, redriven)
+    first = max(queue.first_offset, redriven)
+    count = queue.next_offset - first
+    for begin, end in ranges:
+        count -= max(0, min(end, queue.next_offset) - max(begin, first))
     if count <= 0 or not keeps_messages(topic):
         return None
+    remedy = (
+        f"save them with `baton consume {topic} --group {topic} --from first`: what this group has "
+        "read is not waited for"
+        if topic == UNRESOLVED_TOPIC
+        else "redrive them with `baton dlq redrive`, delete the topic"
+    )
     return RemovalObstacle(
         kind=ObstacleKind.DEAD_LETTERS,
         topic=topic,
@@ -141,8 +155,7 @@ def kept_obstacle(queue: RetiringQueue, topic: str, redriven: int) -> RemovalObs
         queue_id=queue.queue_id,
         count=count,
         message=f"queue {queue.queue_id} of topic {topic} on {queue.broker} keeps messages that "
-        "need an operator: redrive them with `baton dlq redrive`, delete the topic, or wait for "
-        "the end of their retention time",
+        f"need an operator: {remedy}, or wait for the end of their retention time",
     )
 
 

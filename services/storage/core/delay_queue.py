@@ -160,10 +160,7 @@ class DelayQueue:
 
     def by_position(self, position: int, count_max: int) -> list[DelayedBatch]:
         """Return the entries stored at or after a position, ascending by position."""
-        rows = self.snapshot().rows()
-        rows = rows[rows["position"] >= position]
-        order = np.argsort(rows["position"], kind="stable")[:count_max]
-        return [DelayedBatch(*row) for row in rows[order].tolist()]
+        return self.snapshot().by_position(position, count_max)
 
     def snapshot(self) -> DelaySnapshot:
         """Return a snapshot of all entries."""
@@ -288,6 +285,30 @@ class DelaySnapshot:
         rows["schedule_id"] = np.frombuffer(self.ids, np.int64)[kept]
         rows["position"] = positions[kept]
         return np.concatenate([np.array(self.loose, _ROW), rows])
+
+    def by_position(self, position: int, count_max: int) -> list[DelayedBatch]:
+        """Return the entries stored at or after a position, ascending by position.
+
+        Only what is returned is sorted.
+        """
+        loose = np.array([entry[2] for entry in self.loose], np.int64)
+        positions = np.concatenate([loose, np.frombuffer(self.positions, np.int64)])
+        found = np.flatnonzero(positions >= max(position, 0))
+        if len(found) > count_max:
+            found = found[np.argpartition(positions[found], count_max - 1)[:count_max]]
+        found = found[np.argsort(positions[found])]
+        stored = found - len(loose)
+        bucket_ends = np.cumsum(np.array(self.counts, np.int64))
+        after_ms, ids = np.frombuffer(self.after_ms, np.uint16), np.frombuffer(self.ids, np.int64)
+        entries: list[DelayedBatch] = []
+        for at, index in zip(found.tolist(), stored.tolist(), strict=True):
+            if index < 0:
+                entries.append(DelayedBatch(*self.loose[at]))
+                continue
+            bucket = int(np.searchsorted(bucket_ends, index, side="right"))
+            deliver_unix_ms = self.begins_unix_ms[bucket] + int(after_ms[index])
+            entries.append(DelayedBatch(deliver_unix_ms, int(ids[index]), int(positions[at])))
+        return entries
 
     def encode(self) -> bytes:
         """Return 24 bytes per entry, for `DelayQueue.restore`."""

@@ -17,13 +17,16 @@ from enum import IntEnum
 from batonmq._core.names import UNRESOLVED_TOPIC
 from batonmq._core.records import (
     BODY_BYTES_MAX,
+    RECORD,
     STORED_PROPERTIES_BYTES_MAX,
     BatchBuilder,
     Header,
     Message,
+    column_starts,
     decode_records,
     encode_record,
     read_header,
+    read_topic,
 )
 from batonmq._core.transactions import COMMITTED_PRODUCER_ID, DISCARDED_PRODUCER_ID
 from batonmq.errors import BadBatch, BatonError, DataLoss, LimitExceeded
@@ -32,6 +35,7 @@ from batonmq_server.storage.core.open_transactions import OpenTransaction, OpenT
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
 from batonmq_server.storage.core.schedule import (
     SCHEDULED_BYTES_MAX,
+    SCHEDULED_HEAD_BYTES_MAX,
     TOPIC_ID,
     delivered_key,
     delivery,
@@ -50,6 +54,8 @@ COMMITTED_FROM, DISCARDED_FROM = -COMMITTED_PRODUCER_ID, -DISCARDED_PRODUCER_ID
 """Delivery times of the keys that name a transaction: no scheduled batch has such a time."""
 ENVELOPE = struct.Struct(">qqqIBB")
 _MARK = struct.Struct(">BqIB")
+GROUP_BYTES_MAX = 255
+"""The envelope has the length of the group in one byte."""
 ENDED_MAX = 65_536
 """Number of ended transactions whose outcome is remembered."""
 _ENDED_COUNT, _ENDED = struct.Struct(">I"), struct.Struct(">qqB")
@@ -385,3 +391,24 @@ def read_halves(log: CommitLog, positions: Sequence[int]) -> Iterator[HalfMessag
             yield decode_half(*stored)
         except BatonError as error:
             yield DataLoss(f"the half message at {stored[0].position} is damaged: {error}")
+
+
+def read_half_head(log: CommitLog, position: int) -> tuple[str, int]:
+    """Return topic and begin, Unix milliseconds, of a half message; read nothing else.
+
+    Checksums are not checked, as that needs the whole batch.
+
+    Raises:
+        DataLoss: there is no half message, or the log is damaged there.
+    """
+    try:
+        head = log.read(position, SCHEDULED_HEAD_BYTES_MAX + ENVELOPE.size + GROUP_BYTES_MAX)
+        header = read_header(head)
+        if (header.position, header.topic_id, header.queue_id) == (position, TOPIC_ID, HALF):
+            records_at = column_starts(header).extra_keys + 8 * header.extra_key_count
+            content = head[records_at + RECORD.size :]
+            envelope = ENVELOPE.unpack_from(content)
+            return read_topic(content[ENVELOPE.size + envelope[-1] :]), envelope[2]
+    except (BatonError, struct.error) as error:
+        raise DataLoss(f"the half message at {position} is damaged: {error}") from error
+    raise DataLoss(f"there is no half message at position {position}")

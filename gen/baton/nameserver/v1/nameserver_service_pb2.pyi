@@ -845,12 +845,19 @@ class EnsureUnresolvedTopicRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    BROKER_FIELD_NUMBER: _builtins.int
+    broker: _builtins.str
+    """The broker that calls. One that is being removed gets a queue only if it calls itself, and one
+    that was removed gets none. Empty from earlier versions.
+    """
     def __init__(
         self,
+        *,
+        broker: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -185,7 +185,8 @@ class NameserverServiceServicer:
 
     def EnsureUnresolvedTopic(self, request, context):
         """Creates the topic BATON_SYS_UNRESOLVED with a queue on every registered broker, or adds queues on
-        brokers that have none. A broker calls it before it discards a transaction.
+        brokers that have none; see `broker` for those that are being removed. A broker calls it before it
+        discards a transaction.
 
         Statuses: FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
         NOT_SERVING, OFFSETS_UNREACHABLE).

@@ -43,7 +43,8 @@ class NameserverServiceStub:
     """
     EnsureUnresolvedTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.EnsureUnresolvedTopicRequest, _nameserver_service_pb2.EnsureUnresolvedTopicResponse]
     """Creates the topic BATON_SYS_UNRESOLVED with a queue on every registered broker, or adds queues on
-    brokers that have none. A broker calls it before it discards a transaction.
+    brokers that have none; see `broker` for those that are being removed. A broker calls it before it
+    discards a transaction.
 
     Statuses: FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
     NOT_SERVING, OFFSETS_UNREACHABLE).
@@ -251,7 +252,8 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     """
     EnsureUnresolvedTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.EnsureUnresolvedTopicRequest, _nameserver_service_pb2.EnsureUnresolvedTopicResponse]  # type: ignore[assignment]
     """Creates the topic BATON_SYS_UNRESOLVED with a queue on every registered broker, or adds queues on
-    brokers that have none. A broker calls it before it discards a transaction.
+    brokers that have none; see `broker` for those that are being removed. A broker calls it before it
+    discards a transaction.
 
     Statuses: FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
     NOT_SERVING, OFFSETS_UNREACHABLE).
@@ -468,7 +470,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.EnsureUnresolvedTopicResponse, _abc.Awaitable[_nameserver_service_pb2.EnsureUnresolvedTopicResponse]]:
         """Creates the topic BATON_SYS_UNRESOLVED with a queue on every registered broker, or adds queues on
-        brokers that have none. A broker calls it before it discards a transaction.
+        brokers that have none; see `broker` for those that are being removed. A broker calls it before it
+        discards a transaction.
 
         Statuses: FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
         NOT_SERVING, OFFSETS_UNREACHABLE).
