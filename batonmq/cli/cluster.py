@@ -45,7 +45,8 @@ commands = LazyGroup(
         ),
         "remove-broker": LazyCommand(
             "batonmq.cli.queue_moves:remove",
-            "Remove a broker for good: move its queues to the others, and wait until it is empty.",
+            "Remove a broker for good: move its queues to the others, and wait until it holds "
+            "nothing.",
         ),
         "spread-leaders": LazyCommand(
             "batonmq.cli.leader_spread:spread_leaders",

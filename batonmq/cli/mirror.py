@@ -44,8 +44,8 @@ groups_option = click.option(
 )
 _NO_OPTIONS = {"cert_file": None, "key_file": None}
 _PLAN_COLUMNS: Columns = {
-    "TOPICS": lambda item: len(item["topics"]),
-    "NEW-TOPICS": lambda item: len(item["new_topics"]),
+    "TOPICS": "topic_count",
+    "NEW-TOPICS": "new_topic_count",
     "QUEUES": "queue_count",
     "MESSAGES": "message_count",
     "NEW-STANDBYS": lambda item: len(item["new_standbys"]),
@@ -167,6 +167,8 @@ async def _plan(
 def _print_plan(session: CommandSession, plan: MirrorPlan) -> None:
     item = {
         **{name: value for name, value in _shallow(plan).items() if name != "problems"},
+        "topic_count": len(plan.topics),
+        "new_topic_count": len(plan.new_topics),
         "problems": [problem.message for problem in plan.problems],
     }
     session.output.items([item], _PLAN_COLUMNS)

@@ -122,7 +122,8 @@ def test_method_that_needs_the_role_admin_is_a_read_or_a_change(path: str) -> No
     """A new method of this role must begin with a verb of one of the two lists."""
     changing = (
         "Block", "Clone", "Create", "Delete", "Drain", "Elect", "Force", "Grant", "Move", "Purge",
-        "Release", "Reset", "Revoke", "Rotate", "Set", "Unblock", "Undrain", "Update", "Verify",
+        "Release", "Remove", "Reset", "Revoke", "Rotate", "Set", "Unblock", "Undrain", "Update",
+        "Verify",
     )  # fmt: skip
     permissions = tuple(ALL[path].permissions(request_of(METHODS[path])))
     if any(one.roles == (AccessRole.ADMIN,) for one in permissions):
