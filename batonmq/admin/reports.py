@@ -9,6 +9,7 @@ from typing import Any, Literal
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._connection.routes import writable_count
 from batonmq._core.queues import QueueRef
 
 MessageType = Literal["any", "normal", "fifo", "delay", "transaction"]
@@ -254,10 +255,7 @@ def topic_from_pb(topic: pb.Topic) -> Topic:
         create_unix_ms=topic.create_unix_ms,
         queue_counts={part.broker: part.queue_count for part in topic.spread},
         permission=enum_name(pb.TopicPermission.Name, permission, "TOPIC_PERMISSION_").lower(),
-        writable_counts={
-            part.broker: 0 if part.closed else part.write_queue_count or part.queue_count
-            for part in topic.spread
-        },
+        writable_counts={part.broker: writable_count(part) for part in topic.spread},
         inherited=topic.inherited,
         message_type=enum_name(
             pb.TopicMessageType.Name, topic.message_type, "TOPIC_MESSAGE_TYPE_"

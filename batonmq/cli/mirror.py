@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
@@ -138,20 +138,20 @@ def run_(
         for name in made.groups_in_use:
             session.output.note(f"group {name} is in use in the target: its progress is left alone")
 
-    def mirror(source: Admin, target: Admin) -> Mirror:
-        return Mirror(
-            source,
-            target,
-            topics,
-            groups,
-            by=by,
-            include_mirrored=include_mirrored,
-        )
+    async def run() -> MirrorReport:
+        async with _clusters(session, to) as (source, target):
+            mirror = Mirror(
+                source, target, topics, groups, by=by, include_mirrored=include_mirrored
+            )
+            return await mirror.run(
+                once=once,
+                on_report=report,
+                report_interval_s=report_s,
+                progress_interval_s=progress_s,
+                start=start or "",
+            )
 
-    made = session.run(
-        _run(session, to, mirror, (once, report_s, progress_s, report, start or "")),
-        endless=not once,
-    )
+    made = session.run(run(), endless=not once)
     report(made)
     if made.problems:
         raise Exit(1)
@@ -185,23 +185,6 @@ def _print_plan(session: CommandSession, plan: MirrorPlan) -> None:
     if plan.problems:
         raise Exit(1)
     session.output.note("nothing was changed")
-
-
-async def _run(
-    session: CommandSession,
-    to: str,
-    mirror: Callable[[Admin, Admin], Mirror],
-    how: tuple[bool, float, float, Callable[[MirrorReport], None], Start],
-) -> MirrorReport:
-    once, report_s, progress_s, report, start = how
-    async with _clusters(session, to) as (source, target):
-        return await mirror(source, target).run(
-            once=once,
-            on_report=report,
-            report_interval_s=report_s,
-            progress_interval_s=progress_s,
-            start=start,
-        )
 
 
 @commands.command()
