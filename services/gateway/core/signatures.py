@@ -99,8 +99,8 @@ def check_date(date: str, now_unix_ms: int, *, window_ms: int, local_times: bool
         way = "ahead of" if ahead_ms > 0 else "behind"
         raise BadSignature(
             f"the header {DATE_HEADER} is {abs(ahead_ms) // 1_000} s {way} the clock of the "
-            f"gateway; the limit is {window_ms // 1_000} s. Set the client's clock; a Python "
-            "client sends its local time, so run it with TZ=UTC"
+            f"gateway; the limit is {window_ms // 1_000} s. Set the client's clock; clients "
+            "of Python and Go send their local time, so run them with TZ=UTC"
         )
 
 
