@@ -77,8 +77,8 @@ class GuardedServicer:
                 return
             bytes_read = 0
             try:
-                with self._access.until_revoked(name, remote, permissions):
-                    async with aclosing(call(request, context)) as frames:
+                with self._access.until_revoked(name, remote, permissions) as opened:
+                    async with aclosing(opened.items(call(request, context))) as frames:
                         async for frame in frames:
                             if traffic is not None:
                                 bytes_read += frame.ByteSize()
@@ -103,8 +103,9 @@ class GuardedServicer:
                 return
             settings = _CheckedSettings(Caller.of(context), remote, self._access)
             try:
-                with self._access.until_revoked(_TELEMETRY, remote, settings.permissions):
-                    async with aclosing(call(settings.checked(requests), context)) as commands:
+                with self._access.until_revoked(_TELEMETRY, remote, settings.permissions) as opened:
+                    served = call(settings.checked(requests), context)
+                    async with aclosing(opened.items(served)) as commands:
                         async for one in commands:
                             yield one
             except BatonError as error:

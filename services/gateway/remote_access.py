@@ -29,7 +29,7 @@ from batonmq_server.runtime.access import authenticator
 from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.access.permissions import ANY_GRANT, Permission
 from batonmq_server.runtime.access.quotas import Traffic
-from batonmq_server.runtime.access.revocable_calls import RevocableCalls
+from batonmq_server.runtime.access.revocable_calls import OpenCall, RevocableCalls
 from batonmq_server.runtime.access.sealing import SealingKeys
 from batonmq_server.runtime.access.throttle_delay import ThrottleDelay
 
@@ -156,7 +156,7 @@ class RemoteAccess:
 
     def until_revoked(
         self, method: str, remote: RemoteIdentity, permissions: Sequence[Permission]
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[OpenCall]:
         """End the code inside with an error when a permission or the credentials end.
 
         Args:

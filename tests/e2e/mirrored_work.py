@@ -90,11 +90,6 @@ class MirroredWork:
             for task in running:
                 task.cancel()
 
-    @property
-    def is_done_but_for_retries(self) -> bool:
-        """Whether each message is handled, has failed once or is held."""
-        return self.sent <= self.handled.keys() | self.failed | self.held
-
     async def proceed(self, count: int) -> None:
         """Wait until `count` more messages are sent and handled."""
         sent, handled = len(self.sent) + count, len(self.handled) + count

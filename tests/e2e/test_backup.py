@@ -160,12 +160,13 @@ async def lose_a_cluster(data_dir: Path, ledger: Ledger, place: str) -> list[dic
         await fill(admin, lost.nameserver)
         stop = asyncio.Event()
         async with ledger.members(lost.nameserver, "first", "second"), asyncio.TaskGroup() as tasks:
-            tasks.create_task(ledger.send(lost.nameserver, stop))
+            sending = tasks.create_task(ledger.send(lost.nameserver, stop))
             await ledger.proceed(300)
             full = await snapshot(lost.nameserver, place)
             await ledger.proceed(300)
             more = await snapshot(lost.nameserver, place)
             stop.set()
+            await sending
             await until(lambda: is_read(admin, but=1), timeout_s=60)
             # The ledger ends here: what it has is acknowledged, and nothing more is handled.
             ledger.stands_still = True

@@ -114,7 +114,7 @@ async def work_under_fire(first: LocalCluster, second: LocalCluster, work: Mirro
         work.members(first.nameserver, "first", "second"),
     ):
         await here.create_topic(TOPIC, QUEUES, retention_ms=86_400_000)
-        tasks.create_task(work.send(first.nameserver, stop))
+        sending = tasks.create_task(work.send(first.nameserver, stop))
         await work.proceed(50)
         async with running_mirror(first.nameserver, second.nameserver):
             await work.proceed(50)
@@ -126,10 +126,10 @@ async def work_under_fire(first: LocalCluster, second: LocalCluster, work: Mirro
             await second.serving("storage")
             await work.proceed(50)
             stop.set()
-            await until(lambda: work.is_done_but_for_retries, 60)
-            work.paused = True
+            await sending
             # What is sent back counts as acknowledged here, and as not handled there.
             await until(lambda: acked(here, len(work.sent) - len(HELD)), 60)
+            work.paused = True
             await until(lambda: acked(there, len(work.handled)), 60)
             status = await Mirror(here, there, [TOPIC], [GROUP]).status()
             assert [one.lag for one in status.queues] == [0] * QUEUES

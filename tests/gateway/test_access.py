@@ -35,6 +35,7 @@ from batonmq.admin.access import AccessControl, Role, RoleGrant
 from batonmq.admin.access_keys import AccessKeys
 from batonmq.admin.quotas import QuotaLimits, Quotas
 from batonmq.admin.remote_clients import RemoteClients
+from batonmq.errors import GroupNotFound
 from batonmq_server.gateway.access import METHODS
 from batonmq_server.gateway.core.signatures import DATE_HEADER, sign
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
@@ -385,6 +386,17 @@ async def quota_of_the_identity_counts(at: Scene, shop: RemoteStub) -> None:
     await until(lambda: is_ok(shop))
 
 
+async def has_nothing_left(at: Scene, group: str) -> bool:
+    """Whether a member of the group owns the queue, and each message is acknowledged."""
+    try:
+        queues = (await at.admin.group_progress(group)).queues
+    except GroupNotFound:
+        return False
+    return any(one.topic == "orders" for one in queues) and all(
+        one.client_id is not None and one.lag == 0 for one in queues
+    )
+
+
 async def revocations_end_what_waits(at: Scene) -> None:
     """A receive call and a telemetry stream end when a grant or the access key is revoked."""
     pair = await at.keys.create("temp", access_key="temp-key", secret=Secret("chosen-secret"))
@@ -398,7 +410,7 @@ async def revocations_end_what_waits(at: Scene) -> None:
         async def is_admitted() -> bool:
             status, messages = await client.receive("idle", "orders", wait_ms=100)
             await client.ack("idle", "orders", [handle_of(one) for one in messages])
-            return status.code == pb.MESSAGE_NOT_FOUND
+            return status.code == pb.MESSAGE_NOT_FOUND and await has_nothing_left(at, "idle")
 
         await until(is_admitted)
         stream = client.stub.Telemetry(metadata=client.metadata)

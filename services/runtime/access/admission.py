@@ -23,7 +23,7 @@ from batonmq_server.runtime.access.permissions import (
     Permission,
     permission_denied,
 )
-from batonmq_server.runtime.access.revocable_calls import RevocableCalls
+from batonmq_server.runtime.access.revocable_calls import OpenCall, RevocableCalls
 from batonmq_server.runtime.access.rules import PerItemRule
 from batonmq_server.runtime.access.throttle_delay import ThrottleDelay
 
@@ -128,8 +128,8 @@ class Admission:
                 request = _signed(request, caller)
             else:
                 _sign(request, caller)
-            with self._until_revoked(path, caller, permissions):
-                async with aclosing(call(request, context)) as items:
+            with self._until_revoked(path, caller, permissions) as opened:
+                async with aclosing(opened.items(call(request, context))) as items:
                     async for item in items:
                         yield item
 
@@ -228,7 +228,7 @@ class Admission:
     @contextmanager
     def _until_revoked(
         self, path: str, caller: Caller, permissions: Sequence[Permission]
-    ) -> Iterator[None]:
+    ) -> Iterator[OpenCall]:
         """End the code inside when a permission or credential of the caller ends."""
 
         def refusal() -> BatonError | None:
@@ -237,8 +237,8 @@ class Admission:
                 self._guard.count_rejection(path, error, caller.identity)
             return error
 
-        with self._revocable.until_revoked(refusal, self._guard.seconds_left(caller)):
-            yield
+        with self._revocable.until_revoked(refusal, self._guard.seconds_left(caller)) as opened:
+            yield opened
 
     @contextmanager
     def _counted(self, path: str, identity: str = "") -> Iterator[None]:

@@ -3,28 +3,72 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from batonmq.errors import BatonError
 
+Item = TypeVar("Item")
+
 EXPIRY_MARGIN_S = 0.1
 """Time after the expiry of a token at which its open calls end: the loop has another clock."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenCall:
+    """A call that may end by a revocation.
+
+    Attributes:
+        refusal: Returns why the call would be rejected now; None if it would not.
+        error: Why it ends; None while it does not.
+        sending: Whether an item of its stream is on its way to gRPC.
+        cancelled: Whether its task was cancelled for `error`.
+    """
+
+    task: asyncio.Task[Any]
+    refusal: Callable[[], BatonError | None]
+    error: BatonError | None = None
+    sending: bool = False
+    cancelled: bool = False
+
+    def recheck(self) -> None:
+        """End the call if it would be rejected now."""
+        if self.error is not None or (error := self.refusal()) is None:
+            return
+        self.error = error
+        # A task that is cancelled inside gRPC sends no status: its client would wait for ever.
+        if not self.sending:
+            self.cancelled = True
+            self.task.cancel()
+
+    async def items(self, stream: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+        """Yield the items of a stream; a call that ends meanwhile ends after the present item."""
+        async with aclosing(stream):
+            async for item in stream:
+                if self.error is not None:
+                    break
+                self.sending = True
+                yield item
+                self.sending = False
+                if self.error is not None:
+                    break
 
 
 class RevocableCalls:
     """The open calls of one process. Call `recheck` after each change of permissions."""
 
     def __init__(self) -> None:
-        self._open: dict[asyncio.Task[Any], Callable[[], BatonError | None]] = {}
-        self._ended: dict[asyncio.Task[Any], BatonError] = {}
+        self._open: set[OpenCall] = set()
 
     @contextmanager
     def until_revoked(
         self, refusal: Callable[[], BatonError | None], left_s: float | None
-    ) -> Iterator[None]:
+    ) -> Iterator[OpenCall]:
         """Cancel the code inside when `refusal` returns an error, and raise that.
+
+        The items of a stream must pass through `OpenCall.items`.
 
         Args:
             refusal: Returns why the call would be rejected now; None if it would not.
@@ -32,33 +76,26 @@ class RevocableCalls:
         """
         task = asyncio.current_task()
         assert task is not None
-        self._open[task] = refusal
+        call = OpenCall(task, refusal)
+        self._open.add(call)
         timer = None
         if left_s is not None:
-            timer = asyncio.get_running_loop().call_later(
-                left_s + EXPIRY_MARGIN_S, self._recheck_one, task
-            )
+            timer = asyncio.get_running_loop().call_later(left_s + EXPIRY_MARGIN_S, call.recheck)
         try:
-            yield
+            yield call
         except asyncio.CancelledError:
-            error = self._ended.get(task)
-            if error is None:
+            if not call.cancelled:
                 raise
-            task.uncancel()
-            raise error from None
         finally:
             if timer is not None:
                 timer.cancel()
-            self._open.pop(task, None)
-            self._ended.pop(task, None)
+            self._open.discard(call)
+            if call.cancelled:
+                task.uncancel()
+        if call.error is not None:
+            raise call.error
 
     def recheck(self) -> None:
         """End the calls that would be rejected now."""
-        for task in self._open:
-            self._recheck_one(task)
-
-    def _recheck_one(self, task: asyncio.Task[Any]) -> None:
-        refusal = self._open.get(task)
-        if refusal is not None and task not in self._ended and (error := refusal()) is not None:
-            self._ended[task] = error
-            task.cancel()
+        for call in list(self._open):
+            call.recheck()
