@@ -172,7 +172,9 @@ async def replicated(
         replica_set=settings.broker_name,
     )
     async with _environment(settings, runtime, in_thread) as (environment, mirrors):
-        role = StorageReplica(settings, runtime, environment.metrics, environment.stream, in_thread)
+        role = StorageReplica(
+            settings, runtime, environment.metrics, environment.stream, in_thread, mirrors.topics
+        )
 
         def build_all(node: StorageNode) -> StorageComponents:
             _log_report(node.report)

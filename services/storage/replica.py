@@ -10,7 +10,8 @@ import asyncio
 import logging
 
 from baton.storage.v1 import storage_service_pb2 as pb
-from batonmq.errors import BatonError, NotEnoughReplicas, NotLeader, NotServing
+from batonmq.errors import BatonError, NoQuorum, NotEnoughReplicas, NotLeader, NotServing
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.replication.replica_node import ReplicaNode
 from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.components import StorageComponents
@@ -28,11 +29,15 @@ log = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5
 _LOOK_UP_MS = 200
 """A reader waits so long before it looks the leader up."""
+_TOPICS_RETRY_S = 0.2
 _JUST_ELECTED = "this node has just been elected and waits for its followers"
 
 
 class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
     """The role of this node in its replica set; call `begin` first.
+
+    Args:
+        topics: The copy of the topics by which this node accepts messages.
 
     Attributes:
         copy: This node's copy of the log.
@@ -48,8 +53,10 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         metrics: StorageMetrics,
         stream: StorageMetricStream,
         in_thread: InThread,
+        topics: EtcdMirror,
     ) -> None:
         self._settings, self._runtime, self._in_thread = settings, runtime, in_thread
+        self._topics = topics
         self._metrics, self._stream = metrics, stream
         self.broker = settings.broker_name
         super().__init__(
@@ -190,6 +197,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
             try:
                 async with self._leading(leadership) as tasks:
                     await leadership.wait_settled()
+                    await self._know_topics()
                     self._serving = True
                     self._metrics.leader.set(1)
                     tasks.create_task(self._watch(leadership))
@@ -207,6 +215,18 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
                 self._metrics.in_sync_replicas.set(0)
                 self._metrics.replica_lag_bytes.clear()
                 self._metrics.replica_lag_seconds.clear()
+
+    async def _know_topics(self) -> None:
+        """Wait until this node knows the topics as they were when it was elected, or later.
+
+        The former leader may have said that a queue takes no more messages. With an older copy of
+        the topics this one would take some, and they would be lost when the queue is removed.
+        """
+        while True:
+            try:
+                return await self._topics.caught_up()
+            except NoQuorum:
+                await asyncio.sleep(_TOPICS_RETRY_S)
 
     async def _begin_epoch(self, term: int) -> StorageLeadership | None:
         """Return a leadership with a durable epoch; None if this node must not lead.

@@ -168,9 +168,19 @@ class Scene(NodeSet[Replica]):
             await self.run_node(_running(own))
         return [self.nodes[name] for name in names]
 
-    async def put_topic(self, compaction: nameserver_pb.Compaction | None = None) -> None:
-        """Write the topic as the nameserver does."""
-        spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
+    async def put_topic(
+        self, compaction: nameserver_pb.Compaction | None = None, *, write_queue_count: int = 0
+    ) -> None:
+        """Write the topic as the nameserver does.
+
+        Args:
+            write_queue_count: Queues from this one on take no more messages; 0: all of them do.
+        """
+        spread = [
+            nameserver_pb.QueueSpread(
+                broker=BROKER, queue_count=8, write_queue_count=write_queue_count
+            )
+        ]
         topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread, compaction=compaction)
         await self._etcd.put(self._etcd.key("topics", TOPIC), topic.SerializeToString())
 

@@ -22,7 +22,7 @@ from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
-from batonmq.errors import BatonError, StillInSync
+from batonmq.errors import BatonError, NotWritable, StillInSync
 from batonmq_server.nameserver.unclean_election import UncleanElection
 from batonmq_server.runtime.election import Candidacy
 from batonmq_server.runtime.etcd.session import EtcdSession
@@ -74,6 +74,44 @@ async def test_followers_hold_the_same_bytes_as_their_leader(scene: Scene) -> No
         await leader.append(*(batch(bytes(3_000), queue_id=queue_id) for _ in range(10)))
     await scene.wait_equal()
     assert len(leader.log()) > 3, "the log has several segments"
+
+
+async def test_new_leader_takes_nothing_into_a_queue_that_the_former_one_knew_as_closed(
+    scene: Scene,
+) -> None:
+    former = await three(scene)
+    late = [scene.nodes[name] for name in others(scene, former)]
+    for node in late:
+        node.session.topics_arrive.clear()
+    await scene.put_topic(write_queue_count=7)
+    taken: list[bytes] = []
+
+    async def is_closed() -> bool:
+        try:
+            await former.append(*numbered(len(taken), 1, queue_id=7))
+        except NotWritable:
+            return True
+        taken.append(b"%d" % len(taken))
+        return False
+
+    await until(is_closed)
+    before = (await scene.set_record()).epoch
+    await former.crash()
+
+    async def has_begun() -> bool:
+        return (await scene.set_record()).served_epoch > before
+
+    await until(has_begun)
+    for _ in range(20):
+        for node in late:
+            reason = (await node.rejection(*numbered(100, 1, queue_id=7))).reason
+            assert reason in ("NOT_LEADER", "NOT_SERVING")
+    for node in late:
+        node.session.topics_arrive.set()
+    leader = await scene.leader()
+    assert isinstance(await leader.rejection(*numbered(100, 1, queue_id=7)), NotWritable)
+    assert await leader.bodies(7) == taken
+    await leader.append(*numbered(100, 1, queue_id=6))
 
 
 async def test_receipt_says_replicated_only_if_two_replicas_have_the_batch(scene: Scene) -> None:

@@ -46,6 +46,9 @@ class CuttableEtcdSession(EtcdSession):
 
     The clock of its node can be moved ahead. A node that is cut off may still see changes of the
     mirrored keys; after `lose` it sees none.
+
+    Attributes:
+        topics_arrive: While it is not set, changes of topics are still on their way.
     """
 
     cut = silent = False
@@ -54,6 +57,8 @@ class CuttableEtcdSession(EtcdSession):
         self.node_clock = MovableClock()
         self._connected = asyncio.Event()
         self._connected.set()
+        self.topics_arrive = asyncio.Event()
+        self.topics_arrive.set()
         super().__init__(endpoint, cluster, self.node_clock)
 
     def another(self) -> EtcdSession:
@@ -75,6 +80,8 @@ class CuttableEtcdSession(EtcdSession):
         async with aclosing(super().watch(prefix, revision)) as answers:
             async for answer in answers:
                 await self._connected.wait()
+                if prefix == "topics/":
+                    await self.topics_arrive.wait()
                 yield answer
 
     async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:

@@ -56,6 +56,17 @@ class EtcdMirror:
         while self.revision < revision:
             await self._advanced.wait()
 
+    async def caught_up(self) -> None:
+        """Wait until `values` have each key that etcd has now, as it is now or later.
+
+        Deletions may come later. Callers bound it with `asyncio.timeout`.
+
+        Raises:
+            NoQuorum: etcd does not answer.
+        """
+        entries, _ = await self._session.get_prefix(self._prefix)
+        await self.reached(max((stored.mod_revision for stored in entries), default=0))
+
     async def read(self, key: str) -> KeyValue | None:
         """Return the key as etcd has it now, bypassing this copy.
 
