@@ -100,8 +100,8 @@ QUICK := not sim and not e2e and not spark and not etcd
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
 	$(PYTEST) -n 3 -m "$(QUICK)"
 
-pythons: $(SETUP) ## tests of the client library on every supported Python of this machine
-	python -m tools.pythons
+pythons: $(SETUP) ## tests of the client library on every supported Python of this machine; PYTHONS=3.13 for one
+	python -m tools.pythons $(PYTHONS)
 
 e2e: $(SETUP)   ## real processes only, also those that need only an etcd
 	$(PYTEST) -n 3 -m "(e2e or etcd) and not spark"
