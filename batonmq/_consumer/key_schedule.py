@@ -152,7 +152,7 @@ class KeySchedule(Generic[Item]):
         return [one.item for _, one in failed]
 
     def begin_grant(self) -> None:
-        """Begin a new grant with the messages in handlers; those given up come again."""
+        """Begin a new grant with the messages in handlers; those given up are started again."""
         given_up, self._given_up = self._given_up, set()
         for key in given_up:
             self._free(key)

@@ -134,7 +134,7 @@ class KeyedBuffer:
         return [message for message in failed if isinstance(message, ReceivedMessage)]
 
     def begin_grant(self) -> None:
-        """Begin a new grant: the messages that were given up come again."""
+        """Begin a new grant: the messages that were given up are started again."""
         self._schedule.begin_grant()
 
     def clear(self) -> None:

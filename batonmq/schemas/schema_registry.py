@@ -97,7 +97,7 @@ class SchemaRegistry:
         return AvroSchema(schema, self)
 
     async def _find(self, fingerprint: bytes) -> ParsedSchema | None:
-        """Return the schema with a fingerprint, 8 bytes; None if nobody has stored it.
+        """Return the schema with a fingerprint, 8 bytes; None if it is not stored.
 
         Raises:
             BatonError: The topic can't be read.

@@ -100,7 +100,7 @@ async def plan_revoke_token(viewer: Viewer, fields: Fields) -> ChangePlan:
     return ChangePlan(
         f"Revoke token {token_id}" + (f" of {owners[0]}" if owners else ""),
         (
-            f"Whoever uses this token can call nothing any more. {SOON}"
+            f"Clients with this token can call nothing any more. {SOON}"
             if owners
             else "There is no such token.",
         ),

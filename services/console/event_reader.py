@@ -45,7 +45,7 @@ class EventReader:
             await asyncio.Event().wait()
 
     def log_of(self, viewer: Viewer) -> HandoverLog:
-        """Return the log of a viewer; begin to watch if nobody did for this viewer."""
+        """Return the log of a viewer; begin to watch if it is not watched for this viewer."""
         known = self._logs.get(viewer.credential)
         if known is not None:
             return known

@@ -1,4 +1,4 @@
-"""People who look: their credentials, their clients of the cluster, and their sessions.
+"""Viewers of the console: their credentials, their clients of the cluster, and their sessions.
 
 A viewer is one credential: a token, the key of the console's own certificate, or none where the
 cluster has no TLS. All sessions of one credential share one client and its reports. Tokens and
@@ -96,7 +96,7 @@ class Viewers:
 
     @property
     def open(self) -> bool:
-        """Whether nobody has to sign in, because the services have no TLS."""
+        """Whether no sign-in is needed, because the services have no TLS."""
         return not self.settings.ca_file
 
     @property
@@ -225,7 +225,7 @@ def _key_in(path: str) -> str:
 
 
 async def _identify(viewer: Viewer) -> None:
-    """Ask the services who the viewer is.
+    """Ask the services for the identity of the viewer.
 
     Raises:
         BatonError: The credential is not valid, or no service answers.

@@ -33,7 +33,7 @@ SERVICE = "apache.rocketmq.v2.MessagingService"
 
 
 class RemoteCall(NamedTuple):
-    """A call of a remote client: its caller, who has a namespace, and its request."""
+    """A call of a remote client: its caller, with a namespace, and its request."""
 
     caller: Caller
     request: Any

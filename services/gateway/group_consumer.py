@@ -111,7 +111,7 @@ class _Waiter:
 
 @dataclass(slots=True)
 class _Subscription:
-    """What clients subscribe to of one topic, and who used the expression last."""
+    """The filter expression of one topic, and the client that used it last."""
 
     expression: str
     client_id: str

@@ -1,4 +1,4 @@
-"""Who a remote client is, and what it may do: decided for its own identity, never the gateway's.
+"""Authentication and authorization of remote clients, by their identity and never the gateway's.
 
 A client is identified by the signature of its call, else by a bearer token, else by the certificate
 of its connection. Its identity has the grants, blocks and quotas that native clients have.

@@ -117,7 +117,7 @@ class QueueReleaser:
         """Free the queues that the incarnation has closed at offsets.
 
         A grant to the incarnation that is in progress counts: the request that it answers may have
-        been cancelled, and nobody would release the queue.
+        been cancelled, and no task would release the queue.
 
         Args:
             group: Only of this group; empty for all.

@@ -1,4 +1,4 @@
-"""Open Watch streams, one per client; a stream is told keys only.
+"""Open Watch streams, one per client; a stream sends keys only.
 
 The notice for a key is made when the stream is about to send it. So no notice is out of date, a
 slow client delays no other, and the memory of a stream is bounded by the queues that its client

@@ -317,7 +317,7 @@ class RetirementReader:
     async def _unread(
         self, queues: Mapping[str, Sequence[RetiringQueue]], *, first_only: bool = False
     ) -> list[RemovalObstacle]:
-        """Return who needs messages of queues, which are given by topic.
+        """Return the groups that need messages of queues; the queues are given by topic.
 
         At most `OBSTACLES_MAX`, or one with `first_only`. Others run between two groups.
         """

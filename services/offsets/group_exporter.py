@@ -65,7 +65,7 @@ class GroupExporter:
         return answer
 
     async def forget(self, group: str, move: int) -> None:
-        """Remove the entries that were sent by `move`; do nothing if the group has come back.
+        """Remove the entries that were sent by `move`; do nothing if the group was imported again.
 
         Raises:
             InvalidArgument: the group was not handed over by this move.

@@ -85,7 +85,7 @@ async def test_leader_whose_followers_do_not_renew_their_entries_stays(scene: Re
     assert await first.serves(), "the leader answers reads"
     now = await scene.set_record()
     assert (now.leader, now.epoch) == (record.leader, record.epoch), "no node was elected"
-    assert len(now.in_sync) >= 2, "a leader keeps as many as it needs, whoever is late"
+    assert len(now.in_sync) >= 2, "a leader keeps as many as it needs, whichever follower is late"
     for node in followers:
         node.session.cut = False
     first.gate.shut.clear()

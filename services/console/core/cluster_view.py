@@ -81,7 +81,7 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True)
 class SetDrawing:
-    """Drawing of one replica set: who replicates whom."""
+    """Drawing of one replica set: the leader and its followers."""
 
     service: str
     name: str
@@ -202,7 +202,7 @@ def drawing(service: str, name: str, rows: Sequence[NodeRow]) -> SetDrawing:
 
 
 def _words(leader: NodeRow | None, followers: Sequence[NodeRow]) -> str:
-    """Return the drawing in words, for people who can't see it."""
+    """Return the drawing in words, for viewers that can't see it."""
     if leader is None:
         return "no leader; nodes: " + (", ".join(row.node.node_id for row in followers) or "none")
     if not followers:

@@ -26,7 +26,7 @@ _ANSWER_BYTES_MAX = 8 * 1024 * 1024
 async def _load(visit: Visit) -> dict[str, Any]:
     reports, url = visit.viewer.reports, visit.console.settings.prometheus
     if url:
-        # Whoever may see the nodes may see the alerts; others get the error of this call.
+        # A viewer that may see the nodes may see the alerts; others get the error of this call.
         await reports.cluster()
         alerts = await reports.get("alerts", lambda: asyncio.to_thread(_of_prometheus, url))
         return {"alerts": alerts, "source": f"Prometheus at {url}", "cut": 0}

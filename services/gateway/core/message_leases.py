@@ -5,8 +5,8 @@ Between that it is in one of four states:
 
 - WAITING: it is behind an earlier message of its message group.
 - READY: it may be leased.
-- LEASED: a client holds it until the lease expires. The delivery has a serial number; who names the
-  number may end or change the lease.
+- LEASED: a client holds it until the lease expires. The delivery has a serial number; a call with
+  that number may end or change the lease.
 - ENDING: it was acknowledged, or its attempts are used up. It is not leased again; `end` follows
   when the outcome is durable.
 
