@@ -228,9 +228,7 @@ class AssignedQueue:
         They count as waiting until `note_run`, which must follow before any other task runs.
         """
         progress = self._startable()
-        if progress is None or not isinstance(self.buffer, MessageBuffer):
-            return None
-        return self.buffer.peek(count_max, progress.waits)
+        return None if progress is None else self.buffer.peek(count_max, progress.waits)
 
     def note_run(
         self, handled_count: int, *, started: bool, finished: bool = True
@@ -246,13 +244,15 @@ class AssignedQueue:
         """
         progress, buffer = self.progress, self.buffer
         ranges: Sequence[Range] = ()
-        assert progress is not None and isinstance(buffer, MessageBuffer)
+        assert progress is not None
         if handled_count:
             ranges, room_freed = buffer.remove(handled_count)
             for first, end in ranges:
                 progress.start(first, end)
                 if finished:
                     progress.finish(first, end)
+                    if self.keyed is not None and self.keyed.finish_range(first, end):
+                        self.notify_arrived()
             self._session.note_unconfirmed(progress.unconfirmed_count)
             self._taken(room_freed=room_freed)
         if started:
