@@ -242,24 +242,28 @@ class AssignedQueue:
         Returns:
             The offsets of those that were handled.
         """
-        progress, buffer = self.progress, self.buffer
-        ranges: Sequence[Range] = ()
+        progress, remove = self.progress, self.buffer.remove
         assert progress is not None
-        if handled_count:
-            ranges, room_freed = buffer.remove(handled_count)
-            for first, end in ranges:
-                progress.start(first, end)
-                if finished:
-                    progress.finish(first, end)
-                    if self.keyed is not None and self.keyed.finish_range(first, end):
-                        self.notify_arrived()
-            self._session.note_unconfirmed(progress.unconfirmed_count)
-            self._taken(room_freed=room_freed)
+        ranges, room_freed = remove(handled_count) if handled_count else ((), False)
+        last: Sequence[Range] = ()
         if started:
-            ((first, end),), room_freed = buffer.remove(1)
+            # Before the others are finished: that may make an earlier message ready.
+            last, last_freed = remove(1)
+            room_freed |= last_freed
+        for first, end in (*ranges, *last):
             progress.start(first, end)
+        if ranges:
+            for first, end in ranges if finished else ():
+                self._finish(progress, first, end)
+            self._session.note_unconfirmed(progress.unconfirmed_count)
+        if ranges or last:
             self._taken(room_freed=room_freed)
         return ranges
+
+    def _finish(self, progress: QueueProgress, first: int, end: int) -> None:
+        progress.finish(first, end)
+        if self.keyed is not None and self.keyed.finish_range(first, end):
+            self.notify_arrived()
 
     def _startable(self) -> QueueProgress | None:
         if not self.buffer.ready or self.paused or not self.may_start():
@@ -299,9 +303,7 @@ class AssignedQueue:
         progress = self.progress
         if progress is not None and self.counts(messages):
             for first, end in ranges:
-                progress.finish(first, end)
-                if self.keyed is not None and self.keyed.finish_range(first, end):
-                    self.notify_arrived()
+                self._finish(progress, first, end)
             self._session.note_unconfirmed(progress.unconfirmed_count)
             self._handlers_ended()
 
