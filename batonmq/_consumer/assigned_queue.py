@@ -228,9 +228,7 @@ class AssignedQueue:
         They count as waiting until `note_run`, which must follow before any other task runs.
         """
         progress = self._startable()
-        if progress is None or not isinstance(self.buffer, MessageBuffer):
-            return None
-        return self.buffer.peek(count_max, progress.waits)
+        return None if progress is None else self.buffer.peek(count_max, progress.waits)
 
     def note_run(
         self, handled_count: int, *, started: bool, finished: bool = True
@@ -244,22 +242,28 @@ class AssignedQueue:
         Returns:
             The offsets of those that were handled.
         """
-        progress, buffer = self.progress, self.buffer
-        ranges: Sequence[Range] = ()
-        assert progress is not None and isinstance(buffer, MessageBuffer)
-        if handled_count:
-            ranges, room_freed = buffer.remove(handled_count)
-            for first, end in ranges:
-                progress.start(first, end)
-                if finished:
-                    progress.finish(first, end)
-            self._session.note_unconfirmed(progress.unconfirmed_count)
-            self._taken(room_freed=room_freed)
+        progress, remove = self.progress, self.buffer.remove
+        assert progress is not None
+        ranges, room_freed = remove(handled_count) if handled_count else ((), False)
+        last: Sequence[Range] = ()
         if started:
-            ((first, end),), room_freed = buffer.remove(1)
+            # Before the others are finished: that may make an earlier message ready.
+            last, last_freed = remove(1)
+            room_freed |= last_freed
+        for first, end in (*ranges, *last):
             progress.start(first, end)
+        if ranges:
+            for first, end in ranges if finished else ():
+                self._finish(progress, first, end)
+            self._session.note_unconfirmed(progress.unconfirmed_count)
+        if ranges or last:
             self._taken(room_freed=room_freed)
         return ranges
+
+    def _finish(self, progress: QueueProgress, first: int, end: int) -> None:
+        progress.finish(first, end)
+        if self.keyed is not None and self.keyed.finish_range(first, end):
+            self.notify_arrived()
 
     def _startable(self) -> QueueProgress | None:
         if not self.buffer.ready or self.paused or not self.may_start():
@@ -299,9 +303,7 @@ class AssignedQueue:
         progress = self.progress
         if progress is not None and self.counts(messages):
             for first, end in ranges:
-                progress.finish(first, end)
-                if self.keyed is not None and self.keyed.finish_range(first, end):
-                    self.notify_arrived()
+                self._finish(progress, first, end)
             self._session.note_unconfirmed(progress.unconfirmed_count)
             self._handlers_ended()
 

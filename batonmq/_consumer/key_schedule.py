@@ -15,8 +15,9 @@ control limits, and those in handlers.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
@@ -109,6 +110,16 @@ class KeySchedule(Generic[Item]):
         self.waiting_count -= 1
         self._taken[offset] = key
         return Taken(offset, item, again=False)
+
+    def peek(self, count_max: int) -> Iterable[tuple[int, Item]]:
+        """Return the offsets and items that `take` would return next, without a change.
+
+        It ends before a message that has failed.
+        """
+        for offset in nsmallest(count_max, self._ready):
+            if offset in self._failed:
+                return
+            yield offset, self._waiting[offset][1]
 
     def finish(self, offset: int) -> bool:
         """Note that a message is handled, or is not to be handled here.

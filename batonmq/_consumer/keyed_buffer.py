@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from batonmq._consumer.delivered_run import DeliveredRun
 from batonmq._consumer.key_schedule import FailedMessage, KeySchedule
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_buffer import Start
 from batonmq._core.flow_control import ByteBudget, QueueBytes
+from batonmq._core.ranges import Range, of_sorted
 
 Waiting = tuple[DeliveredRun, int] | ReceivedMessage
 """A message that was never taken, by its place in a run; or one that has failed."""
@@ -88,6 +89,27 @@ class KeyedBuffer:
                 self._schedule.finish(taken.offset)
         return message, self.waiting_bytes.remove(bytes_count)
 
+    def peek(self, count_max: int, waits: Start) -> Iterator[ReceivedMessage] | None:
+        """As `MessageBuffer.peek`, for ready messages that were never taken.
+
+        They are of different keys, and in the order of their offsets.
+        """
+        ready = list(self._schedule.peek(count_max))
+        if not ready or not all(waits(*one) for one in of_sorted(offset for offset, _ in ready)):
+            return None
+        return (_message(item) for _, item in ready)
+
+    def remove(self, count: int) -> tuple[Sequence[Range], bool]:
+        """As `MessageBuffer.remove`: these messages are taken, and their keys are occupied."""
+        offsets, bytes_count = list[int](), 0
+        for _ in range(count):
+            taken = self._schedule.take()
+            assert taken is not None and not isinstance(taken.item, ReceivedMessage)
+            run, number = taken.item
+            bytes_count += run.size(number)
+            offsets.append(taken.offset)
+        return of_sorted(offsets), self.waiting_bytes.remove(bytes_count)
+
     def finish_range(self, first: int, end: int) -> bool:
         """Note that the taken messages of [first, end) are handled.
 
@@ -153,3 +175,11 @@ class KeyedBuffer:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+
+
+def _message(item: Waiting) -> ReceivedMessage:
+    """Return the object of a message."""
+    if isinstance(item, ReceivedMessage):
+        return item
+    run, number = item
+    return run.message(number)

@@ -29,6 +29,7 @@ from batonmq._consumer.handler_runs import RUN_MESSAGES_MAX, SINGLES_MAX, RunPac
 from batonmq._consumer.message_dispatcher import MessageDispatcher
 from batonmq._consumer.queue_acquirer import AcquiredQueue, GrantedLease
 from batonmq._consumer.session import Session
+from batonmq._core.ordering_key import with_ordering_key
 from batonmq._core.ownership import OwnershipState
 from batonmq._core.queue_progress import Acks, GrantedProgress
 from batonmq._core.queues import QueueRef
@@ -55,10 +56,17 @@ class BootClock(Clock):
         return super().boot_s() + self.ahead_ms / 1000
 
 
-def stored(count: int) -> bytes:
+def key_of(number: int, key_count: int) -> int:
+    """Return the ordering key of a message: `key_count` of them go round, each twice in a row."""
+    return number // 2 % key_count
+
+
+def stored(count: int, key_count: int) -> bytes:
+    """Return a batch of numbered messages."""
     builder = BatchBuilder()
     for number in range(count):
         message = Message(str(number).encode(), tag="odd" if number % 2 else "")
+        message = with_ordering_key(message, str(key_of(number, key_count)) if key_count else None)
         builder.add(message, encode_record(message))
     raw = builder.encode(topic="orders", queue_id=0)
     head = stamped_head(raw, position=0, first_offset=0, store_unix_ms=1, topic_id=1, epoch=1)
@@ -66,15 +74,33 @@ def stored(count: int) -> bytes:
 
 
 class Scene:
-    """One owned queue with `COUNT` messages, and the handler of the test."""
+    """One owned queue with `COUNT` messages, and the handler of the test.
 
-    def __init__(self, tasks: asyncio.TaskGroup, handler: Handle, *, inline: bool) -> None:
+    Args:
+        key_count: Number of ordering keys, whose order is kept; 0 for none.
+    """
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        handler: Handle,
+        *,
+        inline: bool,
+        key_count: int = 0,
+        queue_concurrency: int = 1,
+    ) -> None:
+        self._key_count = key_count
         self.clock = BootClock()
         self.registry = CollectorRegistry()
         self.session = Session(
             group="billing",
             incarnation=queue_pb2.Incarnation(client_id="me"),
-            settings=ConsumerSettings(handle_timeout_ms=1_000, send_back=False),
+            settings=ConsumerSettings(
+                handle_timeout_ms=1_000,
+                send_back=False,
+                order="key" if key_count else "none",
+                queue_concurrency=queue_concurrency,
+            ),
             directory=cast(Any, None),
             clock=self.clock,
             random=Random(1),
@@ -100,7 +126,7 @@ class Scene:
         every = TagFilter(None)
         delivery = Delivery(queue.ref, 7, queue.lineage, [(0, COUNT)], every, None)
         queue.progress.receive(COUNT, [(0, COUNT)])
-        for run in delivery.runs([stored(COUNT)]):
+        for run in delivery.runs([stored(COUNT, self._key_count)]):
             queue.buffer.add(run)
         queue.notify_arrived()
 
@@ -111,9 +137,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(handler: Handle, *, inline: bool = False) -> AsyncIterator[Scene]:
+async def scene(handler: Handle, *, inline: bool = False, **how: int) -> AsyncIterator[Scene]:
     async with asyncio.TaskGroup() as tasks:
-        made = Scene(tasks, handler, inline=inline)
+        made = Scene(tasks, handler, inline=inline, **how)
         try:
             made.deliver()
             yield made
@@ -122,9 +148,9 @@ async def scene(handler: Handle, *, inline: bool = False) -> AsyncIterator[Scene
             made.dispatcher.close()
 
 
-def run_scene(handler: Handle, check: Callable[[Scene], Awaitable[None]], **how: bool) -> None:
+def run_scene(handler: Handle, check: Callable[[Scene], Awaitable[None]], **how: int) -> None:
     async def run() -> None:
-        async with scene(handler, **how) as made:
+        async with scene(handler, **cast(Any, how)) as made:
             await check(made)
 
     run_virtual(run())
@@ -166,6 +192,55 @@ def test_other_tasks_run_between_two_runs() -> None:
         assert RUN_MESSAGES_MAX in at_turns
 
     run_scene(handle, check)
+
+
+@pytest.mark.parametrize("key_count", [1, 3, RUN_MESSAGES_MAX + 7])
+def test_messages_of_different_keys_are_handled_in_runs_and_those_of_a_key_in_order(
+    key_count: int,
+) -> None:
+    seen, at_turns = list[int](), list[int]()
+
+    async def handle(message: ReceivedMessage) -> None:
+        seen.append(message.offset)
+
+    async def check(made: Scene) -> None:
+        while len(seen) < COUNT:
+            await asyncio.sleep(0)
+            at_turns.append(len(seen))
+        await asyncio.sleep(1)
+        assert min(key_count, RUN_MESSAGES_MAX) in at_turns
+        for key in range(key_count):
+            own = [offset for offset in seen if key_of(offset, key_count) == key]
+            assert own == [one for one in range(COUNT) if key_of(one, key_count) == key]
+        assert made.acks.committed == COUNT
+        assert len(made.queue.buffer) == made.queue.buffer.waiting_bytes.waiting == 0
+
+    run_scene(handle, check, key_count=key_count)
+
+
+@pytest.mark.parametrize("slow", [0, 2, 4])
+def test_call_that_waits_within_a_run_delays_only_its_own_key(slow: int) -> None:
+    # When the calls before the slow one end, the second message of their key is ready; its offset
+    # is lower than that of the slow one.
+    seen, released = list[int](), asyncio.Event()
+    keys = 5
+
+    async def handle(message: ReceivedMessage) -> None:
+        if message.offset == slow:
+            await released.wait()
+        seen.append(message.offset)
+
+    async def check(made: Scene) -> None:
+        await asyncio.sleep(0.5)
+        own = [one for one in range(COUNT) if key_of(one, keys) == key_of(slow, keys)]
+        assert sorted(seen) == sorted(set(range(COUNT)) - set(own))
+        assert made.acks.committed == slow
+        released.set()
+        await asyncio.sleep(0.5)
+        assert [offset for offset in seen if offset in own] == own
+        assert made.acks.committed == COUNT
+
+    run_scene(handle, check, key_count=keys, queue_concurrency=2)
 
 
 def test_call_that_waits_has_the_progress_of_the_calls_before_and_continues_in_its_task() -> None:

@@ -54,6 +54,23 @@ def test_lowest_offset_is_taken_first() -> None:
     assert take_all(schedule) == [1, 2]
 
 
+def test_peek_shows_what_take_returns_and_changes_nothing() -> None:
+    schedule = schedule_of(["a", "a", "b", None, "c"])
+    assert [offset for offset, _ in schedule.peek(2)] == [0, 2]
+    assert [offset for offset, _ in schedule.peek(9)] == take_all(schedule) == [0, 2, 3, 4]
+
+
+def test_peek_ends_before_a_failed_message() -> None:
+    schedule = schedule_of([None, "b", "c"])
+    take_all(schedule)
+    schedule.fail(1, "failed", 7)
+    schedule.add(3, None, "3")
+    assert [offset for offset, _ in schedule.peek(9)] == [3], "the failed one is not due"
+    schedule.due(1)
+    schedule.add(0, None, "0")
+    assert [offset for offset, _ in schedule.peek(9)] == [0]
+
+
 def test_failed_message_keeps_its_key_until_it_is_due_and_finished() -> None:
     schedule = schedule_of(["a", "a", "b"])
     take_all(schedule)
@@ -141,6 +158,16 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.schedule.add(self.next_offset, key, self.next_offset)
         self.waiting[self.next_offset] = key
         self.next_offset += 1
+
+    @rule()
+    def peek(self) -> None:
+        fresh = []
+        for offset in self.model_ready():
+            if offset in self.failed:
+                break
+            fresh.append(offset)
+        for count in (1, 2, 9):
+            assert list(self.schedule.peek(count)) == [(one, one) for one in fresh[:count]]
 
     @rule()
     def take(self) -> None:
