@@ -17,6 +17,7 @@ import pytest
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+from batonmq._common.clock import Clock
 from batonmq._connection.channels import connect
 from batonmq._core.records import Message, check_batch, decode_records
 from batonmq.errors import DataLoss, Unreachable
@@ -195,9 +196,9 @@ async def test_kill_between_the_steps_of_a_move_loses_nothing(
             assert "Traceback" not in await output(process)
             assert process.returncode == -9, point
         assert moved(site.data) == 1
-        last = await site.serving(node.start_unix_ms)
+        killed_unix_ms = Clock().unix_ms()
         site.start()
-        node = await site.serving(last.start_unix_ms)
+        node = await site.serving(killed_unix_ms)
         async with connect(node.address) as channel:
             stub = pb_grpc.StorageServiceStub(channel)
             await until(lambda: moved(site.data) == 3)
