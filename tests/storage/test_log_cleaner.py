@@ -65,7 +65,7 @@ class Scene:
         gone: Ids of deleted topics.
         leader_first_position: First position of the leader's log, on a follower.
         held_from: Position from which a topic with a longer retention needs the log.
-        gone_before: Returns the end of the segments that an earlier leader removed from the store.
+        gone_position: End of the segments that an earlier leader removed from the store.
     """
 
     def __init__(self, node: StorageNode, disk: MemoryDisk, **policy: Any) -> None:
@@ -73,7 +73,7 @@ class Scene:
         self.needed_from: int | None = None
         self.leader_first_position: int | None = None
         self.held_from = math.inf
-        self.gone_before: Callable[[], int] = lambda: 0
+        self.gone_position = 0
         self.gone: set[int] = set()
         self.registry = CollectorRegistry()
         metrics = self.metrics = StorageMetrics(self.registry)
@@ -96,7 +96,7 @@ class Scene:
                 remove_later=node.checkpointing.remove_later,
                 leader_first_position=lambda: self.leader_first_position,
                 held_from=lambda: self.held_from,
-                gone_before=lambda: self.gone_before(),
+                gone_before=lambda: self.gone_position,
             ),
             metrics,
             clock=self.clock,
