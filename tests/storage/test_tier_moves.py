@@ -54,9 +54,7 @@ class _NoTopics:
 
 
 class _Follower(StandaloneRole):
-    @property
-    def is_follower(self) -> bool:
-        return True
+    is_follower = True
 
 
 class TierScene(Scene):
