@@ -9,6 +9,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -56,6 +57,16 @@ class FolderStore:
         """See BackupStore."""
         return (self._folder / name).read_bytes()
 
+    def read_range(self, name: str, begin: int, end: int) -> bytes:
+        """Return bytes [begin, end) of a file; raise FileNotFoundError if it does not exist."""
+        with (self._folder / name).open("rb") as file:
+            file.seek(begin)
+            return file.read(end - begin)
+
+    def remove(self, name: str) -> None:
+        """Remove a file; does nothing if it does not exist."""
+        (self._folder / name).unlink(missing_ok=True)
+
     def names(self, folder: str) -> list[str]:
         """See BackupStore."""
         path = self._folder / folder
@@ -101,6 +112,16 @@ class ObjectStore:
         content: bytes = self._files.cat_file(f"{self._root}/{name}")
         return content
 
+    def read_range(self, name: str, begin: int, end: int) -> bytes:
+        """Return bytes [begin, end) of a file; raise FileNotFoundError if it does not exist."""
+        content: bytes = self._files.cat_file(f"{self._root}/{name}", start=begin, end=end)
+        return content
+
+    def remove(self, name: str) -> None:
+        """Remove a file; does nothing if it does not exist."""
+        with suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._root}/{name}")
+
     def names(self, folder: str) -> list[str]:
         """See BackupStore."""
         self._files.invalidate_cache()
@@ -112,7 +133,7 @@ class ObjectStore:
         return sorted(f"{folder}/{name.rpartition('/')[2]}" for name in files)
 
 
-def open_backup_store(place: str) -> BackupStore:
+def open_backup_store(place: str) -> FolderStore | ObjectStore:
     """Return the store at a path or a URL.
 
     Raises:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._core.queues import GroupQueue, QueueRef
-from batonmq.errors import DataLoss
+from batonmq.errors import DataLoss, Unreachable
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.assignment import AssignableQueue
 from batonmq_server.nameserver.core.diagnosis import (
@@ -52,6 +52,10 @@ FORGET_MS = 600_000
 """The history of a queue is dropped after this time without a look."""
 DETAILS_MAX = 2_000
 """Queues that are queried one by one in one inspection; those with the largest lag first."""
+
+
+OBJECT = "object"
+"""Fact of the error with which a broker says that it can't read its object store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +291,8 @@ class QueueInspector:
                 at = answer.failure.detail.position
                 position = "unknown" if at is None else str(at)
                 return replace(e, damage=DamagedMessage(position, answer.error))
+            if isinstance(answer.failure, Unreachable) and OBJECT in answer.failure.facts:
+                return replace(e, tier_error=answer.error)
             stamp = answer.value
             if seen is not None:
                 seen.head, seen.head_ms = stamp, self._clock.monotonic_ms()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import cast
@@ -22,7 +22,7 @@ from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from baton.storage.v1 import transaction_service_pb2_grpc as transaction_grpc
 from batonmq._common.rpc import from_rpc_error
-from batonmq_server.runtime.app import App
+from batonmq_server.runtime.app import App, Loop
 from batonmq_server.runtime.etcd.mirror import EtcdMirror, all_ready
 from batonmq_server.runtime.group_gates import GATES_PREFIX, GroupGates
 from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
@@ -53,6 +53,8 @@ from batonmq_server.storage.node_role import StandaloneRole
 from batonmq_server.storage.replica import StorageReplica
 from batonmq_server.storage.replication_server import CurrentServicer, StorageReplicationServicer
 from batonmq_server.storage.reply_server import ReplyServicer
+from batonmq_server.storage.tier_reader import TierReader, open_tier
+from batonmq_server.storage.tier_store import ObjectFiles
 from batonmq_server.storage.topic_cache import TopicCache
 
 log = logging.getLogger(__name__)
@@ -81,28 +83,35 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
         await runtime.unless_stopped(
             check_single_node(runtime.etcd, "storage", settings.broker_name, settings.node_id)
         )
+        tier = open_tier(settings, in_thread)
         directory = open_directory(
             settings.data_dir,
             segment_bytes=settings.segment_bytes,
             monotonic_ms=_monotonic_ms(),
             accept_loss=settings.accept_loss,
+            remote=tier,
         )
         node = await asyncio.to_thread(stack.enter_context, directory)
         _log_report(node.report)
-        async with served(settings, runtime, node) as app:
+        async with served(settings, runtime, node, tier=tier) as app:
             yield app
 
 
 @asynccontextmanager
 async def served(
-    settings: StorageSettings, runtime: Runtime, node: StorageNode, in_thread: InThread = in_thread
+    settings: StorageSettings,
+    runtime: Runtime,
+    node: StorageNode,
+    in_thread: InThread = in_thread,
+    tier: TierReader | None = None,
 ) -> AsyncIterator[App]:
     """Yield the app of `node`, a node without replicas.
 
     Args:
         in_thread: Runs blocking calls outside the event loop.
+        tier: Reads the object store, as it did while `node` was recovered; None without a store.
     """
-    async with _environment(settings, runtime, in_thread) as (environment, mirrors):
+    async with _environment(settings, runtime, in_thread, tier) as (environment, mirrors):
         components = build_components(node, environment, StandaloneRole(node.store))
         mirrors.attach(components)
 
@@ -135,6 +144,7 @@ async def served(
                 mirrors.placements.run,
                 environment.deliveries.run,
                 *components.loops,
+                *_reading(tier),
                 components.due.run,
                 components.checker.run,
                 components.trimmer.run,
@@ -156,6 +166,7 @@ async def replicated(
     disk: Disk,
     in_thread: InThread = in_thread,
     on_open: Callable[[StorageNode], None] = lambda _: None,
+    objects: ObjectFiles | None = None,
 ) -> AsyncIterator[App]:
     """Yield the app of a member of a replica set: a leader or a follower, as elected.
 
@@ -163,6 +174,7 @@ async def replicated(
         disk: Disk of this node; nothing else may use it.
         in_thread: Runs blocking calls outside the event loop.
         on_open: Called with the node each time its directory is opened, before any component runs.
+        objects: The object store of segments, if one is set; None: the one at its URL.
     """
     peer = LeaderChannel(
         runtime.nodes,
@@ -171,7 +183,8 @@ async def replicated(
         runtime.connect,
         replica_set=settings.broker_name,
     )
-    async with _environment(settings, runtime, in_thread) as (environment, mirrors):
+    tier = open_tier(settings, in_thread, objects)
+    async with _environment(settings, runtime, in_thread, tier) as (environment, mirrors):
         role = StorageReplica(
             settings, runtime, environment.metrics, environment.stream, in_thread, mirrors.topics
         )
@@ -190,6 +203,7 @@ async def replicated(
             monotonic_ms=_monotonic_ms(),
             accept_loss=settings.accept_loss,
             replicated=True,
+            remote=tier,
         )
         copy = LogCopy(disk, recover, build_all, in_thread)
         follower = LogFollower(
@@ -258,6 +272,7 @@ async def replicated(
                     role.registration.run,
                     role.siblings.run,
                     follower.run,
+                    *_reading(tier),
                 ),
                 long_polls=frozenset({"Pull", "Fetch"}),
                 leader=False,
@@ -296,7 +311,10 @@ class _Mirrors:
 
 @asynccontextmanager
 async def _environment(
-    settings: StorageSettings, runtime: Runtime, in_thread: InThread
+    settings: StorageSettings,
+    runtime: Runtime,
+    in_thread: InThread,
+    tier: TierReader | None,
 ) -> AsyncIterator[tuple[StorageEnvironment, _Mirrors]]:
     peers = LeaderChannels(
         runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub, runtime.connect
@@ -348,12 +366,21 @@ async def _environment(
         deliveries=DeliveryRouter(GroupPlacements(placements_mirror, runtime.nodes), deliveries),
         in_thread=in_thread,
         ensure_unresolved=ensure_unresolved,
+        tier=tier,
     )
+    if tier is not None:
+        tier.on_read = metrics.tier.read_bytes.inc
+        tier.on_failure = metrics.tier.failures.labels("read").inc
     try:
         yield environment, mirrors
     finally:
         await nameserver.close()
         await peers.close()
+
+
+def _reading(tier: TierReader | None) -> Sequence[Loop]:
+    """Return the loop that reads the object store; none without a store."""
+    return (tier.run,) if tier is not None else ()
 
 
 def _replies(environment: StorageEnvironment) -> Callable[[grpc.aio.Server], None]:

@@ -37,6 +37,7 @@ from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.key_digests import KeyDigester
 from batonmq_server.storage.core.newest_offsets import PEAK_BYTES_PER_KEY, NewestOffsets
 from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.core.tier_file import StoreUnreadable
 from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 
@@ -112,6 +113,8 @@ class CompactionRunner:
         run = _QueueRun(self, due, KeyDigester(self._random.getrandbits(64)))
         try:
             return await run.run()
+        except StoreUnreadable as error:
+            raise CompactionAbandoned(f"the object store can't be read: {error}") from error
         except FileNotFoundError as error:
             raise CompactionAbandoned("the segment is no longer there") from error
 

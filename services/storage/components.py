@@ -42,6 +42,8 @@ from batonmq_server.storage.scrubber import Scrubber
 from batonmq_server.storage.segment_examiner import SegmentExaminer
 from batonmq_server.storage.server import StorageServicer
 from batonmq_server.storage.servicer_parts import StorageServicerParts
+from batonmq_server.storage.tier_mover import TierMover, TierMoverParts
+from batonmq_server.storage.tier_reader import LocalReads, RemoteReads, TierReader
 from batonmq_server.storage.topic_cache import TopicCache
 from batonmq_server.storage.topic_compactor import BrokerRetention, TopicCompactor
 from batonmq_server.storage.topic_limits import TopicLimits
@@ -61,6 +63,7 @@ class StorageEnvironment:
     Attributes:
         deliveries: Records deliveries at offsets; the app runs its loop.
         in_thread: Runs blocking calls outside the event loop.
+        tier: Reads the object store of segments; None without a store.
         ensure_unresolved: Asks a nameserver for a queue of the topic of unresolved messages.
     """
 
@@ -73,6 +76,7 @@ class StorageEnvironment:
     deliveries: DeliveryRouter
     in_thread: InThread
     ensure_unresolved: Callable[[], Awaitable[None]]
+    tier: TierReader | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +85,7 @@ class StorageComponents:
 
     Attributes:
         loops: Loops to run while the directory is open.
+        tier: Reads segments that are only in the object store.
         due: Delivers scheduled batches; its loop runs on the leader only.
         checker: Checks open transactions; its loop runs on the leader only.
         trimmer: Trims topics with a retention of their own; its loop runs on the leader only.
@@ -102,6 +107,7 @@ class StorageComponents:
     scheduling: ScheduleServicer
     transactions: TransactionServicer
     outputs: OutputServicer
+    tier: RemoteReads
     loops: Sequence[Loop]
 
     async def drain(self) -> None:
@@ -167,6 +173,8 @@ def build_components(
     )
     store = node.store
     limits = TopicLimits(store, topics, settings.retention_ms)
+    tier: RemoteReads = environment.tier or LocalReads()
+    movers: list[TierMover] = []
     cleaner = LogCleaner(
         store,
         node.disk,
@@ -186,12 +194,32 @@ def build_components(
             leader_first_position=leader_first_position,
             no_checkpoint=checkpointer.one_at_a_time,
             held_from=limits.held_from,
+            gone_before=lambda: max((mover.gone_before() for mover in movers), default=0),
         ),
         metrics,
         clock=runtime.clock,
         interval_ms=settings.disk_interval_ms,
         in_thread=patient,
     )
+    if environment.tier is not None:
+        movers.append(
+            TierMover(
+                TierMoverParts(
+                    node=node,
+                    store=environment.tier.store,
+                    role=role,
+                    limits=limits,
+                    retention=retention,
+                    checkpointer=checkpointer,
+                    cleaner=cleaner,
+                    metrics=metrics.tier,
+                    clock=runtime.clock,
+                    in_thread=in_thread,
+                ),
+                settings.tier_policy(),
+                settings.tier_interval_ms,
+            )
+        )
     appender = Appender(
         broker=settings.broker_name,
         store=store,
@@ -243,6 +271,7 @@ def build_components(
             losses=RetentionLosses(metrics.traffic),
             damage=damage,
             repair=repairs.repair,
+            tier=tier,
             purge=purger.purge,
             scrubbed=lambda: scrubber.position,
             metrics=metrics,
@@ -272,6 +301,7 @@ def build_components(
             appender,
             limits,
             SegmentExaminer(node.disk, store, topics, checkpointer.position, patient),
+            tier,
         ),
         compactor=TopicCompactor(
             appender,
@@ -303,6 +333,7 @@ def build_components(
             require=require,
             repair=repairs.repair,
             repair_keys=key_repairs.repair,
+            tier=tier,
         ),
         scheduling=ScheduleServicer(
             appender, topics, due.wake, require, runtime.guard.caller_identity
@@ -317,6 +348,7 @@ def build_components(
             identity_of=runtime.guard.caller_identity,
         ),
         outputs=OutputServicer(appender, require),
+        tier=tier,
         loops=(
             flusher.run,
             pulls.run,
@@ -325,6 +357,7 @@ def build_components(
             scrubber.run,
             cleaner.run,
             expire_producers,
+            *(mover.run for mover in movers),
         ),
     )
 

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from batonmq_server.runtime.replication.in_sync_set import ReplicaPolicy
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.storage.core.retention import RetentionPolicy
+from batonmq_server.storage.core.tier import TierPolicy
 
 
 class StorageSettings(ServiceSettings):
@@ -93,6 +94,21 @@ class StorageSettings(ServiceSettings):
     transaction_age_ms_max: int = Field(86_400_000, ge=1_000)
     """Age at which a transaction without an end is discarded, in milliseconds; 24 h by default. It
     is reached if no producer of the group is alive."""
+    tier_url: str = ""
+    """Object store for closed log segments: a URL of fsspec such as s3://bucket/folder, or a path.
+    Empty: all segments stay on the local disk."""
+    tier_local_age_ms: int = Field(14_400_000, ge=0)
+    """Age at which the local copy of a segment that is in the object store is removed, in
+    milliseconds; 4 h by default. Messages are kept as long as `retention_ms` says."""
+    tier_local_bytes: int = Field(0, ge=0)
+    """Maximum size of the log on the local disk, in bytes: the oldest segments that are in the
+    object store are removed from the disk. 0 for unlimited."""
+    tier_cache_bytes: int = Field(128 * 1024 * 1024, ge=64 * 1024 * 1024)
+    """Memory for what is read from the object store, in bytes."""
+    tier_timeout_ms: int = Field(10_000, ge=100, le=300_000)
+    """Time that a reader of messages waits for the object store, in milliseconds."""
+    tier_interval_ms: int = Field(5_000, ge=10, le=600_000)
+    """Interval between two looks for segments to store or to remove, in milliseconds."""
     accept_loss: bool = False
     """Start even if acknowledged messages are damaged: the log is cut at the damage, and what
     follows is lost."""
@@ -157,6 +173,10 @@ class StorageSettings(ServiceSettings):
             lag_ms_max=self.replica_lag_ms_max,
             hold_ms=self.replica_lag_ms_max // 4,
         )
+
+    def tier_policy(self) -> TierPolicy:
+        """How long segments that are in the object store stay on the local disk."""
+        return TierPolicy(local_age_ms=self.tier_local_age_ms, local_bytes=self.tier_local_bytes)
 
     def retention_policy(self) -> RetentionPolicy:
         """The rules of retention: how long messages are kept, and when the disk counts as full."""

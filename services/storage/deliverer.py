@@ -13,6 +13,7 @@ from batonmq_server.storage.core.checks import check_queue, check_readable
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.queue_reader import ReadResult
 from batonmq_server.storage.core.store import check_covered
+from batonmq_server.storage.core.tier import NotCached
 from batonmq_server.storage.delivery_recorder import (
     NO_ADVANCE,
     PendingDelivery,
@@ -74,12 +75,8 @@ class Deliverer:
                 check_covered(self._store, queues, key, offset, has_confirmed=whole)
             try:
                 reading = self._read(key, pull)
-            except DataLoss as error:
-                try:
-                    await self._parts.repair(key, pull.spec.offset, error)
-                except DataLoss as lost:
-                    self._parts.damage.report_error(lost)
-                    raise
+            except (DataLoss, NotCached) as error:
+                await self._make_readable(key, pull, error)
                 continue
             if reading is not None:
                 break
@@ -145,6 +142,24 @@ class Deliverer:
         if advance is None:
             return record
         return advance.recorded(key, range_, record)
+
+    async def _make_readable(
+        self, key: QueueKey, pull: ParsedPull, error: DataLoss | NotCached
+    ) -> None:
+        """Fetch what a read misses from the object store, or rebuild the index that it used.
+
+        Raises:
+            DataLoss: the index can't be rebuilt, or an object is missing or damaged.
+            Unreachable: the store did not answer in time.
+        """
+        try:
+            if isinstance(error, NotCached):
+                await self._parts.tier.fetch(error)
+            else:
+                await self._parts.repair(key, pull.spec.offset, error)
+        except DataLoss as lost:
+            self._parts.damage.report_error(lost)
+            raise
 
     def _read(self, key: QueueKey, pull: ParsedPull) -> ReadResult | None:
         try:

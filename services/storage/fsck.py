@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from batonmq._common.clock import Clock
+from batonmq.errors import BatonError
 from batonmq_server.storage.core.fsck import Fsck, FsckReport
 from batonmq_server.storage.core.recovery import decode_synced
 from batonmq_server.storage.disk import InUse, RealDisk, locked
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
             return _examine(chosen.dir, repair=chosen.repair, as_json=as_json)
     except InUse as error:
         return _refuse("DATA_DIR_IN_USE", str(error), as_json=as_json)
+    except BatonError as error:
+        return _refuse(error.reason, error.message, as_json=as_json)
     except OSError as error:
         return _refuse("SYSTEM_ERROR", str(error), as_json=as_json)
 

@@ -133,10 +133,14 @@ class StorageLeadership(Leadership):
             if self._ended:  # a new leader may have the log cut meanwhile
                 raise NotLeader("this node is no longer the leader", retry_after_ms=200)
         try:
-            data = read_whole_batches(log_, self.history, end, limits.bytes_max)
+            data = await self.components.tier.reading(
+                lambda: read_whole_batches(log_, self.history, end, limits.bytes_max)
+            )
         except DataLoss as error:
             self.components.damage.report_error(error)
             raise
+        if self._ended:  # while the object store was read
+            raise NotLeader("this node is no longer the leader", retry_after_ms=200)
         return FetchResult(end, data, self._segment(end))
 
     def _reset_result(self) -> FetchResult:

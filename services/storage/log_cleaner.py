@@ -65,6 +65,8 @@ class CleaningBounds:
         leader_first_position: First position of the leader's log, which a follower follows; None
             for a node that decides by itself.
         no_checkpoint: Lock that is held while a checkpoint is taken.
+        gone_before: Returns the end of the segments at the begin of the log that an earlier leader
+            has removed from the object store.
         held_from: Returns the position from which topics with a longer retention need the log.
             Limits of size and of the disk are stronger.
     """
@@ -78,6 +80,7 @@ class CleaningBounds:
     leader_first_position: Callable[[], int | None] = lambda: None
     no_checkpoint: asyncio.Lock = field(default_factory=asyncio.Lock)
     held_from: Callable[[], float] = lambda: math.inf
+    gone_before: Callable[[], int] = lambda: 0
 
 
 class LogCleaner:
@@ -197,20 +200,24 @@ class LogCleaner:
             ends = (segment.next_position for segment in sealed)
             return max((end for end in ends if end <= first_position), default=log.first_position)
         log_bytes = log.end_position - log.first_position - log.purged_bytes_count
-        return self._retention.keep_from(
+        keep_from = self._retention.keep_from(
             sealed,
             log_bytes,
             self._cleaning_time(),
             self.newest_unix_ms,
             self._bounds.held_from,
         )
+        return max(keep_from, min(self._bounds.gone_before(), sealed[-1].next_position))
 
     def _removable(self) -> list[SealedSegment]:
         """Return the sealed segments before the first one that is still needed."""
         positions = [position() for position in self._bounds.needed_from]
         needed_from = min((p for p in positions if p is not None), default=math.inf)
         log = self._store.log
-        sealed = (SealedSegment(*segment, log.is_purged(segment[0])) for segment in log.sealed())
+        sealed = (
+            SealedSegment(*segment, log.is_purged(segment[0]), log.stored(segment[0]) is not None)
+            for segment in log.sealed()
+        )
         return [segment for segment in sealed if segment.next_position <= needed_from]
 
     def newest_unix_ms(self, segment: SealedSegment) -> int:
@@ -218,6 +225,8 @@ class LogCleaner:
         position = self._store.log.next_kept(segment.next_position)
         if position >= self._store.log.next_position:
             return self._store.store_unix_ms
+        if (manifest := self._store.log.stored(position)) is not None:
+            return manifest.first_unix_ms
         if position not in self._newest:
             try:
                 head = self._store.log.read(position, HEADER_BYTES)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 
-from batonmq.errors import DiskFull, NotServing
+from batonmq.errors import DiskFull, NotServing, Unreachable
 from batonmq_server.runtime.app import Loop
 from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 from batonmq_server.storage.components import StorageComponents
@@ -208,7 +208,8 @@ class LogCopy:
         longer needed.
 
         Raises:
-            NotServing: the disk fails; `recover` opens the directory again.
+            NotServing: the disk fails, or the object store does while the indexes are rebuilt from
+                it; `recover` opens the directory again.
         """
         try:
             try:
@@ -216,7 +217,7 @@ class LogCopy:
             finally:
                 await self.in_thread(lambda _: self._stack.close(), None)
             await self.open()
-        except (OSError, DiskFull) as error:
+        except (OSError, DiskFull, Unreachable) as error:
             self.fail(error)
             raise NotServing(f"the disk has failed: {error}", retry_after_ms=500) from error
 

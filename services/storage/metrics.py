@@ -21,7 +21,7 @@ class StorageMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.traffic = TrafficMetrics(registry)
-        self.compaction = CompactionMetrics(registry)
+        self.compaction, self.tier = CompactionMetrics(registry), TierMetrics(registry)
         self.appended_messages = Counter(
             "baton_storage_appended_messages", "Messages written to the log.", registry=registry
         )
@@ -384,3 +384,51 @@ class CompactionMetrics:
         """Remove the gauges: another node is the leader now."""
         for gauge in (self._dirty, self._overdue, self._last):
             gauge.clear()
+
+
+class TierMetrics:
+    """What is in the object store of segments; all zero without a store."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.stored_bytes = Counter(
+            "baton_storage_tier_written_bytes",
+            "Bytes of log segments that this node has written to the object store.",
+            registry=registry,
+        )
+        self.read_bytes = Counter(
+            "baton_storage_tier_read_bytes",
+            "Bytes of log segments that this node has read from the object store.",
+            registry=registry,
+        )
+        self.moved_segments = Counter(
+            "baton_storage_tier_moved_segments",
+            "Log segments whose local copy was removed because the object store has them.",
+            registry=registry,
+        )
+        self.removed_segments = Counter(
+            "baton_storage_tier_removed_segments",
+            "Log segments that retention has removed from the object store.",
+            registry=registry,
+        )
+        self.failures = Counter(
+            "baton_storage_tier_failures",
+            "Failed work with the object store: read (for a reader of messages), write (a segment "
+            "is not stored), move (the local copy stays), list or remove.",
+            ("work",),
+            registry=registry,
+        )
+        self.remote_bytes = Gauge(
+            "baton_storage_tier_remote_bytes",
+            "Bytes of the log that are in the object store and not on the local disk.",
+            registry=registry,
+        )
+        self.waiting_segments = Gauge(
+            "baton_storage_tier_waiting_segments",
+            "Closed log segments that are not in the object store yet, on the leader.",
+            registry=registry,
+        )
+        self.waiting_seconds = Gauge(
+            "baton_storage_tier_waiting_seconds",
+            "Time since the oldest closed log segment waits for the object store, on the leader.",
+            registry=registry,
+        )

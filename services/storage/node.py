@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from batonmq.errors import DataLoss
 from batonmq_server.runtime.replication.position import ReplicaPosition
@@ -44,6 +45,8 @@ from batonmq_server.storage.core.recovery import (
     encode_synced,
 )
 from batonmq_server.storage.core.store import MessageStore
+from batonmq_server.storage.core.tier import RemoteSegments
+from batonmq_server.storage.core.tier_file import FetchBlocks, TierDisk
 from batonmq_server.storage.disk import RealDisk, locked
 
 log = logging.getLogger(__name__)
@@ -109,7 +112,7 @@ class StorageNode:
         Args:
             damaged: Safe messages are lost by this cut.
         """
-        position = self.store.log.cut_position(position)
+        position = self.store.log.file_cut_position(position)
         if damaged:
             self.save_history(replace(self.history, damaged=True))
         if position < self.checkpointing.position:
@@ -140,6 +143,21 @@ class LogStart:
     history: EpochHistory = field(default_factory=EpochHistory)
 
 
+class RemoteLog(RemoteSegments, Protocol):
+    """Reads the segments of a log that are only in the object store.
+
+    Attributes:
+        may_block: Whether `read` waits for the store: set while a directory is recovered.
+    """
+
+    may_block: bool
+
+    @property
+    def fetch_now(self) -> FetchBlocks:
+        """Read blocks from the store; blocks. Raises BatonError if it can't."""
+        ...
+
+
 def reset_disk(disk: Disk, start: LogStart) -> None:
     """Discard everything on `disk` and start an empty copy there; the directory is closed."""
     _wipe(disk)
@@ -157,6 +175,7 @@ def open_directory(
     segment_bytes: int,
     monotonic_ms: Callable[[], int],
     accept_loss: bool = False,
+    remote: RemoteLog | None = None,
 ) -> Iterator[StorageNode]:
     """Lock `folder`, recover it, yield the node and close it at the end.
 
@@ -167,7 +186,11 @@ def open_directory(
     with locked(folder):
         disk = RealDisk(folder)
         recovering = recover_directory(
-            disk, segment_bytes=segment_bytes, monotonic_ms=monotonic_ms, accept_loss=accept_loss
+            disk,
+            segment_bytes=segment_bytes,
+            monotonic_ms=monotonic_ms,
+            accept_loss=accept_loss,
+            remote=remote,
         )
         with recovering as node:
             yield node
@@ -181,6 +204,7 @@ def recover_directory(
     monotonic_ms: Callable[[], int],
     accept_loss: bool = False,
     replicated: bool = False,
+    remote: RemoteLog | None = None,
 ) -> Iterator[StorageNode]:
     """Recover the directory on `disk`, yield the node and close it at the end.
 
@@ -188,13 +212,22 @@ def recover_directory(
     replica set does so when it is elected. A member cuts off the damaged part of its copy, to fetch
     it from the other members.
 
+    Args:
+        remote: Reads segments that are only in the object store; None without a store.
+
     Raises:
         DataLoss: acknowledged messages are damaged, and `accept_loss` is not set.
+        Unreachable: the indexes have to be rebuilt from segments in the object store, and it can't
+            be read.
     """
     begin_ms = monotonic_ms()
+    if remote is not None:
+        disk = TierDisk(disk, remote.fetch_now)
     cache = FileCache(disk)
-    attempt = _Attempt(disk, cache, segment_bytes)
+    attempt = _Attempt(disk, cache, segment_bytes, remote)
     try:
+        if remote is not None:
+            remote.may_block = True
         if replicated:
             history = _recover_replica(attempt, accept_loss=accept_loss)
         else:
@@ -213,6 +246,8 @@ def recover_directory(
         node.store.synced(unsynced.position)
         node.report = replace(attempt.report, elapsed_ms=monotonic_ms() - begin_ms)
         disk.replace(REPORT, json.dumps(asdict(node.report), indent=2).encode())
+        if remote is not None:
+            remote.may_block = False
         try:
             yield node
         finally:
@@ -228,8 +263,11 @@ class _Attempt:
     recovery: Recovery
     report: RecoveryReport
 
-    def __init__(self, disk: Disk, cache: FileCache, segment_bytes: int) -> None:
+    def __init__(
+        self, disk: Disk, cache: FileCache, segment_bytes: int, remote: RemoteLog | None = None
+    ) -> None:
         self.disk, self._cache, self._segment_bytes = disk, cache, segment_bytes
+        self._remote = remote
         self._log: CommitLog | None = None
 
     def run(self, epoch: int, *, accept_loss: bool) -> None:
@@ -239,7 +277,7 @@ class _Attempt:
             DataLoss: acknowledged messages are damaged, and `accept_loss` is not set.
         """
         self.close()
-        log = self._log = CommitLog(self.disk, self._cache, self._segment_bytes)
+        log = self._log = CommitLog(self.disk, self._cache, self._segment_bytes, self._remote)
         keys = KeyIndex(self.disk, self._cache, log.segment_end, log.first_position)
         store = MessageStore(log, self._cache, ProducerTable(), epoch, keys)
         self.recovery = Recovery(

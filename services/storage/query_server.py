@@ -41,6 +41,7 @@ from batonmq_server.storage.core.queue_reader import ReadResult, ReadSpec
 from batonmq_server.storage.core.store import MessageStore, check_covered
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.node_role import NodeRole, StandaloneRole
+from batonmq_server.storage.tier_reader import LocalReads, RemoteReads
 from batonmq_server.storage.topic_cache import TopicCache
 
 FOUND_MAX = 1_000
@@ -99,6 +100,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         repair: Rebuilds the index that a failed read at an offset uses; raises an error if that is
             not possible.
         repair_keys: Rebuilds a damaged run of the key index; returns whether it could.
+        tier: Reads segments that are only in the object store.
     """
 
     def __init__(  # noqa: PLR0913  the parts of a node
@@ -112,10 +114,12 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         require: PermissionCheck | None = None,
         repair: Callable[[QueueKey, int, DataLoss], Awaitable[None]] = _no_repair,
         repair_keys: Callable[[RunExtent], Awaitable[bool]] = _no_key_repair,
+        tier: RemoteReads | None = None,
     ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
         self._role, self._require = role or StandaloneRole(store), require
         self._repair, self._repair_keys = repair, repair_keys
+        self._tier = tier or LocalReads()
         self._queries = MessageQueries(store)
 
     async def SearchOffset(
@@ -126,7 +130,9 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         probe = SearchProbe()
         while True:
             try:
-                offset = self._queries.search_offset(key, request.unix_ms, probe)
+                offset = await self._tier.reading(
+                    lambda: self._queries.search_offset(key, request.unix_ms, probe)
+                )
             except DataLoss as error:
                 await self._rebuild(key, probe.offset, error)
             else:
@@ -175,7 +181,9 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
                 facts={"asked": spec.broker, "actual": self._broker},
             )
         with self._reporting_damage():
-            header = self._queries.header(spec.position, spec.index)
+            header = await self._tier.reading(
+                lambda: self._queries.header(spec.position, spec.index)
+            )
         if self._require is not None:
             self._require(context, consume(header.topic))
         try:
@@ -187,7 +195,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
                 f"topic {header.topic} of message {request.message_id} was deleted"
             )
         with self._reporting_damage():
-            message = self._queries.message(header, spec.index)
+            message = await self._tier.reading(lambda: self._queries.message(header, spec.index))
         return pb.GetMessageResponse(message=_message(message))
 
     @contextmanager
@@ -212,7 +220,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
     async def _read(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
         while True:
             try:
-                return self._store.read(key, spec)
+                return await self._tier.reading(lambda: self._store.read(key, spec))
             except OffsetAheadOfLog as error:
                 if self._role.is_follower:
                     raise NotLeader(
@@ -238,12 +246,14 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         rebuilt = set[RunExtent]()
         while True:
             try:
-                return self._queries.find(
-                    topic_id,
-                    key,
-                    window,
-                    messages_max=messages_max or FOUND_DEFAULT,
-                    bytes_max=FOUND_BYTES_MAX,
+                return await self._tier.reading(
+                    lambda: self._queries.find(
+                        topic_id,
+                        key,
+                        window,
+                        messages_max=messages_max or FOUND_DEFAULT,
+                        bytes_max=FOUND_BYTES_MAX,
+                    )
                 )
             except DamagedRun as error:
                 if error.extent not in rebuilt and await self._repair_keys(error.extent):

@@ -20,6 +20,7 @@ from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.purge import TRIMMED, contains_only, decode_order
 from batonmq_server.storage.core.schedule import TOPIC_ID
 from batonmq_server.storage.core.store import MessageStore
+from batonmq_server.storage.core.tier_file import StoreUnreadable
 from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.topic_cache import TopicCache
 
@@ -145,7 +146,7 @@ class SegmentExaminer:
 
         try:
             await self._in_thread(examine, None)
-        except FileNotFoundError:  # retention has removed it meanwhile
+        except (FileNotFoundError, StoreUnreadable):  # removed meanwhile, or not readable now
             return None
         return frozenset(keys) if verdicts[0] else None
 

@@ -26,6 +26,7 @@ from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node_role import NodeRole
 from batonmq_server.storage.retention_losses import RetentionLosses
+from batonmq_server.storage.tier_reader import RemoteReads
 from batonmq_server.storage.topic_cache import TopicCache
 from batonmq_server.storage.topic_purger import PurgeResult
 
@@ -44,6 +45,7 @@ class StorageServicerParts:
         deliveries_max: Maximum number of deliveries by stream.
         repair: Rebuilds the index that a failed read at an offset uses; raises an error if that is
             not possible.
+        tier: Reads segments that are only in the object store.
         purge: Removes what deleted topics of a name have left in the log.
         scrubbed: Returns the position that the current round of the scrub has reached.
         identity_of: Returns the identity of a caller; empty without access control.
@@ -66,6 +68,7 @@ class StorageServicerParts:
     losses: RetentionLosses
     damage: DamageTracker
     repair: Repair
+    tier: RemoteReads
     purge: Callable[[str], Awaitable[PurgeResult]]
     scrubbed: Callable[[], int]
     metrics: StorageMetrics

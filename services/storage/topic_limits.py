@@ -40,6 +40,11 @@ class TopicLimits:
         self._store, self._topics, self._age_ms_max = store, topics, age_ms_max
         self._holding = False
 
+    @property
+    def loaded(self) -> bool:
+        """Whether the topics are known."""
+        return self._topics.loaded
+
     def refresh(self) -> None:
         """Find out again whether a topic with messages holds the log."""
         self._holding = any(True for _ in self._longer())

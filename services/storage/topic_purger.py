@@ -27,6 +27,7 @@ from batonmq_server.storage.core.purge import (
 )
 from batonmq_server.storage.core.retention import SealedSegment
 from batonmq_server.storage.core.schedule import TOPIC_ID
+from batonmq_server.storage.core.tier_file import StoreUnreadable
 from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.storage.topic_cache import TopicCache
@@ -174,7 +175,7 @@ class TopicPurger:
 
         try:
             await self._in_thread(examine, None)
-        except FileNotFoundError:  # retention has removed it meanwhile
+        except (FileNotFoundError, StoreUnreadable):  # removed meanwhile, or not readable now
             return False
         return verdicts[0]
 

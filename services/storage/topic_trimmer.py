@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from batonmq.errors import BatonError, DataLoss
+from batonmq.errors import BatonError, DataLoss, Unreachable
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, topic_of
 from batonmq_server.storage.core.producers import QueueKey
@@ -18,6 +18,7 @@ from batonmq_server.storage.core.query import MessageQueries
 from batonmq_server.storage.core.topic_retention import KeptAge, KeptBytes
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.storage.segment_examiner import SegmentExaminer
+from batonmq_server.storage.tier_reader import LocalReads, RemoteReads
 from batonmq_server.storage.topic_limits import TopicLimits
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,14 @@ class TopicTrimmer:
     While an order is not carried out, no other one is stored.
     """
 
-    def __init__(self, appender: Appender, limits: TopicLimits, examiner: SegmentExaminer) -> None:
+    def __init__(
+        self,
+        appender: Appender,
+        limits: TopicLimits,
+        examiner: SegmentExaminer,
+        tier: RemoteReads | None = None,
+    ) -> None:
+        self._tier = tier or LocalReads()
         self._appender, self._limits, self._examiner = appender, limits, examiner
         self._store, self._clock = appender.store, appender.clock
         self._queries = MessageQueries(appender.store)
@@ -116,7 +124,9 @@ class TopicTrimmer:
         try:
             if limits.age_ms_max:
                 oldest_unix_ms = self._clock.unix_ms() - limits.age_ms_max
-                keep_from = age.keep_from(self._queries, key, queue, oldest_unix_ms)
+                keep_from = await self._tier.reading(
+                    lambda: age.keep_from(self._queries, key, queue, oldest_unix_ms)
+                )
             if limits.bytes_max:
                 for _ in bytes_.steps(queue, keep_from, limits.bytes_max):
                     await asyncio.sleep(0)
@@ -124,7 +134,10 @@ class TopicTrimmer:
             if keep_from <= queue.first_offset:
                 return None
             return QueueTrim(*key, keep_from, self._position_of(queue, keep_from))
-        except DataLoss as error:  # repaired or replaced elsewhere; the other queues go on
+        except (
+            DataLoss,
+            Unreachable,
+        ) as error:  # repaired or replaced elsewhere; the other queues go on
             log.warning("queue not trimmed topic=%s queue_id=%d %s", queue.folder, key[1], error)
             return None
 

@@ -27,6 +27,7 @@ from batonmq_server.testing.memory_disks import MemoryDisk, MemoryOffsetsDisk
 from batonmq_server.testing.memory_etcd import MemoryEtcd, MemoryEtcdSession
 from batonmq_server.testing.memory_grpc import MemoryServer, memory_connector, memory_prober
 from batonmq_server.testing.memory_network import MemoryNetwork, NetworkObserver
+from batonmq_server.testing.memory_objects import MemoryObjects
 from batonmq_server.testing.virtual_time import VirtualHost, VirtualTimeLoop
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class MemoryEnvironment(NetworkObserver):
         virtual: Whether the event loop has virtual time.
         offsets_disks: Disks of offsets nodes by node id; created at the first start of the node.
         storage_disks: Disks of storage nodes by node id; created at the first start of the node.
+        objects: The object store of segments, for storage nodes with a `tier_url`.
     """
 
     def __init__(self, seed: str) -> None:
@@ -67,6 +69,7 @@ class MemoryEnvironment(NetworkObserver):
         self.etcd = MemoryEtcd(self.network)
         self.offsets_disks: dict[str, MemoryOffsetsDisk] = {}
         self.storage_disks: dict[str, MemoryDisk] = {}
+        self.objects = MemoryObjects()
         self.hosts: list[VirtualHost] = []
 
     def now_ms(self) -> int:

@@ -19,6 +19,7 @@ from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage import app as storage_app
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.node import recover_directory
+from batonmq_server.storage.tier_reader import open_tier
 from batonmq_server.testing.memory_disks import MemoryDisk, delayed_sync
 from batonmq_server.testing.processes import MemoryEnvironment, ServiceSpec
 
@@ -99,17 +100,21 @@ def storage(environment: MemoryEnvironment, settings: StorageSettings) -> Servic
         in_no_thread = delayed_sync(runtime.random, environment.write_s)
         opened = partial(environment.storage_opened, settings.node_id)
         if len(settings.members) > 1:
-            async with storage_app.replicated(settings, runtime, disk, in_no_thread, opened) as app:
+            async with storage_app.replicated(
+                settings, runtime, disk, in_no_thread, opened, environment.objects
+            ) as app:
                 yield app
             return
+        tier = open_tier(settings, in_no_thread, environment.objects)
         recovering = recover_directory(
             disk,
             segment_bytes=settings.segment_bytes,
             monotonic_ms=runtime.clock.monotonic_ms,
+            remote=tier,
         )
         with recovering as node:
             opened(node)
-            async with storage_app.served(settings, runtime, node, in_no_thread) as app:
+            async with storage_app.served(settings, runtime, node, in_no_thread, tier) as app:
                 yield app
 
     return ServiceSpec(settings.node_id, "storage", settings, build)

@@ -42,6 +42,7 @@ from batonmq_server.nameserver.inspector import (
 from batonmq_server.nameserver.metrics import LagMetrics
 from batonmq_server.nameserver.queue_monitor import QueueMonitor
 from batonmq_server.runtime.etcd.session import KeyValue
+from batonmq_server.storage.tier_store import unreachable
 from tests.nameserver.service_twins import TIMEOUT_S, Scene, open_scene, queue_to_pb
 
 
@@ -248,6 +249,18 @@ async def test_damage_is_reported_with_its_position(services: Scene) -> None:
     diagnoses = await why(services, group)
     assert reasons(diagnoses) == [*[StuckReason.DATA_LOSS] * 2, *[StuckReason.NOT_PULLING] * 2]
     assert diagnoses[0].finding.values["position"] == "4096"
+
+
+async def test_object_store_that_a_broker_cannot_read_is_reported(services: Scene) -> None:
+    group = services.group("g", "c1")
+    services.own(group, "c1")
+    services.progress(group, 13)
+    services.brokers["a"].damage = unreachable("parts/7", "connection refused")
+    diagnoses = await why(services, group)
+    reason = StuckReason.STORAGE_UNREACHABLE
+    assert reasons(diagnoses) == [*[reason] * 2, *[StuckReason.NOT_PULLING] * 2]
+    assert "failed with parts/7: connection refused" in diagnoses[0].finding.message
+    assert "Restore the object store" in diagnoses[0].finding.remedy
 
 
 async def test_refused_client_is_reported_with_its_subscription(services: Scene) -> None:

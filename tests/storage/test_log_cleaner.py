@@ -65,6 +65,7 @@ class Scene:
         gone: Ids of deleted topics.
         leader_first_position: First position of the leader's log, on a follower.
         held_from: Position from which a topic with a longer retention needs the log.
+        gone_position: End of the segments that an earlier leader removed from the store.
     """
 
     def __init__(self, node: StorageNode, disk: MemoryDisk, **policy: Any) -> None:
@@ -72,9 +73,10 @@ class Scene:
         self.needed_from: int | None = None
         self.leader_first_position: int | None = None
         self.held_from = math.inf
+        self.gone_position = 0
         self.gone: set[int] = set()
         self.registry = CollectorRegistry()
-        metrics = StorageMetrics(self.registry)
+        metrics = self.metrics = StorageMetrics(self.registry)
         self.flusher = Flusher(node, lambda _: None, lambda _: None)
         self.checkpointer = Checkpointer(node, self.flusher, at_once)
         settings: dict[str, Any] = {
@@ -94,6 +96,7 @@ class Scene:
                 remove_later=node.checkpointing.remove_later,
                 leader_first_position=lambda: self.leader_first_position,
                 held_from=lambda: self.held_from,
+                gone_before=lambda: self.gone_position,
             ),
             metrics,
             clock=self.clock,

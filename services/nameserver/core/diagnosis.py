@@ -269,6 +269,19 @@ def _data_loss(e: QueueEvidence) -> Finding | None:
     )
 
 
+def _tier_unreachable(e: QueueEvidence) -> Finding | None:
+    if not e.tier_error:
+        return None
+    return Finding(
+        StuckReason.STORAGE_UNREACHABLE,
+        f"the next message of {e.name} is in the object store, which {e.broker} can't read: "
+        f"{e.tier_error}",
+        f"Restore the object store, or the access of {e.broker} to it; delivery then continues by "
+        "itself, and no message is skipped.",
+        {"broker": e.broker, "error": e.tier_error},
+    )
+
+
 def _moving(e: QueueEvidence) -> Finding | None:
     if e.group.broadcasting:
         return Finding(
@@ -700,6 +713,7 @@ _RULES: tuple[Callable[[QueueEvidence], Finding | None], ...] = (
     _no_member,
     _not_assigned,
     _data_loss,
+    _tier_unreachable,
     _moving,
     _lockmgr_unreachable,
     _handover_pending,

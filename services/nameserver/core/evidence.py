@@ -263,6 +263,8 @@ class QueueEvidence:
             and `log_error`.
         progress: None if the group has no progress on the queue, or if unknown.
         head: The oldest message that is not handled; None if no message waits, or if not read.
+        tier_error: Why the broker can't read the oldest message from its object store; empty if it
+            can, or the message is not there.
         unmoved_ms: Time since the present committed offset was first seen; -1 if unknown.
         moved: Whether another committed offset was seen before.
         leader: Node id of the broker's leader; empty if unknown.
@@ -284,6 +286,7 @@ class QueueEvidence:
     log_error: str = ""
     head: OldestMessage | None = None
     damage: DamagedMessage | None = None
+    tier_error: str = ""
     filtered: FilterScan | None = None
     unmoved_ms: int = -1
     moved: bool = False

@@ -12,6 +12,8 @@ filler closes the segment. docs/reference/format.md describes the bytes.
 A purged segment has no batches: its file is sparse and contains only a filler, at its begin. It
 reads as a filler from every position. Only whole segments are purged, and the log is never cut
 within one.
+
+The file of a segment that is only in the object store contains only its manifest; see `tier.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from batonmq.errors import DataLoss, DataLossDetail, DiskFull, LimitExceeded
+from batonmq.errors import DataLoss, DataLossDetail, DiskFull, InvalidArgument, LimitExceeded
 from batonmq_server.runtime.descriptor_shortage import is_shortage, no_descriptors
 from batonmq_server.storage.core.files import UNREADABLE, Disk, File, FileCache
+from batonmq_server.storage.core.tier import RemoteSegments, TierManifest, is_stub, read_stub
+from batonmq_server.storage.core.tier_file import TierFile
 
 FOLDER = "log"
 FILLER_MAGIC = 0x42544E46
@@ -67,6 +71,8 @@ class _Segment:
     file: File | None = None
     """Open from the first write until everything in the segment is synced."""
     purged: bool = False
+    stored: TierManifest | None = None
+    """Set if the segment is only in the object store."""
 
     @property
     def path(self) -> str:
@@ -96,12 +102,16 @@ def purged_bytes(room: int, bytes_max: int) -> bytes:
 
 def has_purged_head(file: File, size: int) -> bool:
     """Return whether a segment file of `size` bytes is that of a purged segment."""
+    return _read_head(file) == purged_head(size)
+
+
+def _read_head(file: File) -> bytes:
     try:
-        return file.read(0, FILLER.size) == purged_head(size)
+        return file.read(0, FILLER.size)
     except OSError as error:
         if error.errno not in UNREADABLE:
             raise
-        return False  # a read of the log reports it
+        return b""  # a read of the log reports it
 
 
 @contextmanager
@@ -129,13 +139,23 @@ class CommitLog:
     Args:
         cache: Open files of segments that are only read.
         segment_bytes: Size of new segments; existing segments keep theirs.
+        remote: Reads segments that are only in the object store; None without a store.
 
     Raises:
         DataLoss: a segment between two others is missing.
+        InvalidArgument: a segment is in the object store, and there is no `remote`.
     """
 
-    def __init__(self, disk: Disk, cache: FileCache, segment_bytes: int) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        cache: FileCache,
+        segment_bytes: int,
+        remote: RemoteSegments | None = None,
+    ) -> None:
         self._disk, self._cache, self._segment_bytes = disk, cache, segment_bytes
+        self._remote = remote
+        self._stored_end = 0
         self._segments: list[_Segment] = []
         self._firsts: list[int] = []
         for name in filter(_NAME.fullmatch, disk.names(FOLDER)):
@@ -159,6 +179,39 @@ class CommitLog:
         """Bytes of the log that belong to purged segments; they take no space on disk."""
         return sum(segment.size for segment in self._segments if segment.purged)
 
+    @property
+    def stored_bytes_count(self) -> int:
+        """Bytes of the log that belong to segments that are only in the object store."""
+        return sum(segment.size for segment in self._segments if segment.stored is not None)
+
+    def stored(self, position: int) -> TierManifest | None:
+        """Return the manifest of the segment with `position`; None if the segment is local."""
+        if not self.first_position <= position < self._stored_end:
+            return None
+        return self._segment_at(position).stored
+
+    def next_local(self, position: int) -> int:
+        """Return the first position from `position` on that is not only in the object store."""
+        while (manifest := self.stored(position)) is not None:
+            position = manifest.next_position
+        return position
+
+    def readable_count(self, positions: Sequence[int], sizes: Sequence[int]) -> int:
+        """Return how many of these batches, in order, can be read now.
+
+        It is all of them unless a batch is in the object store and not in the cache.
+        """
+        if not len(positions) or positions[0] >= self._stored_end:
+            return len(positions)
+        assert self._remote is not None
+        for index, (position, size) in enumerate(zip(positions, sizes, strict=True)):
+            manifest = self.stored(position)
+            if manifest is None:
+                continue
+            if not self._remote.has(manifest, position - manifest.first_position, size):
+                return index
+        return len(positions)
+
     def is_purged(self, position: int) -> bool:
         """Return whether the segment that contains `position` is purged."""
         if not self.first_position <= position < self._end():
@@ -175,6 +228,12 @@ class CommitLog:
         That is the begin of the segment if `position` is within a purged one.
         """
         return self._segment_at(position).first_position if self.is_purged(position) else position
+
+    def file_cut_position(self, position: int) -> int:
+        """As `cut_position`; also the begin of a segment whose messages are not in its file."""
+        if self.stored(position) is not None:
+            return self._segment_at(position).first_position
+        return self.cut_position(position)
 
     def next_kept(self, position: int) -> int:
         """Return the first position from `position` on that no purged segment contains."""
@@ -303,6 +362,7 @@ class CommitLog:
 
         Raises:
             DataLoss: the disk can't read them.
+            NotCached: they have to be fetched from the object store first.
         """
         if not self.first_position <= position < self._end():
             return b""  # only a damaged index points outside the log
@@ -310,6 +370,9 @@ class CommitLog:
         if segment.purged:
             return purged_bytes(segment.next_position - position, bytes_max)
         at = position - segment.first_position
+        if segment.stored is not None:
+            assert self._remote is not None
+            return self._remote.read(segment.stored, at, bytes_max)
         try:
             file = segment.file or self._cache.get(segment.path)
             return file.read(at, min(max(bytes_max, 0), segment.size - at))
@@ -376,7 +439,22 @@ class CommitLog:
         target = self._segment_at(segment[0])
         self._close(target)
         self._cache.forget(target.path)
-        target.purged = True
+        target.purged, target.stored = True, None
+
+    def move_out(self, manifest: TierManifest) -> None:
+        """Read a sealed segment from the object store from now on; its file may be replaced."""
+        target = self._segment_at(manifest.first_position)
+        assert (target.first_position, target.next_position) == (
+            manifest.first_position, manifest.next_position,
+        )  # fmt: skip
+        self._close(target)
+        self._cache.forget(target.path)
+        target.stored = manifest
+        self._stored_end = max(self._stored_end, target.next_position)
+
+    def move_back(self, manifest: TierManifest) -> None:
+        """Undo `move_out`: the file could not be replaced."""
+        self._segment_at(manifest.first_position).stored = None
 
     def drop_before(self, position: int) -> list[str]:
         """Forget the segments before `position`, which is the begin of a segment.
@@ -396,7 +474,7 @@ class CommitLog:
         return [segment.path for segment in dropped]
 
     def truncate(self, position: int) -> int:
-        """Cut the log at `position`, which `cut_position` has returned. Durable on return.
+        """Cut the log at `position`, which `file_cut_position` has returned. Durable on return.
 
         Returns:
             The number of bytes dropped, up to the last one that was not zero.
@@ -425,12 +503,19 @@ class CommitLog:
         file = self._disk.open(segment.path)
         try:
             segment.size = file.size
-            segment.purged = has_purged_head(file, segment.size)
+            if isinstance(file, TierFile):
+                segment.stored = file.manifest
+            elif is_stub(head := _read_head(file)):
+                segment.stored = read_stub(file, segment.size)
+            else:
+                segment.purged = head == purged_head(segment.size)
         finally:
             file.close()
         if segment.size == 0:
             self._disk.remove(segment.path)  # a crash interrupted the creation of the segment
             return
+        if segment.stored is not None:
+            self._check_remote(segment.stored, segment)
         if self._segments and self._end() != first_position:
             raise DataLoss(
                 f"the log has no segment at {self._end()}, but one at {first_position}",
@@ -438,6 +523,23 @@ class CommitLog:
             )
         self._segments.append(segment)
         self._firsts.append(first_position)
+
+    def _check_remote(self, manifest: TierManifest, segment: _Segment) -> None:
+        if (manifest.first_position, manifest.next_position) != (
+            segment.first_position, segment.next_position,
+        ):  # fmt: skip
+            raise DataLoss(
+                f"{segment.path} has the manifest of the segment at {manifest.first_position}",
+                detail=DataLossDetail(position=segment.first_position),
+            )
+        if self._remote is None:
+            raise InvalidArgument(
+                f"the segment at {segment.first_position} is in an object store, and no store is "
+                "set",
+                remedy="Set BATON_STORAGE_TIER_URL to the store with the segments of this log.",
+                facts={"field": "tier_url"},
+            )
+        self._stored_end = segment.next_position
 
     def _create(self) -> None:
         segment = _Segment(self._end(), self._segment_bytes)

@@ -78,10 +78,14 @@ class QueueReader:
     def read(self, key: QueueKey, queue: ConsumeQueue | None, spec: ReadSpec) -> ReadResult | None:
         """Read messages from `spec.offset` on; None if there is no message yet.
 
+        Batches that are in the object store and not in the cache end the read, unless the first
+        one is such a batch.
+
         Raises:
             OffsetAheadOfLog: the offset is beyond the end of the queue.
             OffsetOutOfRange: the offset is before the first offset of the queue.
             DataLoss: a stored batch is damaged.
+            NotCached: the first batch has to be fetched from the object store.
         """
         part = self._compacted.get(key)
         if part is not None and (section := part.find(spec.offset)) is not None:
@@ -94,10 +98,20 @@ class QueueReader:
             scanned_max = max(SCANNED_MAX, scanned_max)
         entries = queue.read(spec.offset, min(queue.visible_offset, spec.offset + scanned_max))
         if isinstance(spec.filter, SqlFilter):
-            return self._find(key, entries, spec, spec.filter)
+            count = self._readable_count(entries)
+            return self._find(key, _first(entries, count), spec, spec.filter)
         selection = select(
             entries, spec.filter, bytes_max=spec.bytes_max, messages_max=spec.messages_max
         )
+        count = self._log.readable_count(selection.positions, selection.sizes)
+        if 0 < count < len(selection.positions):
+            before = (entries.positions == selection.positions[count]).argmax()
+            selection = select(
+                _first(entries, int(before)),
+                spec.filter,
+                bytes_max=spec.bytes_max,
+                messages_max=spec.messages_max,
+            )
         return ReadResult(
             list(self._read_batches(key, selection.positions, selection.sizes)),
             spec.offset + selection.scanned_count,
@@ -124,6 +138,10 @@ class QueueReader:
         offsets = rows.offsets[begin:end]
         entries = Entries(rows.positions[begin:end], rows.sizes[begin:end], rows.tags[begin:end])
         stop = section.next_offset if end == len(rows) else int(rows.offsets[end])
+        count = self._readable_count(entries)
+        if count < len(entries):
+            stop = int(offsets[count])
+            offsets, entries = offsets[:count], _first(entries, count)
         if isinstance(spec.filter, SqlFilter):
             return self._find_in_rows(key, offsets, entries, stop, spec, spec.filter)
         selection = select(
@@ -193,6 +211,13 @@ class QueueReader:
             kept=np.array(matches.kept, np.int64),
         )
 
+    def _readable_count(self, entries: Entries) -> int:
+        """Return how many entries, of whole batches, can be read now; all if not even one can."""
+        starts = batch_starts(entries.positions)
+        places = entries.positions[starts].tolist(), entries.sizes[starts].tolist()
+        count = self._log.readable_count(*places)
+        return int(starts[count]) if 0 < count < len(starts) else len(entries)
+
     def _read_batches(
         self, key: QueueKey, positions: Sequence[int], sizes: Sequence[int]
     ) -> Iterator[bytes]:
@@ -215,6 +240,13 @@ class QueueReader:
                 batch = chunk[at : at + sizes[index]]
                 yield verified(batch, positions[index], key)
             begin = last
+
+
+def _first(entries: Entries, count: int) -> Entries:
+    """Return the first `count` entries."""
+    if count == len(entries):
+        return entries
+    return Entries(entries.positions[:count], entries.sizes[:count], entries.tags[:count])
 
 
 def _check_offset(queue: ConsumeQueue | None, offset: int) -> None:

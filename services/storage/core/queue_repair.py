@@ -22,6 +22,7 @@ from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.scan import HEAD_BYTES_MAX, LogScan
 from batonmq_server.storage.core.scrub import SegmentPart
 from batonmq_server.storage.core.store import MessageStore
+from batonmq_server.storage.core.tier import NotCached
 
 ENTRIES_AT_ONCE = 1_024
 """Entries that are tested without an await; each takes two small reads."""
@@ -138,6 +139,8 @@ def _batch_of(store: MessageStore, key: QueueKey, queue: ConsumeQueue, offset: i
         head = store.log.read(position, HEAD_BYTES_MAX)
         header = read_header(head)
         check_stamp(head)
+    except NotCached:
+        return position  # nothing says that the entry is damaged
     except (BatonError, DataLoss):
         return None
     good = (header.position, header.length) == (position, int(entry.sizes[0]))

@@ -309,6 +309,8 @@ class Recovery:
         log = self.store.log
         if last.position < log.first_position or log.is_purged(last.position):
             return  # the batch was removed since
+        if log.stored(last.position) is not None:
+            return  # it is only in the object store; a start does not need the store
         if last.position + last.size > position:
             raise BadIndex(
                 f"queue {state.queue_id} of {state.topic} points to a batch after the checkpoint"

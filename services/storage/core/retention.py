@@ -84,11 +84,18 @@ class SealedSegment:
     first_position: int
     next_position: int
     purged: bool = False
+    remote: bool = False
+    """Whether the segment is only in the object store."""
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes on disk; a purged segment has none."""
+        """Bytes on disk or in the store; a purged segment has none."""
         return 0 if self.purged else self.next_position - self.first_position
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes on disk."""
+        return 0 if self.remote else self.stored_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +199,8 @@ class Retention:
         keep_from = sealed[0].first_position
         held: float | None = None
         for segment in sealed[:SEGMENTS_PER_ROUND]:
-            must_go = surplus_bytes > 0 or 0 < policy.log_bytes_max < log_bytes
+            short = surplus_bytes > 0 and not segment.remote  # else its removal frees no space
+            must_go = short or 0 < policy.log_bytes_max < log_bytes
             if not must_go:
                 if not age_due or newest_unix_ms(segment) > old_unix_ms:
                     break
@@ -201,7 +209,7 @@ class Retention:
                     break
             keep_from = segment.next_position
             log_bytes -= segment.stored_bytes
-            surplus_bytes -= segment.stored_bytes
+            surplus_bytes -= segment.local_bytes
         return keep_from
 
     def _state(self) -> DiskState:

@@ -17,6 +17,7 @@ from batonmq_server.storage.core.consumequeue import ENTRY, batch_entries
 from batonmq_server.storage.core.files import UNREADABLE, Disk, File
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.scan import END_OF_LOG, LogScan
+from batonmq_server.storage.core.tier_file import TierFile
 
 RANGE_BYTES = 256 * 1024
 
@@ -79,7 +80,8 @@ class LogScrub:
     def next_range(self) -> ScrubRange | None:
         """Return the range to check next; None at the end of a round."""
         log = self._log
-        self.position = max(self.position, log.first_position)
+        # Blocks from the object store are checked whenever they are read.
+        self.position = log.next_local(max(self.position, log.first_position))
         if self.position >= log.synced_position:
             self.position = log.first_position
             return None
@@ -139,7 +141,8 @@ class SegmentPart:
     ) -> None:
         self._file, self._begin, self._end = file, segment_position, segment_end_position
         self.next_position = next_position
-        self._purged = has_purged_head(file, segment_end_position - segment_position)
+        size = segment_end_position - segment_position
+        self._purged = not isinstance(file, TierFile) and has_purged_head(file, size)
 
     def segment_end(self, position: int) -> int:
         """See ReadableLog."""
