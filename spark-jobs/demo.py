@@ -1,12 +1,12 @@
 """Run the jobs beside a busy cluster and check their results: `make spark-demo`.
 
 1. Start a local cluster, and bronze, rollup and alerts in one process.
-2. Send New York's flights through a group with members that join and leave (`baton demo`).
-   Meanwhile a member of another group is killed with one message in flight, so that its queue is
-   taken over;
-   and a client with a different subscription tries to join that group.
-3. When the alerts have fired and are resolved, run the reports. Count the events again with a
-   reader that does not use Spark.
+2. Send New York's flights through a group with members that join and leave (`baton demo`); in the
+   middle, restart storage and offsets. Meanwhile a member of another group is killed with one
+   message in flight, so that its queue is taken over; and a client with a different subscription
+   tries to join that group. Then restart the lock manager.
+3. When the alerts have fired and are resolved, run the reports: in spite of the restarts no event
+   is missing. Count the events again with a reader that does not use Spark.
 
 The exit status is 1 unless every number is as expected.
 """
@@ -48,26 +48,36 @@ from batonmq_server.local.layout import ClusterOptions
 HERE = Path(__file__).resolve().parent
 TOPIC, GROUP = "reservations", "desk"
 SEGMENT_BYTES = 16 * 1024 * 1024
-TABLE_LIMIT_S = 300
-JOB_LIMIT_S = 300
+LIMIT_S = 300
+"""Time for the alerts to be resolved, and for each report; `--limit-s` is for slow machines."""
 RULES = """
 version: 1
+rebalance_storm: {count_max: 2, window_ms: 30000}
 steals: {count_max: 0, window_ms: 15000}
 subscription_conflict: {severity: critical, clear_ms: 15000}
 silent_client: {forget_ms: 15000}
 """
 """Rules with short times, so that the demo can wait until the alerts are resolved."""
 REPORTS = ("duplicate_audit", "handover_report", "capacity_forecast")
-AWAITED = frozenset({"steals", "subscription_conflict"})
+AWAITED = frozenset({"rebalance_storm", "steals", "subscription_conflict"})
+RESTART_PHASE = "2: "
+"""Start of the name of the demo's phase in which storage and offsets are restarted."""
+RESTARTED = {
+    "storage": "storage/broker-0",
+    "offsets": "offsets/offsets-0",
+    "lockmgr": "lockmgr/lockmgr-0",
+}
+"""Processes that are restarted, and the sources of their events."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPaths:
-    """Folder, nameserver and settings of the demo."""
+    """Folder, nameserver, settings and limits of the demo."""
 
     folder: Path
     nameserver: str
     cores: int
+    limit_s: int
 
     @property
     def settings(self) -> Mapping[str, str]:
@@ -97,19 +107,24 @@ class DemoPaths:
             return await asyncio.create_subprocess_exec(*program, stdout=output, stderr=errors)
 
 
-async def demo(folder: Path, flight_count: int, cores: int) -> bool:
+async def demo(folder: Path, flight_count: int, cores: int, limit_s: int) -> bool:
     """Run the demo; return whether every result is as expected."""
     flights = load_flights()[:flight_count]
     settings = {"storage": {"segment_bytes": SEGMENT_BYTES}}
     async with LocalCluster(folder / "cluster", ClusterOptions(settings=settings)) as cluster:
-        stage = DemoPaths(folder, cluster.nameserver, cores)
+        stage = DemoPaths(folder, cluster.nameserver, cores, limit_s)
         (folder / "rules.yaml").write_text(RULES)
         say(f"cluster is up at {stage.nameserver}; the jobs start beside it")
         async with streaming(stage) as jobs, asyncio.TaskGroup() as tasks:
             planted = tasks.create_task(plant(stage.nameserver))
-            result = await run_demo(stage.nameserver, flights, folder / "journals", progress())
+            middle = asyncio.Event()
+            restarted = tasks.create_task(restart_in(middle, cluster))
+            told = progress(middle)
+            result = await run_demo(stage.nameserver, flights, folder / "journals", told)
             say(f"{result.consumed:,} flights handled, {result.handovers} hand-overs")
             await planted
+            await restarted
+            await restart(cluster, "lockmgr")
             say("waiting for the alerts to be resolved")
             alerts = await resolved(stage, jobs)
         say("the jobs are stopped; the reports run")
@@ -134,6 +149,19 @@ async def streaming(stage: DemoPaths) -> AsyncIterator[Process]:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def restart_in(middle: asyncio.Event, cluster: LocalCluster) -> None:
+    """Restart storage and offsets, one after the other, in the middle of the demo."""
+    await middle.wait()
+    for name in ("storage", "offsets"):
+        await restart(cluster, name)
+
+
+async def restart(cluster: LocalCluster, name: str) -> None:
+    """Restart a process gracefully."""
+    await cluster.restart(name)
+    say(f"{name} was restarted")
 
 
 async def plant(nameserver: str) -> None:
@@ -203,14 +231,14 @@ async def resolved(stage: DemoPaths, jobs: Process) -> Counter[tuple[str, str]]:
     """
     log = stage.folder / "stream.log"
     try:
-        async with asyncio.timeout(TABLE_LIMIT_S):
+        async with asyncio.timeout(stage.limit_s):
             while jobs.returncode is None:
                 found = await changes(stage)
                 if all(found[rule, "RESOLVED"] >= found[rule, "FIRING"] > 0 for rule in AWAITED):
                     return found
                 await asyncio.sleep(1)
     except TimeoutError:
-        raise RuntimeError(f"alerts are not resolved after {TABLE_LIMIT_S} s: see {log}") from None
+        raise RuntimeError(f"alerts are not resolved after {stage.limit_s} s: see {log}") from None
     raise RuntimeError(f"the streaming jobs ended: see {log}")
 
 
@@ -227,7 +255,7 @@ async def reported(stage: DemoPaths, name: str) -> None:
     """Run one report; `verdict` checks its result."""
     log = stage.folder / f"{name}.log"
     process = await stage.job(name, log)
-    async with asyncio.timeout(JOB_LIMIT_S):
+    async with asyncio.timeout(stage.limit_s):
         await process.wait()
     if not stage.report(name, "report.json").exists():
         raise RuntimeError(f"{name} failed: see {log}")
@@ -293,6 +321,9 @@ def verdict(
         f"events in {events:,} = rows in bronze {rows:,}": events == rows,
         f"flights lost {result.lost}, twice {result.duplicated}": result.ok,
         f"audit is {audit['verdict']}": audit["verdict"] == "clean",
+        f"restarts {', '.join(RESTARTED)}, gaps {audit['gap_count']}": (
+            restarts(stage) == Counter(RESTARTED.values()) and audit["gap_count"] == 0
+        ),
         f"graceful duplicates {audit['bug_count']}": audit["bug_count"] == 0,
         f"planted redelivery found {len(planted)} time, as {_causes(planted)}": (
             [(one["count"], one["cause"]) for one in planted] == [(1, "crash")]
@@ -300,13 +331,21 @@ def verdict(
         f"other duplicates {audit['duplicate_count'] - len(planted)}": (
             audit["duplicate_count"] == len(planted)
         ),
-        "alerts fired and were resolved": all(alerts[rule, "RESOLVED"] for rule in AWAITED),
+        f"alerts fired and were resolved: {', '.join(sorted(AWAITED))}": all(
+            alerts[rule, "RESOLVED"] == alerts[rule, "FIRING"] > 0 for rule in AWAITED
+        ),
     }
     print("\n--- verdict")
     for text, is_right in right.items():
         print(f"{'ok ' if is_right else 'NOT'} {text}")
     print(f"page: {stage.report('handover_report', 'report.html')}")
     return all(right.values())
+
+
+def restarts(stage: DemoPaths) -> Counter[str]:
+    """Return how often each source stopped gracefully, by its events in bronze."""
+    rows = read(stage.table("bronze"), ["source", "kind"]).to_pylist()
+    return Counter(row["source"] for row in rows if row["kind"] == "process_stopped")
 
 
 def _causes(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -319,13 +358,15 @@ def read(path: str, columns: list[str]) -> pa.Table:
     return pa.table(table.scan(columns).read_all())
 
 
-def progress() -> Callable[[str, int, int], None]:
-    """Return a callback that prints each new phase of the demo."""
+def progress(middle: asyncio.Event) -> Callable[[str, int, int], None]:
+    """Return a callback that prints each new phase of the demo, and sets `middle` in its middle."""
     seen: set[str] = set()
 
     def tell(what: str, done: int, total: int) -> None:
         if what not in seen:
             seen.add(what)
+            if what.startswith(RESTART_PHASE):
+                middle.set()
             say(f"flights: {what}, {done:,} of {total:,}")
 
     return tell
@@ -342,6 +383,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/spark-demo"))
     parser.add_argument("--flights", type=int, default=100_000)
     parser.add_argument("--cores", type=int, default=2, help="of Spark")
+    parser.add_argument("--limit-s", type=int, default=LIMIT_S, help="time for the jobs of Spark")
     parser.add_argument("--hold", metavar="HOST:PORT", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.hold:
@@ -351,7 +393,7 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        right = asyncio.run(interruptible(demo(folder, given.flights, given.cores)))
+        right = asyncio.run(interruptible(demo(folder, given.flights, given.cores, given.limit_s)))
     except asyncio.CancelledError:
         sys.exit(130)
     sys.exit(0 if right else 1)

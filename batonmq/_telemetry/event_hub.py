@@ -69,14 +69,23 @@ class EventHub:
     @contextmanager
     def listen(self) -> Iterator[EventBuffer]:
         """Return a buffer that receives the events until the block ends."""
-        listener = EventBuffer()
-        self._listeners[listener] = None
-        self.watched = True
+        listener = self.add_buffer()
         try:
             yield listener
         finally:
-            del self._listeners[listener]
-            self.watched = bool(self._listeners)
+            self.remove_buffer(listener)
+
+    def add_buffer(self) -> EventBuffer:
+        """Return a buffer that receives the events until `remove_buffer`."""
+        listener = EventBuffer()
+        self._listeners[listener] = None
+        self.watched = True
+        return listener
+
+    def remove_buffer(self, listener: EventBuffer) -> None:
+        """Add no more events to a buffer."""
+        del self._listeners[listener]
+        self.watched = bool(self._listeners)
 
     def batch(self, seq: int, listener: EventBuffer) -> pb.MetricBatch:
         """Take the oldest events out of a buffer and return them as batch `seq`."""

@@ -28,6 +28,9 @@ from batonmq_server.local.supervisor import RestartLimitExceeded, Supervisor
 _ETCD_WAIT_S = 5.0
 _PORT_WAIT_S = 3.0
 _REGISTERED_S = 30.0
+_STOP_ORDER = ("gateway", "lockmgr", "nameserver", "storage", "offsets")
+"""Gateways drain with the help of the others. Services without a data directory publish their last
+events while they stop, for which they need the nameservers and storage."""
 
 
 class ClusterFailed(Exception):
@@ -175,12 +178,8 @@ class LocalCluster:
                 self.data_dir.chmod(0o700)
             if self._forks:
                 exits.enter_context(self._fork_server)
-            offsets = self.options.names_of("offsets")
-            gateways = self.options.names_of("gateway")  # they drain with the help of the others
-            last = {*offsets, *gateways}
-            writers = [name for name in self.options.names if name not in last]
             etcds = [_etcd(number) for number in range(self.options.etcds)]
-            order = (gateways, writers, offsets, etcds)
+            order = (*map(self.options.names_of, _STOP_ORDER), etcds)
             exits.push_async_callback(self._processes.stop_all, order)
             await self._start_all()
             tasks = await exits.enter_async_context(asyncio.TaskGroup())

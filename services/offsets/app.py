@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -50,7 +51,7 @@ async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[Ap
         await asyncio.to_thread(set_aside_damage, settings.data_dir)
     with LmdbDisk(settings.data_dir, free_bytes_min=settings.disk_free_bytes_min) as disk:
         async with served(settings, runtime, disk) as app:
-            yield app
+            yield replace(app, data_dir=settings.data_dir)
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -57,6 +58,7 @@ class App:
         leader: Registered with the node; False if the service registers its leadership itself.
         room: Registered with the node: its machine room; empty for none.
         replica_set: Registered with the node: the replica set it belongs to; empty for none.
+        data_dir: Data directory of the process, which no other process uses; None for none.
         caught_up: Whether the service has all data that it follows; waits until this is known.
         finish: Called first when the process stops, while it still takes calls: the service ends
             what its clients have to end.
@@ -75,6 +77,7 @@ class App:
     leader: bool = True
     room: str = ""
     replica_set: str = ""
+    data_dir: Path | None = None
     caught_up: Callable[[], Awaitable[bool]] = _true
     finish: Callable[[], Awaitable[None]] = _nothing
     resign: Callable[[], None] = lambda: None

@@ -10,13 +10,17 @@ from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._connection.directory import ClientEnvironment
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import METRICS_PRODUCER
-from batonmq._telemetry.metrics_publisher import MetricsPublisher
+from batonmq._telemetry.metrics_publisher import IncarnationRecord, MetricsPublisher
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.service_runtime import Runtime
 
 
-def event_publisher(runtime: Runtime) -> MetricsPublisher:
-    """Return the publisher; it finds the nameservers in etcd."""
+def event_publisher(runtime: Runtime, record: IncarnationRecord) -> MetricsPublisher:
+    """Return the publisher; it finds the nameservers in etcd.
+
+    Args:
+        record: The record between the incarnations of the node.
+    """
     environment = ClientEnvironment(
         clock=runtime.clock, random=runtime.random, connect=runtime.connect
     )
@@ -27,7 +31,7 @@ def event_publisher(runtime: Runtime) -> MetricsPublisher:
         async with Producer(addresses, METRICS_PRODUCER, environment=environment) as producer:
             yield producer
 
-    return MetricsPublisher(runtime.hub, opened)
+    return MetricsPublisher(runtime.hub, opened, record)
 
 
 async def nameserver_addresses(nodes: EtcdMirror) -> str:

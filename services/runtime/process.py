@@ -35,7 +35,6 @@ from batonmq_server.runtime.descriptors import (
     share_descriptors,
 )
 from batonmq_server.runtime.etcd.session import EtcdSession
-from batonmq_server.runtime.event_publisher import event_publisher
 from batonmq_server.runtime.event_stream_server import add_event_stream
 from batonmq_server.runtime.health import Health, serve_health
 from batonmq_server.runtime.interceptor import EdgeInterceptor
@@ -48,6 +47,7 @@ from batonmq_server.runtime.server_options import (
     with_ping_interval,
 )
 from batonmq_server.runtime.service_runtime import Runtime, StopRequested
+from batonmq_server.runtime.service_stream import ServiceStream
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.settings_server import SettingsServicer, add_settings
 from batonmq_server.runtime.tls import check_files, export_expiry, listen
@@ -215,14 +215,13 @@ async def _serve(
     runtime.node_entry.set_addresses(
         address, f"{address.rpartition(':')[0]}:{http.server_port}", further
     )
-    await server.start()
-    await status.set_started()
+    stream = ServiceStream(runtime, app.data_dir)
+    await _start(server, status, stream)
     try:
         async with asyncio.TaskGroup() as tasks:
             loops: list[Loop] = [limiter.run, partial(pauser.run, ports), *app.loops]
             running = [tasks.create_task(loop()) for loop in loops]
-            if settings.metrics_stream:
-                running.append(tasks.create_task(event_publisher(runtime).run()))
+            stream.start(tasks)
             await unless(runtime.stop_requested, _register(runtime, app))
             if not runtime.stop_requested.is_set():
                 running.append(tasks.create_task(runtime.node_entry.keep()))
@@ -231,11 +230,11 @@ async def _serve(
                 running.append(tasks.create_task(follow))
                 log.info("serving address=%s metrics_port=%d", address, http.server_port)
                 await runtime.stop_requested.wait()
-            log.info("draining grace_ms=%d", settings.shutdown_grace_ms)
-            await _drain(app, edge, status)
+            await _drain(app, edge, status, settings.shutdown_grace_ms)
             await _close(runtime, app, server)
             for task in running:
                 task.cancel()
+            await stream.end(running)
     finally:
         await server.stop(None)
         http.stop()
@@ -265,7 +264,14 @@ def _server(
     return server
 
 
-async def _drain(app: App, edge: EdgeInterceptor, status: Health) -> None:
+async def _start(server: grpc.aio.Server, status: Health, stream: ServiceStream) -> None:
+    stream.listen()  # before the first call, so that no event is missing
+    await server.start()
+    await status.set_started()
+
+
+async def _drain(app: App, edge: EdgeInterceptor, status: Health, grace_ms: int) -> None:
+    log.info("draining grace_ms=%d", grace_ms)
     await app.finish()
     app.resign()
     edge.drain()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -78,7 +79,7 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
         if len(settings.members) > 1:
             stack.enter_context(locked(settings.data_dir))
             async with replicated(settings, runtime, RealDisk(settings.data_dir)) as app:
-                yield app
+                yield replace(app, data_dir=settings.data_dir)
             return
         await runtime.unless_stopped(
             check_single_node(runtime.etcd, "storage", settings.broker_name, settings.node_id)
@@ -94,7 +95,7 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
         node = await asyncio.to_thread(stack.enter_context, directory)
         _log_report(node.report)
         async with served(settings, runtime, node, tier=tier) as app:
-            yield app
+            yield replace(app, data_dir=settings.data_dir)
 
 
 @asynccontextmanager

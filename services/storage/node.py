@@ -6,6 +6,7 @@ data_dir/synced          position up to which the log is synced
 data_dir/floors          next offsets of queues that lost all their messages to retention
 data_dir/checkpoint      position up to which the indexes are durable, and the state at that point
 data_dir/recovery.json   report of the last recovery
+data_dir/unsent-metrics  batches of the metrics stream, kept by the runtime
 data_dir/log/            segments
 data_dir/consumequeue/   index by queue and offset
 data_dir/keyindex/       index by topic and key

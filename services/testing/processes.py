@@ -16,11 +16,11 @@ from batonmq._connection.directory import ClientEnvironment
 from batonmq.errors import NoQuorum
 from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.app import App
-from batonmq_server.runtime.event_publisher import event_publisher
 from batonmq_server.runtime.event_stream_server import add_event_stream
 from batonmq_server.runtime.health import Health
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.service_runtime import Runtime
+from batonmq_server.runtime.service_stream import ServiceStream
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryOffsetsDisk
@@ -273,11 +273,12 @@ class SimulatedService(SimulatedProcess):
                 status.add(self.server)  # type: ignore[arg-type]
                 await status.set_live()
                 runtime.node_entry.set_addresses(address, "")
+                stream = ServiceStream(runtime, app.data_dir)
+                stream.listen()
                 self.server.start()
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(loop()) for loop in app.loops]
-                    if settings.metrics_stream:
-                        running.append(tasks.create_task(event_publisher(runtime).run()))
+                    stream.start(tasks)
                     await self._register(runtime, app)
                     running.append(tasks.create_task(runtime.node_entry.keep()))
                     await self.stopping.wait()
@@ -289,6 +290,7 @@ class SimulatedService(SimulatedProcess):
                     await app.drain()
                     for task in running:
                         task.cancel()
+                    await stream.end(running)
             nodes.cancel()
 
     @staticmethod

@@ -15,6 +15,7 @@ from pyspark.sql import functions as F
 
 from batonmq._core.retries import retry_topic
 from batonspark.event_columns import attribute, event_time, has_attribute
+from batonspark.metric_columns import PREVIOUS, STARTED, STOPPED
 from batonspark.repeated_ranges import (
     BUGS,
     HARMLESS,
@@ -263,11 +264,19 @@ def _row(one: RepeatedRange) -> list[Any]:
 
 
 def _of_batches(events: DataFrame) -> DataFrame:
-    """Return gaps: missing batches, dropped events and restarted sources."""
+    """Return gaps: missing batches, dropped events and restarted sources.
+
+    A restart is no gap if the last batch of the incarnation before has the mark of a graceful stop,
+    and the next incarnation names it as the one before: then no other one ran in between.
+    """
     rows = _needed(events).where("event_index >= 0 OR kind = 'dropped'")
     dropped = F.max(F.when(F.col("kind") == "dropped", F.col("count")))
+    before = F.when(F.col("kind") == STARTED, F.try_element_at("attrs", F.lit(PREVIOUS)))
     batches = rows.groupBy("source", "producer_id", "seq").agg(
-        F.min("time").alias("time"), F.coalesce(dropped, F.lit(0)).alias("dropped")
+        F.min("time").alias("time"),
+        F.coalesce(dropped, F.lit(0)).alias("dropped"),
+        F.max(F.col("kind") == STOPPED).alias("stopped"),
+        F.max(before).alias("before"),
     )
     life = Window.partitionBy("producer_id").orderBy("seq")
     source = Window.partitionBy("source").orderBy("began", "producer_id", "seq")
@@ -277,13 +286,17 @@ def _of_batches(events: DataFrame) -> DataFrame:
         .withColumn("previous_dropped", F.lag("dropped").over(life))
         .withColumn("previous_life", F.lag("producer_id").over(source))
         .withColumn("previous_time", F.lag("time").over(source))
+        .withColumn("previous_stopped", F.lag("stopped").over(source))
+        .withColumn("before", F.max("before").over(Window.partitionBy("producer_id")))
     )
     first, anew = F.col("previous_seq").isNull(), F.col("previous_life").isNotNull()
     known = ~first | anew | (F.col("seq") == 1)
     missing = F.when(known, F.col("seq") - F.coalesce("previous_seq", F.lit(0)) - 1)
     fresh = F.when(known | (F.col("dropped") > 0), F.col("dropped"))
     fresh = fresh - F.coalesce("previous_dropped", F.lit(0))
-    restarted = F.when(first & anew, F.lit(1))
+    previous = F.substring_index("previous_life", "/", -1)
+    follows = F.col("previous_stopped") & F.col("before").eqNullSafe(previous)
+    restarted = F.when(first & anew & ~follows, F.lit(1))
     found = {"missing": missing, "dropped": fresh, "restarted": restarted}
     kinds = [
         F.struct(F.lit(what).alias("what"), n.cast("bigint").alias("count"))

@@ -30,6 +30,21 @@ def event_time() -> Column:
     return F.when(agrees, F.col("time")).otherwise(F.coalesce("store_time", "time"))
 
 
+def by_source_clock(events: DataFrame) -> DataFrame:
+    """Return the events with a store time at which `event_time` is the time of their source.
+
+    So are all events of a process of which one was stored soon: its clock is right, and events that
+    were stored later have waited, as those that a stopped process has left to the next one.
+    """
+    apart_s = F.abs(F.col("time").cast("double") - F.col("store_time").cast("double"))
+    right = events.groupBy("producer_id").agg((F.min(apart_s) <= CLOCK_SKEW_MAX_S).alias("right"))
+    joined = events.join(F.broadcast(right), "producer_id")
+    stored = F.when(F.col("right") & F.col("time").isNotNull(), F.col("time")).otherwise(
+        F.col("store_time")
+    )
+    return joined.withColumn("store_time", stored).select(*events.columns)
+
+
 def alert_time() -> Column:
     """Return the time of an event by its source's clock, limited to the store time +- 10 s.
 

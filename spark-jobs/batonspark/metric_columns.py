@@ -80,6 +80,10 @@ DROPPED = "dropped"
 """Kind of the row of a batch with the number of events that its source has dropped so far."""
 DROPPED_INDEX = -1
 """`event_index` of that row."""
+STARTED, STOPPED = "process_started", "process_stopped"
+"""Kinds of the first and the last event of a process that stopped gracefully."""
+PREVIOUS = "previous_incarnation"
+"""Name in `attrs` of the incarnation that a started process follows, as `producer_id` ends."""
 NO_KIND = "none"
 """Kind of an event without a kind in its message."""
 UNREADABLE = "unreadable"
@@ -102,12 +106,20 @@ class Kind:
 
 def producer_id(source: str, incarnation_id: int) -> str:
     """Return the id of one run of a source; together with `seq` it identifies a batch."""
-    return f"{source}/{incarnation_id:016x}"
+    return f"{source}/{_hex(incarnation_id)}"
 
 
 def unknown_kind(field_number: int) -> str:
     """Return the kind of an event of a newer version; its bytes are in `payload`."""
     return f"field_{field_number}"
+
+
+def _hex(incarnation_id: int) -> str:
+    return f"{incarnation_id:016x}"
+
+
+def _previous(event: Any) -> str:
+    return _hex(event.previous_incarnation_id) if event.previous_incarnation_id else ""
 
 
 def _times(event: Any) -> int:
@@ -298,5 +310,7 @@ KINDS: Mapping[str, Kind] = {
             "open_count": "open_count",
         },
     ),
+    STARTED: Kind({}, {PREVIOUS: _previous}),
+    STOPPED: Kind(),
 }
 """Kinds by the name of the field in the oneof of MetricEvent."""

@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from batonspark.app import run_job, session
-from batonspark.event_columns import event_time
+from batonspark.event_columns import by_source_clock, event_time
 from batonspark.settings import JobSettings
 from batonspark.sink_delta import read_delta
 from batonspark.tables import BRONZE, Warehouse
@@ -131,7 +131,11 @@ def events(spark: SparkSession, settings: JobSettings, scope: ReportScope) -> Da
 
 
 def events_around(rows: DataFrame, scope: ReportScope) -> DataFrame:
-    """Return the rows in the scope, with LOOKBACK before and LOOKAHEAD after; each event once."""
+    """Return the rows in the scope, with LOOKBACK before and LOOKAHEAD after; each event once.
+
+    The store time is that of `by_source_clock`.
+    """
+    rows = by_source_clock(rows)
     if scope.since is not None:
         rows = rows.where(event_time() >= F.lit(scope.since - LOOKBACK))
     if scope.until is not None:

@@ -64,12 +64,15 @@ HISTORY = [
 """A crash with ten messages in flight, in the events of three services."""
 
 
-def rows(spark: SparkSession, batches: Sequence[pb.MetricBatch]) -> DataFrame:
+def rows(
+    spark: SparkSession, batches: Sequence[pb.MetricBatch], late: Sequence[pb.MetricBatch] = ()
+) -> DataFrame:
+    """Return the rows of batches; those in `late` are stored an hour after their events."""
     decoded = MetricMessages(
         QueueRef("BATON_SYS_METRICS", "broker-0", 0),
         [one.SerializeToString() for one in batches],
         np.arange(len(batches)),
-        np.array([one.events[0].unix_ms for one in batches]),
+        np.array([one.events[0].unix_ms + 3_600_000 * (one in late) for one in batches]),
     )
     return spark.createDataFrame(
         pa.Table.from_batches([metric_rows(decoded, METRICS)]), METRICS_DDL
@@ -166,6 +169,83 @@ def test_dropped_events_and_restarts_of_a_source_are_gaps(
     assert gaps == {("dropped", STORAGE, 7), ("restarted", OFFSETS, 1), ("missing", OFFSETS, 1)}
     begins = {one["what"]: (one["begin"], one["end"]) for one in audit.summary["gaps"]}
     assert begins["dropped"] == (at(75), at(80))
+
+
+def of_life(life: int, seq: int, second: int, *events: pb.MetricEvent) -> pb.MetricBatch:
+    """Return a batch of an incarnation, with an event at `second` before the others."""
+    found = batch([event("volume_state", second * 1000, used_bytes=1), *events], seq)
+    found.incarnation_id = life
+    return found
+
+
+def started(second: int, previous: int) -> pb.MetricEvent:
+    return event("process_started", second * 1000, previous_incarnation_id=previous)
+
+
+def stopped(second: int) -> pb.MetricEvent:
+    return event("process_stopped", second * 1000)
+
+
+FIRST = of_life(7, 1, 60, started(60, 0))
+LAST = of_life(7, 2, 80, stopped(81))
+NEXT = of_life(8, 1, 85, started(85, 7))
+RESTARTS: dict[str, tuple[list[pb.MetricBatch], set[str]]] = {
+    "marked": ([FIRST, LAST, NEXT], set()),
+    "published late": ([FIRST, NEXT, LAST], set()),
+    "published twice": ([FIRST, LAST, NEXT, LAST, NEXT], set()),
+    "several times": ([FIRST, LAST, NEXT, of_life(8, 2, 87, stopped(87)),
+                       of_life(9, 1, 90, started(90, 8))], set()),
+    "in one batch": ([of_life(7, 1, 60, started(60, 0), stopped(62)), NEXT], set()),
+    "file lost": ([FIRST, NEXT], {"restarted"}),
+    "killed": ([FIRST, of_life(8, 1, 85, started(85, 0))], {"restarted"}),
+    "one lost in between": ([FIRST, LAST, of_life(9, 1, 85, started(85, 8))], {"restarted"}),
+    "one killed in between": ([FIRST, LAST, of_life(9, 1, 85, started(85, 0))], {"restarted"}),
+    "events after the mark": ([FIRST, LAST, of_life(7, 3, 82), NEXT], {"restarted"}),
+    "batch lost before the mark": ([FIRST, of_life(7, 3, 80, stopped(81)), NEXT], {"missing"}),
+    "first batch lost": ([FIRST, LAST, of_life(8, 2, 86)], {"restarted", "missing"}),
+    "earlier version": ([of_life(7, 1, 60), of_life(8, 1, 85)], {"restarted"}),
+}  # fmt: skip
+"""Batches of one source each, and the gaps between its processes."""
+
+
+def test_restart_is_a_gap_unless_the_last_batch_is_marked_and_the_next_process_names_it(
+    spark: SparkSession,
+) -> None:
+    batches: list[pb.MetricBatch] = []
+    for name, (some, _) in RESTARTS.items():
+        for one in some:
+            batches.append(pb.MetricBatch.FromString(one.SerializeToString()))
+            batches[-1].source = f"gateway/{name}"
+    audit = report(spark, [*HISTORY, *batches], ReportScope())
+    found: dict[str, set[str]] = {name: set() for name in RESTARTS}
+    for one in audit.summary["gaps"]:
+        found[one["place"].removeprefix("gateway/")].add(one["what"])
+    assert found == {name: gaps for name, (_, gaps) in RESTARTS.items()}
+    assert audit.summary["verdict"] == "incomplete"
+
+
+def test_audit_of_a_restarted_storage_node_is_clean_and_counts_each_delivery_once(
+    spark: SparkSession,
+) -> None:
+    last = batch([delivered(80, 2, 200, 210), stopped(81)], 4, STORAGE)
+    following = of_life(8, 1, 85, started(85, 7), delivered(85, 2, 210, 220))
+    audit = report(spark, [*HISTORY, last, following, last], ReportScope())
+    assert (audit.summary["verdict"], audit.summary["gaps"]) == ("clean", [])
+    assert audit.summary["delivered_count"] == 230
+    assert audit.summary["counts"] == {"crash": 10}
+
+
+def test_batch_that_is_published_long_after_a_stop_keeps_its_time(spark: SparkSession) -> None:
+    again = delivered(77, 2, 200, 205)
+    last = batch([delivered(77, 2, 200, 210), again, stopped(77)], 4, STORAGE)
+    acked = batch([committed(79, 2, 210, 210)], 3, OFFSETS)
+    following = of_life(8, 1, 85, started(85, 7), delivered(85, 2, 210, 220))
+    events = rows(spark, [*HISTORY, last, acked, following], late=[last])
+    audit_ = audit(events_around(events, ReportScope()), ReportScope())
+    assert (audit_.summary["verdict"], audit_.summary["gaps"]) == ("clean", [])
+    assert audit_.summary["counts"] == {"crash": 10, "repeated": 5}
+    scope = ReportScope(until=at(100))
+    assert events_around(events, scope).where("token = 2 AND kind = 'delivered'").count() == 4
 
 
 def test_storage_without_events_at_the_end_makes_the_audit_incomplete(spark: SparkSession) -> None:

@@ -151,6 +151,8 @@ class MetricEvent(_message.Message):
     KEY_INDEX_REBUILT_FIELD_NUMBER: _builtins.int
     TRANSACTIONS_FIELD_NUMBER: _builtins.int
     REMOTE_DELIVERED_FIELD_NUMBER: _builtins.int
+    PROCESS_STARTED_FIELD_NUMBER: _builtins.int
+    PROCESS_STOPPED_FIELD_NUMBER: _builtins.int
     unix_ms: _builtins.int
     """Wall clock of the source."""
     @_builtins.property
@@ -277,6 +279,14 @@ class MetricEvent(_message.Message):
     def remote_delivered(self) -> Global___RemoteDelivered:
         """A gateway handed messages to a remote client."""
 
+    @_builtins.property
+    def process_started(self) -> Global___ProcessStarted:
+        """A process of a service started."""
+
+    @_builtins.property
+    def process_stopped(self) -> Global___ProcessStopped:
+        """A process of a service stopped gracefully."""
+
     def __init__(
         self,
         *,
@@ -312,16 +322,63 @@ class MetricEvent(_message.Message):
         key_index_rebuilt: Global___KeyIndexRebuilt | None = ...,
         transactions: Global___TransactionCounts | None = ...,
         remote_delivered: Global___RemoteDelivered | None = ...,
+        process_started: Global___ProcessStarted | None = ...,
+        process_stopped: Global___ProcessStopped | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "key_index_rebuilt", b"key_index_rebuilt", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "queue_rebuilt", b"queue_rebuilt", "rebalanced", b"rebalanced", "remote_delivered", b"remote_delivered", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "transactions", b"transactions", "volume_state", b"volume_state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "key_index_rebuilt", b"key_index_rebuilt", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "process_started", b"process_started", "process_stopped", b"process_stopped", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "queue_rebuilt", b"queue_rebuilt", "rebalanced", b"rebalanced", "remote_delivered", b"remote_delivered", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "transactions", b"transactions", "volume_state", b"volume_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "key_index_rebuilt", b"key_index_rebuilt", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "queue_rebuilt", b"queue_rebuilt", "rebalanced", b"rebalanced", "remote_delivered", b"remote_delivered", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "transactions", b"transactions", "unix_ms", b"unix_ms", "volume_state", b"volume_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_refused", b"access_refused", "appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "key_index_rebuilt", b"key_index_rebuilt", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "operator_called", b"operator_called", "process_started", b"process_started", "process_stopped", b"process_stopped", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "queue_rebuilt", b"queue_rebuilt", "rebalanced", b"rebalanced", "remote_delivered", b"remote_delivered", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "transactions", b"transactions", "unix_ms", b"unix_ms", "volume_state", b"volume_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["appended", "delivered", "committed", "lock_granted", "lock_denied", "lock_released", "group_changed", "subscription_refused", "subscription_changed", "lock_forced", "progress_reset", "stuck_changed", "handed_over", "fenced", "member_seen", "member_expired", "rebalanced", "latency", "retried", "dead_lettered", "queue_lag", "volume_state", "handled", "sent", "access_refused", "operator_called", "queue_rebuilt", "key_index_rebuilt", "transactions", "remote_delivered"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["appended", "delivered", "committed", "lock_granted", "lock_denied", "lock_released", "group_changed", "subscription_refused", "subscription_changed", "lock_forced", "progress_reset", "stuck_changed", "handed_over", "fenced", "member_seen", "member_expired", "rebalanced", "latency", "retried", "dead_lettered", "queue_lag", "volume_state", "handled", "sent", "access_refused", "operator_called", "queue_rebuilt", "key_index_rebuilt", "transactions", "remote_delivered", "process_started", "process_stopped"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___MetricEvent: _TypeAlias = MetricEvent  # noqa: Y015
+
+@_typing.final
+class ProcessStarted(_message.Message):
+    """A process of a service started. Each incarnation of a service publishes this event once, with its
+    first batches.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_INCARNATION_ID_FIELD_NUMBER: _builtins.int
+    previous_incarnation_id: _builtins.int
+    """Incarnation of the source before this one, if it stopped gracefully and no other one ran since; 0
+    if that is not known.
+    """
+    def __init__(
+        self,
+        *,
+        previous_incarnation_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous_incarnation_id", b"previous_incarnation_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessStarted: _TypeAlias = ProcessStarted  # noqa: Y015
+
+@_typing.final
+class ProcessStopped(_message.Message):
+    """A process of a service stopped gracefully: the last event in the last batch of its incarnation. If
+    all batches up to this one are there, no event of the incarnation is missing, except dropped_count.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessStopped: _TypeAlias = ProcessStopped  # noqa: Y015
 
 @_typing.final
 class Appended(_message.Message):
