@@ -15,7 +15,7 @@ LOCAL := $(or $(wildcard $(SETUP)),$(VENV)/.local)
 MAIN ?= main
 
 .NOTPARALLEL:
-.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults fuzz clients check bench bench-quick bench-peers demo examples docs up clean \
+.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults fuzz clients kombu check bench bench-quick bench-peers demo examples docs up clean \
   etcd helm observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
@@ -49,7 +49,7 @@ UNUSED := pandas python-dateutil pytz tzdata six
 LOCK_IMAGE = $(LOCK) --constraint requirements.lock
 
 lock: $(SETUP)  ## lock the newest allowed versions in requirements.lock and deploy/images
-	$(LOCK) --extra prometheus --extra redis --extra sql --extra avro --extra pydantic --extra backup --extra local --group dev $(PROJECTS) -o requirements.lock
+	$(LOCK) --extra prometheus --extra redis --extra sql --extra avro --extra pydantic --extra celery --extra backup --extra local --group dev $(PROJECTS) -o requirements.lock
 	$(LOCK_IMAGE) --extra local --group build $(foreach name,$(UNUSED),--no-emit-package $(name)) \
 	  pyproject.toml services/pyproject.toml -o local.lock
 	$(LOCK_IMAGE) services/pyproject.toml -o deploy/images/services.lock
@@ -128,6 +128,13 @@ OFFICIAL := contract official_clients official_restarts stub_example access
 clients: $(SETUP) ## official clients of more languages, pinned: with every other one, all they can do, TLS, restarts
 	BATON_CLIENTS="$(CLIENTS)" pytest -q -rs --durations=0 --durations-min=1 $(OFFICIAL:%=tests/gateway/test_%.py) \
 	  -k "every_producer or contract or stub or crate or use_tls $(CLIENTS:%=or [%])"
+
+kombu: $(SETUP) ## Kombu's own tests of transports, of its source distribution, with a local cluster
+	mkdir -p build/kombu
+	test -d build/kombu/t || (python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary kombu \
+	  --no-build-isolation --require-hashes -r tools/kombu_suite/requirements.txt -d build/kombu \
+	  && tar xzf build/kombu/kombu-*.tar.gz -C build/kombu --strip-components=1)
+	python -m tools.kombu_suite build/kombu
 
 coverage: $(SETUP) ## lines and branches covered by the quick tests, per folder
 	coverage erase

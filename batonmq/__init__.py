@@ -9,9 +9,9 @@ async with Consumer("127.0.0.1:9876", "billing", {"orders": "paid"}) as consumer
     async for message in consumer:
         ...
 
-Public are the names in `__all__` of this package, of `batonmq.admin`, `batonmq.idempotence` and
-`batonmq.schemas`, the error classes in `batonmq.errors`, and the program `baton` (`python -m
-batonmq`). Everything else may change in any release.
+Public are the names in `__all__` of this package, of `batonmq.admin`, `batonmq.idempotence`,
+`batonmq.kombu` and `batonmq.schemas`, the error classes in `batonmq.errors`, and the program
+`baton` (`python -m batonmq`). Everything else may change in any release.
 """
 
 from __future__ import annotations

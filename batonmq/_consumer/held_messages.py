@@ -122,6 +122,21 @@ class HeldMessages:
         Returns:
             False if the queue was lost before the message was stored.
         """
+        return await self._store(held, failure, None)
+
+    async def send_back(self, held: HeldMessage, failure: HandlingFailure, delay_ms: int) -> bool:
+        """Store a message in the retry topic of the group; `finish` it then.
+
+        Only for a consumer that sends messages back: others do not subscribe to the retry topic.
+
+        Returns:
+            False if the queue was lost before the message was stored.
+        """
+        return await self._store(held, failure, delay_ms)
+
+    async def _store(
+        self, held: HeldMessage, failure: HandlingFailure, delay_ms: int | None
+    ) -> bool:
         queue, message = held.queue, held.message
         progress = queue.progress
 
@@ -130,7 +145,7 @@ class HeldMessages:
 
         reset_epoch = progress.reset_epoch if progress is not None else 0
         return await self._retry_sender.send(
-            RetryRequest(message, reset_epoch, failure, None, still_owned)
+            RetryRequest(message, reset_epoch, failure, delay_ms, still_owned)
         )
 
     def _end(self, held: HeldMessage) -> None:

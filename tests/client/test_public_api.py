@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
+import importlib
 import inspect
 import pkgutil
 import re
@@ -35,15 +36,19 @@ PUBLIC_MODULES = {
     "batonmq.cli",
     "batonmq.errors",
     "batonmq.idempotence",
+    "batonmq.kombu",
     "batonmq.schemas",
 }
 API_PAGES = Path(__file__).parents[2] / "docs" / "reference" / "api"
 NOT_FOR_CLIENTS = (
+    "amqp",
+    "celery",
     "fastavro",
     "google_crc32c",
     "grpc_health",
     "grpc_reflection",
     "grpc_status",
+    "kombu",
     "numpy",
     "opentelemetry",
     "pandas",
@@ -304,9 +309,10 @@ def test_unknown_name_is_an_attribute_error(module: ModuleType) -> None:
 
 
 def test_client_works_without_packages_of_services_and_of_extras() -> None:
-    """The extras of `batonmq.idempotence` and `batonmq.schemas` may be missing."""
+    """The extras of `batonmq.idempotence`, `.kombu` and `.schemas` may be missing."""
     program = [sys.executable, "-c", IMPORT_ALL, " ".join(NOT_FOR_CLIENTS)]
-    left_out = (*FOR_SERVICES, "batonmq.cli", "batonmq.idempotence.", "batonmq.schemas.")
+    extras = ("batonmq.idempotence.", "batonmq.kombu", "batonmq.schemas.")
+    left_out = (*FOR_SERVICES, "batonmq.cli", *extras)
     done = subprocess.run(
         [*program, " ".join(left_out)], capture_output=True, text=True, check=False
     )
@@ -331,3 +337,11 @@ def test_open_telemetry_names_the_extra_that_it_needs(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'batonmq\[opentelemetry\]'"):
         batonmq.OpenTelemetry()
+
+
+def test_transport_of_kombu_names_the_extra_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("amqp", "amqp.protocol"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "batonmq.kombu", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'batonmq\[celery\]'"):
+        importlib.import_module("batonmq.kombu")

@@ -32,7 +32,7 @@ NAMES = [
     if not inspect.ismodule(getattr(importlib.import_module(module), name))
 ]
 SETTINGS = ("ConsumerSettings", "ProducerSettings", "PullerSettings", "ClusterOptions")
-FURTHER = {"ClusterDirInUse"}
+FURTHER = {"ChannelError", "ClusterDirInUse"}
 """Errors in docstrings that are neither public names nor built into Python."""
 
 
