@@ -63,6 +63,7 @@ def raised(docstring: str) -> list[str]:
     return [name for line in lines for name in line.split(", ")]
 
 
+@pytest.mark.timeout(300)  # it imports and renders everything: 30 s, and more on a busy machine
 def test_site_builds_without_a_warning_and_has_every_public_name(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.docs.site", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
