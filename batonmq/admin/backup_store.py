@@ -133,8 +133,17 @@ class ObjectStore:
         return sorted(f"{folder}/{name.rpartition('/')[2]}" for name in files)
 
 
-def open_backup_store(place: str) -> FolderStore | ObjectStore:
+def open_backup_store(place: str) -> BackupStore:
     """Return the store at a path or a URL.
+
+    Raises:
+        InvalidArgument: The URL can't be used.
+    """
+    return open_object_store(place)
+
+
+def open_object_store(place: str) -> FolderStore | ObjectStore:
+    """Return the store at a path or a URL, which can also read ranges and remove files.
 
     Raises:
         InvalidArgument: The URL can't be used.

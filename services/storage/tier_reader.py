@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
-from batonmq.admin.backup_store import open_backup_store
+from batonmq.admin.backup_store import open_object_store
 from batonmq.errors import BatonError, DataLoss, LimitExceeded, NotServing, Unreachable
 from batonmq_server.runtime.call_tasks import CallTasks
 from batonmq_server.storage.config import StorageSettings
@@ -247,7 +247,7 @@ def open_tier(
     """
     if not settings.tier_url:
         return None
-    found = files if files is not None else open_backup_store(settings.tier_url)
+    found = files if files is not None else open_object_store(settings.tier_url)
     return TierReader(
         SegmentStore(found, f"{settings.cluster}/{settings.broker_name}"),
         in_thread,

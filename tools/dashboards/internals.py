@@ -184,6 +184,20 @@ STORAGE = Dashboard(
                     f"(increase(baton_storage_removed_segments_total{{{IN_CLUSTER}}}[1h]))"
                 },
             ),
+            Panel(
+                "Bytes in the object store only",
+                BROKERS,
+                {"{{node_id}}": f"baton_storage_tier_remote_bytes{{{IN_CLUSTER}}}"},
+                "bytes",
+                "Only with an object store: segments that have left the local disk.",
+            ),
+            Panel(
+                "Oldest segment that waits for the object store",
+                BROKERS,
+                {"{{node_id}}": f"baton_storage_tier_waiting_seconds{{{IN_CLUSTER}}}"},
+                "s",
+                "Only with an object store.",
+            ),
         ),
         "Replicas": (
             Panel(

@@ -194,6 +194,12 @@ READINGS: Mapping[str, Mapping[str, Reading]] = {
         "Segments that retention removed, in an hour": _R(
             "Steady if traffic is steady. 0 for a day on a full disk: retention is too long."
         ),
+        "Bytes in the object store only": _R("Grows until the retention of the broker is reached."),
+        "Oldest segment that waits for the object store": _R(
+            "Normal is below a minute. Above the line, the local disk grows.",
+            "BatonSegmentsNotStored",
+            900,
+        ),
         "Share of replicas in sync": _R(
             "Normal is 100 %. Below, the loss of another node can stop the set.",
             "BatonUnderReplicated",

@@ -229,12 +229,18 @@ class NotCached(NotServing):
         blocks: The blocks that are missing.
     """
 
-    def __init__(self, manifest: TierManifest, blocks: range) -> None:
-        super().__init__(
+    manifest: TierManifest
+    blocks: range
+
+    @classmethod
+    def of(cls, manifest: TierManifest, blocks: range) -> NotCached:
+        """Return the error for blocks of a segment."""
+        error = cls(
             f"the log at {manifest.first_position} is in the object store and is not read yet",
             retry_after_ms=100,
         )
-        self.manifest, self.blocks = manifest, blocks
+        error.manifest, error.blocks = manifest, blocks
+        return error
 
 
 class RemoteSegments(Protocol):
@@ -301,7 +307,7 @@ class BlockCache:
         for number in blocks:
             if (block := self.get((name, number))) is None:
                 missing = next((n for n in blocks[::-1] if (name, n) not in self), number)
-                raise NotCached(manifest, range(number, missing + 1))
+                raise NotCached.of(manifest, range(number, missing + 1))
             found.append(block)
         begin = at - blocks.start * manifest.block_bytes
         content = found[0] if len(found) == 1 else b"".join(found)
