@@ -22,7 +22,7 @@ NAMES = sorted(path.name for path in EXAMPLES.glob("[!_]*.py"))
 CLAIMED = "idempotent(bank.book, store, claim_ms=CLAIM_MS, done_ms=DONE_MS, key=by_key)"
 BROKEN = {
     "cache.py": ('model="broadcasting", offsets_file=offsets_file, ', ""),
-    "celery_tasks.py": ("task_acks_late=True,", ""),
+    "celery_tasks.py": (r'write(f"{order}\n")', r'write(f"{order}\n" * 2)'),
     "fastapi_shop.py": ("await asyncio.to_thread(shop.book, order)", "pass"),
     "idempotent_payments.py": (CLAIMED, "bank.book"),
     "latest_prices.py": (", compaction=Compaction(dirty_percent=10)", ""),
