@@ -54,7 +54,7 @@ from batonmq_server.storage.node_role import StandaloneRole
 from batonmq_server.storage.replica import StorageReplica
 from batonmq_server.storage.replication_server import CurrentServicer, StorageReplicationServicer
 from batonmq_server.storage.reply_server import ReplyServicer
-from batonmq_server.storage.tier_reader import TierReader, open_tier
+from batonmq_server.storage.tier_reader import TierReader, in_store_thread, open_tier
 from batonmq_server.storage.tier_store import ObjectFiles
 from batonmq_server.storage.topic_cache import TopicCache
 
@@ -84,7 +84,7 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
         await runtime.unless_stopped(
             check_single_node(runtime.etcd, "storage", settings.broker_name, settings.node_id)
         )
-        tier = open_tier(settings, in_thread)
+        tier = open_tier(settings, in_store_thread)
         directory = open_directory(
             settings.data_dir,
             segment_bytes=settings.segment_bytes,
@@ -184,7 +184,7 @@ async def replicated(
         runtime.connect,
         replica_set=settings.broker_name,
     )
-    tier = open_tier(settings, in_thread, objects)
+    tier = open_tier(settings, in_store_thread if objects is None else in_thread, objects)
     async with _environment(settings, runtime, in_thread, tier) as (environment, mirrors):
         role = StorageReplica(
             settings, runtime, environment.metrics, environment.stream, in_thread, mirrors.topics

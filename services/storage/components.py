@@ -215,6 +215,7 @@ def build_components(
                     metrics=metrics.tier,
                     clock=runtime.clock,
                     in_thread=in_thread,
+                    in_store_thread=environment.tier.in_thread,
                 ),
                 settings.tier_policy(),
                 settings.tier_interval_ms,

@@ -22,6 +22,7 @@ from batonmq_server.storage.core.queue_repair import (
     find_damage,
     read_log,
 )
+from batonmq_server.storage.core.tier_file import StoreUnreadable
 from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.node import StorageNode
 
@@ -77,6 +78,7 @@ class QueueRepairer:
         Raises:
             DataLoss: no entry was changed. It is `error` if the log is damaged, and another one if
                 a file of the index, or the log, can't be read or written.
+            Unreachable: the object store of segments can't be read.
         """
         now_s = asyncio.get_running_loop().time
         async with self._one_at_a_time:
@@ -94,6 +96,8 @@ class QueueRepairer:
                         return
                 except OSError as cause:  # for example: retention has removed a segment meanwhile
                     log.warning("consume queue not rebuilt queue=%s error=%s", key, cause)
+                    if isinstance(cause, StoreUnreadable):
+                        raise cause.error from cause  # the next read tries again
                     segment_lost = isinstance(cause, FileNotFoundError)  # the log is damaged
                     lost = None if segment_lost else _not_rebuilt(key, cause)
                     if is_shortage(cause):

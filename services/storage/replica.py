@@ -30,6 +30,7 @@ WATCH_INTERVAL_S = 0.5
 _LOOK_UP_MS = 200
 """A reader waits so long before it looks the leader up."""
 _TOPICS_RETRY_S = 0.2
+_TOPICS_WAIT_S = 10.0
 _JUST_ELECTED = "this node has just been elected and waits for its followers"
 
 
@@ -224,9 +225,12 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         """
         while True:
             try:
-                return await self._topics.caught_up()
+                async with asyncio.timeout(_TOPICS_WAIT_S):
+                    return await self._topics.caught_up()
             except NoQuorum:
                 await asyncio.sleep(_TOPICS_RETRY_S)
+            except TimeoutError:
+                log.warning("does not serve yet: changes of topics do not arrive from etcd")
 
     async def _begin_epoch(self, term: int) -> StorageLeadership | None:
         """Return a leadership with a durable epoch; None if this node must not lead.

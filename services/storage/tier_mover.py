@@ -54,7 +54,8 @@ class TierMoverParts:
     """What a mover works with.
 
     Attributes:
-        in_thread: Runs blocking calls outside the event loop.
+        in_thread: Runs calls of the local disk outside the event loop.
+        in_store_thread: The same, of the store.
     """
 
     node: StorageNode
@@ -67,6 +68,7 @@ class TierMoverParts:
     metrics: TierMetrics
     clock: Clock
     in_thread: InThread
+    in_store_thread: InThread
 
 
 class TierMover:
@@ -364,13 +366,17 @@ class TierMover:
     async def _call(self, work: str, call: Callable[[], Value]) -> Value:
         """Return the result of a call of the store."""
         try:
-            return await self._read(call)
+            return await _result(self._parts.in_store_thread, call)
         except BatonError:
             self._parts.metrics.failures.labels(work).inc()
             raise
 
     async def _read(self, call: Callable[[], Value]) -> Value:
-        """Return the result of a blocking call."""
-        found: list[Value] = []
-        await self._parts.in_thread(lambda _: found.append(call()), None)
-        return found[0]
+        """Return the result of a call of the local disk."""
+        return await _result(self._parts.in_thread, call)
+
+
+async def _result(in_thread: InThread, call: Callable[[], Value]) -> Value:
+    found: list[Value] = []
+    await in_thread(lambda _: found.append(call()), None)
+    return found[0]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
+from batonmq._common.threads import DaemonThreads
 from batonmq.admin.backup_store import open_object_store
 from batonmq.errors import BatonError, DataLoss, LimitExceeded, NotServing, Unreachable
 from batonmq_server.runtime.call_tasks import CallTasks
@@ -32,6 +34,16 @@ AHEAD = 3
 HELD_MAX = 128
 """Blocks that one search holds: 32 MiB."""
 _Range = tuple[SegmentName, int]
+_THREADS = DaemonThreads("object-store")
+
+
+async def in_store_thread(call: Callable[[Any], None], argument: Any) -> None:
+    """Run a call of the object store in a thread; a caller that is cancelled does not wait for it.
+
+    The threads are not those of the local disk, so a store that hangs delays no sync of the log. A
+    call that goes on after its caller writes or removes what its caller was to.
+    """
+    await asyncio.wrap_future(_THREADS.submit(partial(call, argument)))
 
 
 class RemoteReads(Protocol):
@@ -63,9 +75,10 @@ class TierReader:
 
     Args:
         timeout_ms: Time that a caller waits for the store.
-        in_thread: Runs blocking calls outside the event loop.
+        in_thread: Runs calls of the store outside the event loop.
 
     Attributes:
+        in_thread: As given.
         on_read: Called with the bytes that were read from the store.
         on_failure: Called when a reader can't get what it needs.
         may_block: Whether a read of the log waits for the store in its own thread: true while a
@@ -80,7 +93,7 @@ class TierReader:
         cache_bytes: int,
         timeout_ms: int,
     ) -> None:
-        self.store, self._in_thread = store, in_thread
+        self.store, self.in_thread = store, in_thread
         self._timeout_ms = timeout_ms
         self._cache = BlockCache(cache_bytes)
         self._calls = asyncio.Semaphore(CALLS_MAX)
@@ -204,7 +217,7 @@ class TierReader:
         found: dict[int, bytes] = {}
         try:
             async with self._calls:
-                await self._in_thread(
+                await self.in_thread(
                     lambda _: found.update(self.store.fetch(manifest, blocks)), None
                 )
             self._keep(manifest, found)

@@ -135,7 +135,10 @@ class SegmentStore:
         return self._call(name, lambda: self._files.read(f"{self._folder}/{name}"))
 
     def _write(self, name: str, content: bytes) -> None:
-        self._call(name, lambda: self._files.write(f"{self._folder}/{name}", content))
+        try:
+            self._call(name, lambda: self._files.write(f"{self._folder}/{name}", content))
+        except FileNotFoundError as error:  # the bucket or the folder is missing
+            raise unreachable(name, f"{error}") from error
 
     def _call(self, what: str, call: Callable[[], Value]) -> Value:
         try:

@@ -143,6 +143,7 @@ def test_invalid_expression_is_found() -> None:
         selectors("sum by (group baton_queue_stuck > 0")
 
 
+@pytest.mark.timeout(240)  # 20 s, and more on a busy machine
 def test_promtool_accepts_the_rules_and_their_tests() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:

@@ -224,6 +224,7 @@ def test_images_have_exactly_the_packages_of_the_lock_file() -> None:
 
 
 @kubectl
+@pytest.mark.timeout(240)  # 10 s, and more on a busy machine
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_overlay_renders_without_a_warning_and_is_valid(overlay: str) -> None:
     assert ManifestChecker().problems(render(K8S / overlay)) == []

@@ -8,6 +8,7 @@ the disk as a crash leaves it.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
@@ -22,11 +23,12 @@ from batonmq_server.storage.core.commitlog import segment_path
 from batonmq_server.storage.core.purge import PurgeOrder, encode_order
 from batonmq_server.storage.core.queue_reader import ReadSpec
 from batonmq_server.storage.core.tier import TierPolicy
+from batonmq_server.storage.flusher import in_thread
 from batonmq_server.storage.node import StorageNode, recover_directory
 from batonmq_server.storage.node_role import NodeRole, StandaloneRole
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.storage.tier_mover import TierMover, TierMoverParts
-from batonmq_server.storage.tier_reader import TierReader
+from batonmq_server.storage.tier_reader import TierReader, in_store_thread
 from batonmq_server.storage.tier_store import SegmentStore
 from batonmq_server.storage.topic_limits import TopicLimits
 from batonmq_server.testing.memory_disks import MemoryDisk
@@ -84,6 +86,7 @@ class TierScene(Scene):
             metrics=self.metrics.tier,
             clock=self.clock,
             in_thread=at_once,
+            in_store_thread=at_once,
         )
         chosen = TierPolicy(**({"local_age_ms": HOUR_MS} | policy))
         return TierMover(parts, chosen, 1_000)
@@ -248,6 +251,41 @@ async def test_rebuild_without_the_store_refuses_to_start_and_cuts_nothing(fault
     objects.before = lambda operation, name: None
     async with tier_scene(objects, disk) as scene:
         assert await scene.offsets() == list(range(MESSAGES))
+
+
+async def test_missing_bucket_is_a_failure_of_the_store_and_the_mover_goes_on() -> None:
+    def gone(operation: str, name: str) -> None:
+        if operation == "write":
+            raise FileNotFoundError("The specified bucket does not exist")
+
+    async with tier_scene() as scene:
+        await filled(scene)
+        scene.later(2)
+        scene.objects.before = gone
+        with pytest.raises(Unreachable, match="bucket does not exist"):
+            await scene.move()
+        assert scene.metric("baton_storage_tier_failures_total", work="write") == 1
+        assert all(scene.local())
+        scene.objects.before = lambda operation, name: None
+        await scene.move()
+        assert not any(scene.local()[:-1])
+
+
+async def test_store_that_hangs_takes_no_thread_of_the_local_disk_and_delays_no_stop() -> None:
+    answer = threading.Event()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            hanging = [
+                tasks.create_task(in_store_thread(lambda _: answer.wait(), None)) for _ in range(40)
+            ]
+            async with asyncio.timeout(20):
+                await in_thread(lambda _: None, None)
+            for task in hanging:
+                task.cancel()
+            async with asyncio.timeout(20):
+                await asyncio.wait(hanging)
+    finally:
+        answer.set()
 
 
 def test_node_without_the_store_of_its_log_is_refused() -> None:

@@ -19,6 +19,7 @@ class StoreUnreadable(OSError):
 
     def __init__(self, error: BatonError) -> None:
         super().__init__(errno.EREMOTEIO, error.message)
+        self.error = error
 
 
 class TierFile:
