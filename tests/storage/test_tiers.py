@@ -71,7 +71,9 @@ def tier(folder: Path, **more: Any) -> dict[str, Any]:
 
 def moved(data: Path) -> int:
     """Return how many segment files contain only a manifest."""
-    return sum(path.read_bytes()[:4] == b"BTNT" for path in (data / "log").iterdir())
+    # A file with another suffix is being replaced, and gone a moment later.
+    paths = [path for path in (data / "log").iterdir() if path.name.isdecimal()]
+    return sum(path.read_bytes()[:4] == b"BTNT" for path in paths)
 
 
 def body(number: int) -> bytes:
