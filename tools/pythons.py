@@ -22,6 +22,7 @@ VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 TESTED = ("tests/core", "tests/common", "tests/client", "tests/idempotence")
 """Folders whose tests need the client library and the in-memory broker only."""
 NEEDED = (
+    "celery",
     "fastavro",
     "fsspec",
     "hypothesis",
