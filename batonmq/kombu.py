@@ -78,10 +78,15 @@ class _QoS(virtual.QoS):  # type: ignore[misc]
                 self.channel._tell("reject", tag=delivery_tag, reason="rejected by the worker")
 
     def restore_unacked(self) -> None:
-        """Refuse: a message that was not acknowledged is delivered again by BatonMQ itself."""
-        raise NotImplementedError(
+        """Refuse: a message that was not acknowledged is delivered again by BatonMQ itself.
+
+        Raises:
+            ChannelError: Always.
+        """
+        raise _refused(
             "basic_recover is not supported: reject single messages with requeue, or close the "
-            "channel, and BatonMQ delivers again what it has not acknowledged"
+            "channel, and BatonMQ delivers again what it has not acknowledged",
+            "basic_recover",
         )
 
     def restore_unacked_once(self, stderr: object = None) -> None:

@@ -347,6 +347,7 @@ def build_components(
             check_first_ms=settings.transaction_check_first_ms,
             require=require,
             identity_of=runtime.guard.caller_identity,
+            tier=tier,
         ),
         outputs=OutputServicer(appender, require),
         tier=tier,

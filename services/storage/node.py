@@ -46,8 +46,8 @@ from batonmq_server.storage.core.recovery import (
     encode_synced,
 )
 from batonmq_server.storage.core.store import MessageStore
-from batonmq_server.storage.core.tier import RemoteSegments
-from batonmq_server.storage.core.tier_file import FetchBlocks, TierDisk
+from batonmq_server.storage.core.tier import RemoteSegments, SegmentName, TierManifest
+from batonmq_server.storage.core.tier_file import FetchBlocks, TierDisk, damaged_stubs, mend_stub
 from batonmq_server.storage.disk import RealDisk, locked
 
 log = logging.getLogger(__name__)
@@ -158,6 +158,15 @@ class RemoteLog(RemoteSegments, Protocol):
         """Read blocks from the store; blocks. Raises BatonError if it can't."""
         ...
 
+    def manifest_now(self, name: SegmentName) -> TierManifest | None:
+        """Return the manifest of a segment; None if the store has none; blocks.
+
+        Raises:
+            DataLoss: it is damaged.
+            Unreachable: the store can't be read.
+        """
+        ...
+
 
 def reset_disk(disk: Disk, start: LogStart) -> None:
     """Discard everything on `disk` and start an empty copy there; the directory is closed."""
@@ -227,28 +236,21 @@ def recover_directory(
     cache = FileCache(disk)
     attempt = _Attempt(disk, cache, segment_bytes, remote)
     try:
-        if remote is not None:
-            remote.may_block = True
-        if replicated:
-            history = _recover_replica(attempt, accept_loss=accept_loss)
-        else:
-            history = _history(disk)
-            epoch = history.epoch + 1
-            attempt.run(epoch, accept_loss=accept_loss)
-            end = attempt.report.next_position
-            history = replace(history.truncated(end).with_epoch(epoch, end), damaged=False)
-        _write_history(disk, history)
-        node = StorageNode(disk, attempt.recovery, attempt.report, history)
-        if replicated:
-            node.store.confirmed(attempt.report.checkpoint_position)
-        node.checkpointing.remove_later(attempt.recovery.obsolete_paths)
-        unsynced = node.store.log.unsynced()
-        node.sync(unsynced)
-        node.store.synced(unsynced.position)
-        node.report = replace(attempt.report, elapsed_ms=monotonic_ms() - begin_ms)
-        disk.replace(REPORT, json.dumps(asdict(node.report), indent=2).encode())
-        if remote is not None:
-            remote.may_block = False
+        with _may_block(remote):
+            if replicated:
+                history = _recover_replica(attempt, accept_loss=accept_loss)
+            else:
+                history = _recover_single(attempt, accept_loss=accept_loss)
+            _write_history(disk, history)
+            node = StorageNode(disk, attempt.recovery, attempt.report, history)
+            if replicated:
+                node.store.confirmed(attempt.report.checkpoint_position)
+            node.checkpointing.remove_later(attempt.recovery.obsolete_paths)
+            unsynced = node.store.log.unsynced()
+            node.sync(unsynced)
+            node.store.synced(unsynced.position)
+            node.report = replace(attempt.report, elapsed_ms=monotonic_ms() - begin_ms)
+            disk.replace(REPORT, json.dumps(asdict(node.report), indent=2).encode())
         try:
             yield node
         finally:
@@ -256,6 +258,19 @@ def recover_directory(
     finally:
         cache.close()
         attempt.close()
+
+
+@contextmanager
+def _may_block(remote: RemoteLog | None) -> Iterator[None]:
+    """Let reads of the log wait for the object store inside."""
+    if remote is None:
+        yield
+        return
+    remote.may_block = True
+    try:
+        yield
+    finally:
+        remote.may_block = False
 
 
 class _Attempt:
@@ -270,6 +285,19 @@ class _Attempt:
         self.disk, self._cache, self._segment_bytes = disk, cache, segment_bytes
         self._remote = remote
         self._log: CommitLog | None = None
+
+    def mend_stubs(self, history: EpochHistory) -> None:
+        """Write each damaged manifest in a segment file again, as the store has it.
+
+        Raises:
+            DataLoss: the store does not have it.
+            Unreachable: the store can't be read.
+        """
+        if self._remote is not None:
+            for path, name in damaged_stubs(self.disk, history.epoch_at):
+                manifest = self._remote.manifest_now(name)
+                mend_stub(self.disk, path, name, manifest)
+                log.warning("damaged manifest written again path=%s", path)
 
     def run(self, epoch: int, *, accept_loss: bool) -> None:
         """Recover.
@@ -302,6 +330,16 @@ class _Attempt:
             self._log = None
 
 
+def _recover_single(attempt: _Attempt, *, accept_loss: bool) -> EpochHistory:
+    """Recover the log of a node without replicas, which begins an epoch; return its history."""
+    history = _history(attempt.disk)
+    attempt.mend_stubs(history)
+    epoch = history.epoch + 1
+    attempt.run(epoch, accept_loss=accept_loss)
+    end = attempt.report.next_position
+    return replace(history.truncated(end).with_epoch(epoch, end), damaged=False)
+
+
 def _recover_replica(attempt: _Attempt, *, accept_loss: bool) -> EpochHistory:
     """Recover the undamaged part of a member's copy; return its epoch history.
 
@@ -312,6 +350,7 @@ def _recover_replica(attempt: _Attempt, *, accept_loss: bool) -> EpochHistory:
     disk = attempt.disk
     try:
         history = _history(disk)
+        attempt.mend_stubs(history)
         try:
             attempt.run(history.epoch, accept_loss=accept_loss)
         except DataLoss as error:

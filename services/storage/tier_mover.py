@@ -100,17 +100,20 @@ class TierMover:
     def gone_before(self) -> int:
         """Return the end of the segments that an earlier leader has removed from the store.
 
-        They are at the begin of this log, only in the store by its own files, and below the
-        position that the earlier leader has recorded.
+        They are below the position that the earlier leader has recorded, and only in the store by
+        the files of this log. Purged and local segments between them are removed with them.
         """
-        position, stored = self._log.first_position, self._stored
-        if stored is None:
-            return position
-        while (manifest := self._log.stored(position)) is not None:
-            if manifest.name in stored or manifest.next_position > self._first_position:
+        gone = position = self._log.first_position
+        while self._stored is not None and position < self._log.end_position:
+            end = self._log.segment_of(position)[2]
+            if end > self._first_position:
                 break
-            position = manifest.next_position
-        return position
+            if (manifest := self._log.stored(position)) is not None:
+                if manifest.name in self._stored:
+                    break
+                gone = end
+            position = end
+        return gone
 
     async def move(self) -> bool:
         """Do what is due; return whether more may be due at once.

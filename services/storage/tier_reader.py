@@ -129,6 +129,15 @@ class TierReader:
         """Read blocks from the store in the thread of the caller."""
         return self.store.fetch
 
+    def manifest_now(self, name: SegmentName) -> TierManifest | None:
+        """Return the manifest of a segment, read in the thread of the caller; None if none.
+
+        Raises:
+            DataLoss: it is damaged.
+            Unreachable: the store can't be read.
+        """
+        return self.store.manifest(name)
+
     def has(self, manifest: TierManifest, at: int, length: int) -> bool:
         """See RemoteSegments."""
         return self._cache.has(manifest, at, length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from batonmq_server.storage.core.checks import (
 from batonmq_server.storage.core.open_transactions import OpenTransaction
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.scan import HEAD_BYTES_MAX
+from batonmq_server.storage.core.tier import NotCached
 from batonmq_server.storage.core.transactions import (
     FIRST,
     EndedTransaction,
@@ -55,6 +56,7 @@ from batonmq_server.storage.core.transactions import (
 )
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.storage.scheduled_deliverer import open_queue
+from batonmq_server.storage.tier_reader import LocalReads, RemoteReads
 from batonmq_server.storage.topic_cache import TopicCache
 
 ENDS_MAX = 1_024
@@ -72,6 +74,8 @@ _OUTCOMES = {
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _Topics = Mapping[str, LocalTopic | BatonError]
+_Place = tuple[str, int, int, int]
+"""Of a batch that was an end: topic, queue, first offset and next position."""
 
 
 class TransactionServicer(pb_grpc.TransactionServiceServicer):
@@ -83,6 +87,7 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         changed: Called after a transaction has begun.
         require: Raises unless the caller may write to the topic of a transaction; None if
             authorization is off.
+        tier: Fetches what the log has only in the object store; None without a store.
     """
 
     def __init__(  # noqa: PLR0913  the parts of a node
@@ -95,7 +100,9 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         check_first_ms: int,
         require: PermissionCheck | None = None,
         identity_of: Callable[[Context], str] = lambda _: "",
+        tier: RemoteReads | None = None,
     ) -> None:
+        self._tier = tier or LocalReads()
         self._appender, self._topics, self._changed = appender, topics, changed
         self._check_first_ms, self._streams = check_first_ms, streams
         self._require, self._identity_of = require, identity_of
@@ -133,8 +140,9 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         halves = self._read_open({one.transaction_id for one in items if isinstance(one, _EndItem)})
         readable = [half for half in halves.values() if isinstance(half, HalfMessage)]
         topics = await self._topics.find_all({read_header(half.batch).topic for half in readable})
+        places = await self._places(one for one in items if isinstance(one, _EndItem))
         # There is no await from here to the last write: nothing else ends these transactions.
-        run = _EndRun(halves, self._topics.with_changes(topics))
+        run = _EndRun(halves, self._topics.with_changes(topics), places)
         for index, item in enumerate(items):
             if isinstance(item, BatonError):
                 run.outcomes[index] = item
@@ -329,7 +337,10 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         ended = self._store.transactions.ended.get(item.transaction_id)
         if ended is None:
             raise _not_found(item, "that is open; if it ended, its outcome is forgotten")
-        topic, queue_id, first_offset, next_position = self._place_of(ended)
+        place = run.places.get(item.transaction_id)
+        if isinstance(place, BatonError):
+            raise place
+        topic, queue_id, first_offset, next_position = place or self._place_of(ended)
         if item.topic and topic not in ("", item.topic):
             raise _not_found(item, f"of topic {item.topic}")
         run.next_position = max(run.next_position, next_position)
@@ -348,7 +359,20 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
             duplicate=True,
         )
 
-    def _place_of(self, ended: EndedTransaction) -> tuple[str, int, int, int]:
+    async def _places(self, items: Iterable[_EndItem]) -> dict[int, _Place | BatonError]:
+        """Return the places of the ends that are only in the object store, or why not."""
+        places: dict[int, _Place | BatonError] = {}
+        for id_ in {one.transaction_id for one in items}:
+            ended = self._store.transactions.ended.get(id_)
+            if ended is None or self._store.log.stored(ended.position) is None:
+                continue
+            try:
+                places[id_] = await self._tier.reading(partial(self._place_of, ended))
+            except BatonError as error:
+                places[id_] = error
+        return places
+
+    def _place_of(self, ended: EndedTransaction) -> _Place:
         """Return topic, queue, first offset and next position of the batch that was an end.
 
         The topic is empty, the queue 0 and the offset -1 if the log no longer has the batch. The
@@ -359,6 +383,8 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
             return "", 0, -1, 0
         try:
             header = read_header(log.read(ended.position, HEAD_BYTES_MAX))
+        except NotCached:
+            raise
         except BatonError:
             return "", 0, -1, 0
         topic = header.topic if ended.outcome is Outcome.COMMITTED else ""
@@ -504,12 +530,14 @@ class _EndRun:
     """Ends of one request.
 
     Attributes:
+        places: Where the ends are that are only in the object store.
         written: Transactions of `commits` and `rollbacks`, which are not written yet.
         next_position: Position up to which the log must be safe before the response.
     """
 
     halves: Mapping[int, HalfMessage | DataLoss]
     topics: _Topics
+    places: Mapping[int, _Place | BatonError]
     commits: list[tuple[int, HalfMessage, CheckedBatch]] = field(default_factory=list)
     rollbacks: list[tuple[int, RollbackMark]] = field(default_factory=list)
     written: set[int] = field(default_factory=set)

@@ -273,11 +273,13 @@ async def test_missing_bucket_is_a_failure_of_the_store_and_the_mover_goes_on() 
 
 async def test_store_that_hangs_takes_no_thread_of_the_local_disk_and_delays_no_stop() -> None:
     answer = threading.Event()
+
+    def hang(_: object) -> None:
+        answer.wait()
+
     try:
         async with asyncio.TaskGroup() as tasks:
-            hanging = [
-                tasks.create_task(in_store_thread(lambda _: answer.wait(), None)) for _ in range(40)
-            ]
+            hanging = [tasks.create_task(in_store_thread(hang, None)) for _ in range(40)]
             async with asyncio.timeout(20):
                 await in_thread(lambda _: None, None)
             for task in hanging:
@@ -286,6 +288,71 @@ async def test_store_that_hangs_takes_no_thread_of_the_local_disk_and_delays_no_
                 await asyncio.wait(hanging)
     finally:
         answer.set()
+
+
+def flip(disk: MemoryDisk, path: str, at: int) -> None:
+    disk.files[path].content[at] ^= 1
+
+
+@pytest.mark.parametrize("at", [9, 27, 59, 63])
+@pytest.mark.parametrize("replicated", [False, True])
+async def test_damaged_manifest_in_a_segment_file_is_written_again_from_the_store(
+    at: int, replicated: bool
+) -> None:
+    objects, disk = MemoryObjects(), MemoryDisk()
+    async with tier_scene(objects, disk) as scene:
+        await filled(scene)
+        scene.later(2)
+        await scene.move()
+        path = f"log/{scene.segments()[1]}"
+    before = bytes(disk.files[path].content)
+    flip(disk, path, at)
+    reader = TierReader(
+        SegmentStore(objects, FOLDER), at_once, cache_bytes=1 << 20, timeout_ms=1_000
+    )
+    opening = recover_directory(
+        disk,
+        segment_bytes=SEGMENT_BYTES,
+        monotonic_ms=lambda: 0,
+        replicated=replicated,
+        remote=reader,
+    )
+    with opening as node:
+        assert not node.history.damaged
+        assert node.store.log.first_position == 0
+    assert bytes(disk.files[path].content) == before
+    async with tier_scene(objects, disk) as scene:
+        assert await scene.offsets() == list(range(MESSAGES))
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+async def test_damaged_manifest_without_the_store_refuses_the_start_and_changes_nothing(
+    replicated: bool,
+) -> None:
+    objects, disk = MemoryObjects(), MemoryDisk()
+    async with tier_scene(objects, disk) as scene:
+        await filled(scene)
+        scene.later(2)
+        await scene.move()
+        path = f"log/{scene.segments()[1]}"
+    flip(disk, path, 27)
+    before = {name: bytes(file.content) for name, file in disk.files.items() if "log/" in name}
+    objects.before = _refusing(lambda operation, name: operation == "read")
+    reader = TierReader(
+        SegmentStore(objects, FOLDER), at_once, cache_bytes=1 << 20, timeout_ms=1_000
+    )
+    opening = recover_directory(
+        disk,
+        segment_bytes=SEGMENT_BYTES,
+        monotonic_ms=lambda: 0,
+        replicated=replicated,
+        remote=reader,
+    )
+    with pytest.raises(Unreachable), opening:
+        pass
+    after = {name: bytes(file.content) for name, file in disk.files.items() if "log/" in name}
+    assert after == before
+    assert not reader.may_block
 
 
 def test_node_without_the_store_of_its_log_is_refused() -> None:
@@ -488,6 +555,24 @@ async def test_new_leader_removes_what_its_predecessor_removed_from_the_store() 
         await scene.clean()
         assert scene.store.offsets(KEY).first_offset == 6
         assert await scene.offsets() == list(range(6, MESSAGES))
+
+
+@pytest.mark.parametrize("how", ["purged", "local"])
+async def test_first_segment_that_is_not_in_the_store_hides_none_that_has_left_it(how: str) -> None:
+    objects, disk = MemoryObjects(), MemoryDisk()
+    async with tier_scene(objects, disk, log_bytes_max=3 * SEGMENT_BYTES) as scene:
+        await filled(scene)
+        scene.later(2)
+        await scene.move()
+        lagging = disk.killed()
+        await scene.clean()
+        await scene.move()
+    async with tier_scene(objects, lagging) as scene:
+        await scene.move()
+        # As a purge, or a copy that differs from the store, leaves it.
+        first = scene.store.log._segments[0]
+        first.purged, first.stored = how == "purged", None
+        assert scene.mover.gone_before() == 2 * SEGMENT_BYTES
 
 
 async def test_empty_store_removes_nothing_from_a_log_that_is_in_it() -> None:

@@ -17,6 +17,7 @@ import pytest
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+from baton.storage.v1 import transaction_service_pb2 as transaction_pb
 from batonmq._common.clock import Clock
 from batonmq._connection.channels import connect
 from batonmq._core.records import Message, check_batch, decode_records
@@ -172,6 +173,36 @@ async def test_new_leader_and_a_new_replica_have_what_is_only_in_the_store(
     assert await scene.nodes[leader.name].bodies() == expected
     # No node has stored a segment again that the first leader had stored.
     assert {path: path.stat().st_mtime_ns for path in parts} == parts
+
+
+async def test_repeated_commit_of_a_message_in_the_store_gets_the_first_receipt(
+    scene: Scene, tmp_path: Path
+) -> None:
+    scene.settings |= tier(tmp_path / "store")
+    await scene.start("a", "b", "c")
+    leader = await scene.leader()
+    begin = transaction_pb.BeginRequest(
+        items=[transaction_pb.BeginItem(batch=batch(b"paid"), group="shop")]
+    )
+    (begun,) = (await leader.transactions.Begin(begin, timeout=TIMEOUT_S)).outcomes
+    commit = transaction_pb.EndRequest(
+        items=[
+            transaction_pb.EndItem(
+                transaction_id=begun.receipt.transaction_id,
+                state=transaction_pb.TRANSACTION_STATE_COMMITTED,
+                topic=TOPIC,
+            )
+        ]
+    )
+    (first,) = (await leader.transactions.End(commit, timeout=TIMEOUT_S)).outcomes
+    await fill(leader.append)
+    folders = [scene.folder / name for name in ("a", "b", "c")]
+    await until(lambda: all(moved(folder) >= 9 for folder in folders))
+    await leader.crash()
+    second = await scene.leader()  # it has nothing of the segment in its cache
+    (again,) = (await second.transactions.End(commit, timeout=TIMEOUT_S)).outcomes
+    assert (first.receipt.first_offset, first.receipt.duplicate) == (0, False)
+    assert (again.receipt.first_offset, again.receipt.duplicate) == (0, True), again
 
 
 @pytest.mark.e2e

@@ -32,6 +32,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import NamedTuple, Protocol
 
 from crc32c import crc32c
@@ -43,6 +44,7 @@ MAGIC, VERSION = 0x42544E54, 1
 HEAD = struct.Struct(">IHHqqqqqIIII")
 CRC = struct.Struct(">I")
 BLOCK_BYTES = 256 * 1024
+BLOCK_BYTES_MIN = 1_024
 PART_BYTES = 16 * 1024 * 1024
 """Size of an object. It is written from memory, whole or not at all."""
 FETCH_BLOCKS = 16
@@ -191,6 +193,8 @@ def read_stub(file: File, size: int) -> TierManifest | None:
     if len(head) < HEAD.size or not is_stub(head):
         return None
     count = HEAD.unpack(head)[10]
+    if count > size // BLOCK_BYTES_MIN + 1:  # a damaged number must not read the whole file
+        raise _damaged("the manifest in a segment file is damaged", 0)
     return decode_manifest(file.read(0, min(HEAD.size + 4 * count + CRC.size, size)))
 
 
@@ -263,7 +267,7 @@ BlockKey = tuple[SegmentName, int]
 
 
 class BlockCache:
-    """The most recently used blocks of segments that are in the store.
+    """The most recently used blocks of segments that are in the store; threads may share it.
 
     Args:
         bytes_max: Maximum size of all blocks together.
@@ -276,15 +280,17 @@ class BlockCache:
         self._bytes_max = bytes_max
         self._blocks: OrderedDict[BlockKey, bytes] = OrderedDict()
         self.bytes_count = 0
+        self._lock = Lock()
         self.held: Mapping[BlockKey, bytes] = {}
 
     def get(self, key: BlockKey) -> bytes | None:
         """Return a block; None if it is not cached."""
-        block = self._blocks.get(key)
-        if block is None:
-            return self.held.get(key)
-        self._blocks.move_to_end(key)
-        return block
+        with self._lock:
+            block = self._blocks.get(key)
+            if block is None:
+                return self.held.get(key)
+            self._blocks.move_to_end(key)
+            return block
 
     def __contains__(self, key: BlockKey) -> bool:
         """Return whether a block is cached."""
@@ -292,12 +298,13 @@ class BlockCache:
 
     def put(self, name: SegmentName, blocks: Mapping[int, bytes]) -> None:
         """Add blocks of a segment; those not used for the longest time are removed."""
-        for number, block in blocks.items():
-            before = self._blocks.pop((name, number), b"")
-            self._blocks[name, number] = block
-            self.bytes_count += len(block) - len(before)
-        while self.bytes_count > self._bytes_max:
-            self.bytes_count -= len(self._blocks.popitem(last=False)[1])
+        with self._lock:
+            for number, block in blocks.items():
+                before = self._blocks.pop((name, number), b"")
+                self._blocks[name, number] = block
+                self.bytes_count += len(block) - len(before)
+            while self.bytes_count > self._bytes_max:
+                self.bytes_count -= len(self._blocks.popitem(last=False)[1])
 
     def read(self, manifest: TierManifest, at: int, bytes_max: int) -> bytes:
         """See RemoteSegments."""

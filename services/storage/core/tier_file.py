@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from batonmq.errors import BatonError, DataLoss
+from batonmq.errors import BatonError, DataLoss, DataLossDetail
 from batonmq_server.storage.core.files import Disk, File
-from batonmq_server.storage.core.tier import TierManifest, fetch_ranges, read_stub
+from batonmq_server.storage.core.tier import SegmentName, TierManifest, fetch_ranges, read_stub
 
 FOLDER = "log/"
 FetchBlocks = Callable[[TierManifest, range], dict[int, bytes]]
@@ -138,3 +138,43 @@ class TierDisk:
     def sync(self, paths: Sequence[str]) -> None:
         """See Disk."""
         self._disk.sync(paths)
+
+
+def damaged_stubs(disk: Disk, epoch_at: Callable[[int], int]) -> Iterator[tuple[str, SegmentName]]:
+    """Yield the segment files with a damaged manifest, and the names of their segments.
+
+    Args:
+        epoch_at: Returns the epoch that wrote the byte at a position.
+    """
+    for name in filter(str.isdecimal, disk.names(FOLDER.rstrip("/"))):
+        path, first_position = f"{FOLDER}{name}", int(name)
+        file = disk.open(path)
+        try:
+            if not isinstance(file, TierFile):
+                read_stub(file, file.size)
+        except OSError:
+            continue  # a read of the log reports it
+        except DataLoss:
+            yield path, SegmentName(first_position, epoch_at(first_position + file.size - 1))
+        finally:
+            file.close()
+
+
+def mend_stub(disk: Disk, path: str, name: SegmentName, manifest: TierManifest | None) -> None:
+    """Replace a segment file with a damaged manifest by one with the manifest in the store.
+
+    Raises:
+        DataLoss: the store has none, or that of another segment.
+    """
+    file = disk.open(path)
+    size = file.size
+    file.close()
+    if manifest is None or (manifest.name, manifest.size) != (name, size):
+        raise DataLoss(
+            f"the manifest in {path} is damaged, and the store has no object {name.manifest} of "
+            f"{size} bytes",
+            remedy=f"Restore the object {name.manifest} from a version or copy that the store "
+            "keeps; then start the node again.",
+            detail=DataLossDetail(position=name.first_position),
+        )
+    disk.replace_sparse(path, manifest.encode(), size)
