@@ -72,7 +72,7 @@ class Inbox:
             return delivery
 
     def remove(self, unwanted: Callable[[Delivery], bool]) -> list[Delivery]:
-        """Take the deliveries that nobody will ask for, and return them."""
+        """Take the deliveries that wait; no consumer receives them any more. Return them."""
         with self._changed:
             removed = [one for one in self._waiting if unwanted(one)]
             if removed:

@@ -331,7 +331,7 @@ class TierMover:
     async def _move_one(self, segment: LocalSegment) -> bool:
         parts, name = self._parts, segment.name
         manifest = await self._call("list", lambda: parts.store.manifest(name))
-        if manifest is None:  # removed by somebody else: the store is listed again
+        if manifest is None:  # another node has removed it: the store is listed again
             self._stored = None
             return False
         if (manifest.name, manifest.next_position) != (name, segment.next_position):

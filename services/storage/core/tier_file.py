@@ -104,7 +104,7 @@ class TierDisk:
         try:
             manifest = read_stub(file, file.size)
         except (OSError, DataLoss):
-            return file  # the reader meets the same problem, and knows what it means
+            return file  # a read of the log reports it
         return file if manifest is None else TierFile(file, manifest, self._fetch)
 
     def names(self, folder: str) -> list[str]:
