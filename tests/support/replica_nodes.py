@@ -280,9 +280,16 @@ class NodeSet(Generic[AnyNode]):
 
     async def wait_in_sync(self, *names: str) -> None:
         """Wait until the in-sync set has exactly these nodes."""
+        await self._wait_for(lambda record: record.in_sync == set(names))
+
+    async def _wait_for(self, holds: Callable[[ReplicaSetRecord], bool]) -> None:
+        """Wait until the record is as it should be; an etcd that is late is asked again."""
 
         async def look() -> bool:
-            return (await self.set_record()).in_sync == set(names)
+            try:
+                return holds(await self.set_record())
+            except NoQuorum:
+                return False
 
         await until(look)
 
@@ -301,11 +308,7 @@ class NodeSet(Generic[AnyNode]):
 
     async def wait_epoch_above(self, epoch: int) -> None:
         """Wait until a leader of a higher epoch is elected; it need not serve yet."""
-
-        async def look() -> bool:
-            return (await self.set_record()).epoch > epoch
-
-        await until(look)
+        await self._wait_for(lambda record: record.epoch > epoch)
 
     async def stop(self) -> None:
         """Stop all nodes."""
