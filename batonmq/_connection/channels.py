@@ -7,6 +7,7 @@ from functools import partial
 
 import grpc.aio
 
+from batonmq._connection.call_stream import StreamingChannel
 from batonmq._connection.secure_channel import ChannelIdentity, Options, SecureChannel
 from batonmq._connection.security import Security
 
@@ -52,7 +53,7 @@ Connect = Callable[[str], grpc.aio.Channel]
 
 def connect(address: str, options: Options = OPTIONS) -> grpc.aio.Channel:
     """Return a channel without TLS."""
-    return grpc.aio.insecure_channel(address, options=options)
+    return StreamingChannel(grpc.aio.insecure_channel(address, options=options))
 
 
 def connector(security: Security | None, options: Options = OPTIONS) -> Connect:
@@ -64,4 +65,6 @@ def connector(security: Security | None, options: Options = OPTIONS) -> Connect:
     if security is None:
         return partial(connect, options=options)
     identity = ChannelIdentity(security)
-    return lambda address: SecureChannel(address, identity, options)
+    return lambda address: StreamingChannel(
+        SecureChannel(address, identity, options), identity.credentials
+    )

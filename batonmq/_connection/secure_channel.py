@@ -45,6 +45,10 @@ class ChannelIdentity:
             self._files.renew()
         return self._files.pems
 
+    def credentials(self) -> tuple[Pems, str]:
+        """Return what new calls identify themselves with: certificates and token."""
+        return self.pems, self._files.token
+
     def with_token(self, metadata: Sequence[tuple[str, Any]] | None) -> Sequence[tuple[str, Any]]:
         """Return the metadata of a call with the token, if there is one."""
         token = self._files.token

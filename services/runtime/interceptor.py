@@ -17,7 +17,9 @@ from batonmq._common.clock import Clock
 from batonmq._common.rpc import abort
 from batonmq.errors import BatonError, Internal, NoDeadline, NotServing
 from batonmq_server.runtime.access.admission import Admission
+from batonmq_server.runtime.access.authenticator import Metadata
 from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.call_streams import CallStreams
 from batonmq_server.runtime.descriptor_shortage import is_shortage, no_descriptors
 from batonmq_server.runtime.log_limiter import LogLimiter
 from batonmq_server.runtime.metrics import RpcMetrics
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _FAULT_INTERVAL_MS = 10_000
 """Time between two tracebacks of the same error of one method."""
+_EXCHANGE = "/baton.calls.v1.CallService/Exchange"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -47,6 +50,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
       details; the latter is logged here, at most every 10 s for each method and class of error.
     - A request that can't be decoded is rejected with INVALID_ARGUMENT, also within a stream.
     - Counts, times and open calls are exported to Prometheus by service, method and reason.
+    - A call within a stream of calls is treated as one that has come alone.
     - After `drain`, new calls are rejected with NOT_SERVING, and open-ended calls and long polls
       end with it.
 
@@ -55,6 +59,9 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         pause: Pauses a connection, named by its client, when its caller ignores its quota.
         services: Full names of the services of this process, beside those of `baton`.
         open_ended: Names of further methods that need no deadline and end with the drain.
+
+    Attributes:
+        handlers: The handlers by path, for streams of calls; see `ServerWithCalls`.
     """
 
     def __init__(  # noqa: PLR0913  keyword-only from the fifth on
@@ -75,9 +82,12 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             Admission(guard, long_polls, pause) if guard is not None and guard.on else None
         )
         self._waiting: set[asyncio.Task[Any]] = set()
+        self._calls = CallStreams()
+        self.handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         self._by_method = lru_cache(maxsize=None)(self._metrics_of)
         self._metrics = RpcMetrics(registry)
+        self._by_outcome = lru_cache(maxsize=None)(self._metrics.calls.labels)
         self.faults = LogLimiter(clock.monotonic_ms, _FAULT_INTERVAL_MS)
 
     async def intercept_service(
@@ -88,18 +98,46 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Wrap the handler chosen for this call."""
-        name = handler_call_details.method
+        name, metadata = handler_call_details.method, handler_call_details.invocation_metadata
         if name not in self._wrapped:
             handler = await continuation(handler_call_details)
             if handler is None:
                 return None
             self._wrapped[name] = self._handler(name, handler)
-        admission = self._admission_of(name)
-        if admission is not None:
-            metadata = handler_call_details.invocation_metadata or ()
-            if (error := admission.early_error(name, metadata)) is not None:
-                return self._rejecting(admission, name, error)
+        if (rejecting := self._early_rejection(name, metadata or ())) is not None:
+            return grpc.stream_stream_rpc_method_handler(rejecting)
+        if name == _EXCHANGE:
+            return self._exchange(metadata or ())
         return self._wrapped[name]
+
+    def _exchange(self, metadata: Metadata) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return the handler of a stream of calls, which all have the metadata of the stream."""
+
+        def find(method: str) -> grpc.RpcMethodHandler[Any, Any] | None:
+            if (handler := self.handlers.get(method)) is None or handler.unary_unary is None:
+                return None
+            if (rejecting := self._early_rejection(method, metadata)) is not None:
+                return grpc.unary_unary_rpc_method_handler(rejecting)
+            if method not in self._wrapped:
+                self._wrapped[method] = self._handler(method, handler)
+            return self._wrapped[method]
+
+        def exchange(requests: Any, context: Context) -> Any:
+            return self._calls.serve(requests, context, find)
+
+        admission, known = self._admission_of(_EXCHANGE), self._wrapped[_EXCHANGE]
+        call = exchange if admission is None else admission.stream(_EXCHANGE, exchange)
+        edge = _Edge(self, "CallService", "Exchange", open_ended=True, waits=False)
+        codec = known.request_deserializer, known.response_serializer
+        return grpc.stream_stream_rpc_method_handler(edge.stream(call, decoded_stream), *codec)
+
+    def _early_rejection(self, name: str, metadata: Metadata) -> Any:
+        """Return a handler that rejects a call before its request is read; None to admit it."""
+        admission = self._admission_of(name)
+        error = admission.early_error(name, metadata) if admission is not None else None
+        if admission is None or error is None:
+            return None
+        return self._rejecting(admission, name, error)
 
     def _admission_of(self, name: str) -> Admission | None:
         """Return what admits the calls of a method; None if its servicer does, or access is off."""
@@ -118,7 +156,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     def _rejecting(
         self, admission: Admission, name: str, error: BatonError
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> Callable[[Any, Context], Awaitable[None]]:
         """Return a handler for any kind of call that sends `error` without reading the request."""
         _, service, method = name.split("/")
 
@@ -127,7 +165,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
                 outcome.reason = error.reason
                 await abort(context, await admission.delayed(error, context))
 
-        return grpc.stream_stream_rpc_method_handler(reject)
+        return reject
 
     def _wrap(
         self, handler: grpc.RpcMethodHandler[Any, Any], service: str, method: str
@@ -166,6 +204,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self.draining = True
         for task in self._waiting:
             task.cancel()
+        self._calls.drain()
 
     def admit(self, method: str, context: Context, *, open_ended: bool) -> None:
         """Return if the call may reach its handler.
@@ -198,7 +237,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         finally:
             self._waiting.discard(task)
             is_open.dec()
-            self._metrics.calls.labels(service, method, outcome.reason).inc()
+            self._by_outcome(service, method, outcome.reason).inc()
             seconds.observe((self._clock.monotonic_ms() - start_ms) / 1e3)
 
 

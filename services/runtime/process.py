@@ -26,6 +26,7 @@ from batonmq._process.config import ConfigError, ConfigProblem, load
 from batonmq._process.settings_help import settings_help
 from batonmq.errors import NoQuorum
 from batonmq_server.runtime.app import App, FurtherPorts, Loop
+from batonmq_server.runtime.call_streams import ServerWithCalls
 from batonmq_server.runtime.connection_limiter import ConnectionLimiter
 from batonmq_server.runtime.connection_pauser import ConnectionPauser
 from batonmq_server.runtime.descriptors import (
@@ -58,7 +59,8 @@ PRIVATE_UMASK = 0o077
 """What a service stores is for its own user only: files have mode 0600, folders 0700."""
 METRICS_SERVICE = "baton.metrics.v1.MetricsService"
 SETTINGS_SERVICE = "baton.settings.v1.SettingsService"
-_COMMON_SERVICES = (METRICS_SERVICE, SETTINGS_SERVICE)
+CALL_SERVICE = "baton.calls.v1.CallService"
+_COMMON_SERVICES = (METRICS_SERVICE, SETTINGS_SERVICE, CALL_SERVICE)
 
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -256,8 +258,9 @@ def _server(
         options = with_ping_interval(options, app.ping_interval_ms)
     server = grpc.aio.server(interceptors=[edge], options=options)
     status.add(server)
+    with_calls = ServerWithCalls(server, edge.handlers)
     for add in app.servicers.values():
-        add(server)
+        add(with_calls)  # type: ignore[arg-type]
     add_event_stream(runtime.hub, server)
     names = [*app.servicers, *_COMMON_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(names, server)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -151,10 +152,16 @@ class Scene:
         return self.registry.get_sample_value("baton_access_refused_total", labels) or 0
 
 
+EXCHANGE = "/baton.calls.v1.CallService/Exchange"
+"""The edge itself answers it: see test_call_stream_access.py."""
+
+
 def _methods() -> Iterator[tuple[str, MethodDescriptor]]:
     for service in SERVICES:
         for method in service.methods:
-            yield f"/{service.full_name}/{method.name}", method
+            path = f"/{service.full_name}/{method.name}"
+            if path != EXCHANGE:
+                yield path, method
 
 
 METHODS: Mapping[str, MethodDescriptor] = dict(_methods())
@@ -188,7 +195,9 @@ async def scene(
     server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
     recording: Any = _RecordingServer(server, made.read)
     for service in SERVICES:
-        recording.add_generic_rpc_handlers((_servicer(made, service),))
+        servicer = _servicer(made, service)
+        recording.add_generic_rpc_handlers((servicer,))
+        edge.handlers.update(_by_path(service, _RecordingHandler(servicer, made.read)))
     checks = Health()
     await checks.set_serving(())
     checks.add(recording)
@@ -245,6 +254,17 @@ class _RecordingHandler(grpc.GenericRpcHandler):
             return handler.request_deserializer(sent)
 
         return handler._replace(request_deserializer=parse)
+
+
+def _by_path(
+    service: ServiceDescriptor, handlers: grpc.GenericRpcHandler
+) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    """Return the handlers of a service, for streams of calls."""
+    found: dict[str, Any] = {}
+    for method in service.methods:
+        details: Any = SimpleNamespace(method=f"/{service.full_name}/{method.name}")
+        found[details.method] = handlers.service(details)
+    return found
 
 
 def _servicer(made: Scene, service: ServiceDescriptor) -> grpc.GenericRpcHandler:

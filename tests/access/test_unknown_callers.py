@@ -67,7 +67,8 @@ async def test_large_request_of_an_unknown_caller_ends_before_it_arrives(
     etcd: EtcdSession, path: str
 ) -> None:
     async with scene(etcd, certificates=False) as made:
-        call: Any = made.channel.unary_unary(path)
+        channel: Any = made.channel
+        call = channel.channel.unary_unary(path)  # not over the stream of small calls
         async with asyncio.timeout(TIMEOUT_S):
             under_way = call(bytes(LARGE_BYTES), timeout=TIMEOUT_S)
             assert (await under_way.code()).name == "UNAUTHENTICATED"

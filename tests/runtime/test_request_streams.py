@@ -311,7 +311,8 @@ async def test_secure_channel_carries_a_stream_with_the_token_beyond_its_replace
                 await call.write(request_of(METHODS[DELIVER]))
                 await next_answer(call)
                 # The next call uses another gRPC channel, as after new certificates.
-                channel._make(channel._identity.pems)  # type: ignore[attr-defined]
+                secured = channel.channel  # type: ignore[attr-defined]
+                secured._make(secured._identity.pems)
             assert len(made.served) == 2
             await call.done_writing()
             assert [answer async for answer in call] == []

@@ -21,6 +21,7 @@ import pytest
 from batonmq._common.rpc import from_rpc_error
 from batonmq._common.secret import Secret
 from batonmq._connection import tls_probe as handshake
+from batonmq._connection.call_stream import StreamingChannel
 from batonmq._connection.channels import OPTIONS, connector
 from batonmq._connection.secure_channel import CHECK_INTERVAL_S, SecureChannel
 from batonmq._connection.security import Security
@@ -104,9 +105,13 @@ async def ask(channel: grpc.aio.Channel, request: bytes = b"") -> bytes:
     return await call(request, timeout=100)
 
 
+def secure(channel: grpc.aio.Channel) -> SecureChannel:
+    assert isinstance(channel, StreamingChannel) and isinstance(channel.channel, SecureChannel)
+    return channel.channel
+
+
 def present(channel: grpc.aio.Channel) -> grpc.aio.Channel:
-    assert isinstance(channel, SecureChannel)
-    return channel.current()
+    return secure(channel).current()
 
 
 def read(path: str) -> bytes:
@@ -203,7 +208,6 @@ async def test_renewed_files_are_used_and_no_call_is_lost(
 ) -> None:
     """Calls go on all the time; one is in progress over every change."""
     async with serving(node) as (address, servicer), connector(carol)(address) as channel:
-        assert isinstance(channel, SecureChannel)
         shown: list[bytes] = []
         over = asyncio.Event()
 

@@ -113,5 +113,9 @@ COMMON_RULES: AccessRules = {
     ),
     **rules_by_path("baton.metrics.v1.MetricsService", {"Watch": requires(consume(METRICS_TOPIC))}),
     **rules_by_path("baton.settings.v1.SettingsService", {"Describe": requires(OPERATE)}),
+    # Each call of the stream is checked by the rule of its method.
+    **rules_by_path(
+        "baton.calls.v1.CallService", {"Exchange": AccessRule(lambda _: (), known=True)}
+    ),
 }
 """Rules of the methods that every process serves."""
