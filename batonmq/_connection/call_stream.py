@@ -8,7 +8,7 @@ If the stream breaks, its calls fail as if the connection of each had broken.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -57,6 +57,14 @@ class _UnsentCall(NamedTuple):
     end_s: float
 
 
+class PendingReply(NamedTuple):
+    """A call that has begun: its number, its reply, and the timer of its deadline."""
+
+    call_id: int
+    reply: asyncio.Future[pb.Reply]
+    timer: asyncio.TimerHandle
+
+
 class CallStream:
     """One stream, from its first call until it breaks, is idle, or is retired.
 
@@ -76,31 +84,33 @@ class CallStream:
         )
         self.closed = False
 
-    async def call(self, method: str, request: bytes, timeout_s: float) -> bytes:
-        """Make a call; return its encoded response.
-
-        Raises:
-            AioRpcError: The call has failed, or the stream has broken.
-            UnknownMethod: Nothing was called.
-        """
+    def begin(self, method: str, request: bytes, timeout_s: float) -> PendingReply:
+        """Begin a call, whose reply `response` awaits."""
         end_s = self._loop.time() + min(timeout_s, TIMEOUT_S_MAX)
         self._last_id = call_id = self._last_id + 1
         future = self._waiting[call_id] = self._loop.create_future()
         self._unsent[call_id] = _UnsentCall(method, request, end_s)
         self._changed.set()
-        timer = self._loop.call_at(end_s, _expire, future)
+        return PendingReply(call_id, future, self._loop.call_at(end_s, self._expire, call_id))
+
+    async def response(self, pending: PendingReply) -> bytes:
+        """Return the encoded response of a call.
+
+        Raises:
+            AioRpcError: The call has failed, or the stream has broken.
+            UnknownMethod: Nothing was called.
+        """
+        call_id, future, timer = pending
         try:
             reply = await future
         finally:
             timer.cancel()
-            self._unsent.pop(call_id, None)
-            self._waiting.pop(call_id, None)
+            self._forget(call_id)
         if reply.code:
             trailers = ((STATUS_TRAILER, reply.details),) if reply.details else ()
             code = _CODES.get(reply.code, grpc.StatusCode.UNKNOWN)
             raise _error(code, reply.message, grpc.aio.Metadata(*trailers))
-        response: bytes = reply.response
-        return response
+        return reply.response
 
     def retire(self) -> None:
         """Take no more calls, and end when all have their replies."""
@@ -195,9 +205,30 @@ class CallStream:
 
     def _settle(self, reply: pb.Reply) -> None:
         """Give a reply to its caller, if that still waits."""
-        future = self._waiting.get(reply.call_id)
+        future = self._forget(reply.call_id)
         if future is not None and not future.done():
             future.set_result(reply)
+
+    def _expire(self, call_id: int) -> None:
+        future = self._forget(call_id)
+        if future is not None and not future.done():
+            future.set_exception(_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+
+    def _forget(self, call_id: int) -> asyncio.Future[pb.Reply] | None:
+        self._unsent.pop(call_id, None)
+        return self._waiting.pop(call_id, None)
+
+
+class BegunCall:
+    """A call over the stream, which has begun; await it."""
+
+    __slots__ = ("_response",)
+
+    def __init__(self, response: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        self._response = response
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._response().__await__()
 
 
 class StreamingChannel(grpc.aio.Channel):
@@ -270,19 +301,29 @@ class StreamingChannel(grpc.aio.Channel):
 
         encode, decode = request_serializer or bytes, response_deserializer or bytes
 
-        async def call(request: Any, **options: Any) -> Any:
+        def call(request: Any, **options: Any) -> Awaitable[Any]:
             raw, timeout_s = encode(request), options.get("timeout")
-            if timeout_s is not None and len(options) == 1 and len(raw) <= CALL_BYTES_MAX:
-                with suppress(UnknownMethod):
-                    return decode(await self._call(method, raw, timeout_s))
-            return await alone(raw, **options)
+            small = len(options) == 1 and len(raw) <= CALL_BYTES_MAX
+            asks = asyncio.get_running_loop().time() >= self._unknown_until_s
+            if timeout_s is None or not (small and asks):
+                begun: Awaitable[Any] = alone(raw, **options)
+                return begun
+            stream = self._current()
+            pending = stream.begin(method, raw, timeout_s)
+
+            async def response() -> Any:
+                try:
+                    return decode(await stream.response(pending))
+                except UnknownMethod:
+                    self._unknown_until_s = asyncio.get_running_loop().time() + UNKNOWN_S
+                    return await alone(raw, **options)
+
+            return BegunCall(response)
 
         return call
 
-    async def _call(self, method: str, request: bytes, timeout_s: float) -> bytes:
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._unknown_until_s:
-            raise UnknownMethod
+    def _current(self) -> CallStream:
+        """Return the stream for a call that begins now."""
         stream, credentials = self._stream, self._credentials()
         if stream is not None and credentials != self._shown:
             stream.retire()
@@ -292,11 +333,7 @@ class StreamingChannel(grpc.aio.Channel):
             task = asyncio.ensure_future(stream.run())  # noqa: TID251  ended by `close`
             self._tasks.add(task)
             task.add_done_callback(partial(self._ended, stream))
-        try:
-            return await stream.call(method, request, timeout_s)
-        except UnknownMethod:
-            self._unknown_until_s = loop.time() + UNKNOWN_S
-            raise
+        return stream
 
     def _ended(self, stream: CallStream, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -319,8 +356,3 @@ def _error(
     code: grpc.StatusCode, details: str, trailers: grpc.aio.Metadata = _NOTHING
 ) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(code, _NOTHING, trailers, details)
-
-
-def _expire(future: asyncio.Future[pb.Reply]) -> None:
-    if not future.done():
-        future.set_exception(_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))

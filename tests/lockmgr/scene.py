@@ -115,6 +115,8 @@ class Rules(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
+        if handler is None:
+            return None
         method = details.method.rpartition("/")[2]
 
         async def call(request: Any, context: Any) -> Any:

@@ -661,12 +661,12 @@ async def test_calls_without_callers_take_no_memory(monkeypatch: pytest.MonkeyPa
         stream = CallStream(calls_grpc.CallServiceStub(client.channel).Exchange)
         running = tasks.create_task(stream.run())
         request = pb.AppendRequest(batches=[b"waits", bytes(200_000)]).SerializeToString()
-        tasks.create_task(failure(stream.call(APPEND, request, 30)))
+        tasks.create_task(failure(stream.response(stream.begin(APPEND, request, 30))))
         await until(lambda: server.servicer.calls)
         for _ in range(15):  # more than what gRPC and the network take
             async with asyncio.TaskGroup() as late:
                 for _ in range(20):
-                    late.create_task(failure(stream.call(APPEND, request, 0.1)))
+                    late.create_task(failure(stream.response(stream.begin(APPEND, request, 0.1))))
         kept = len(stream._unsent)
         running.cancel()
     assert kept == 0
@@ -697,3 +697,11 @@ async def test_call_that_the_server_has_begun_is_not_refused_by_the_drain() -> N
         server.edge.drain()
         reply = await stream.next()
         assert code_of(reply) is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_call_begins_before_it_is_awaited() -> None:
+    async with scene() as (server, client):
+        begun = client.stub.Append(pb.AppendRequest(batches=[b"fine"]), timeout=10)
+        await until(lambda: server.servicer.calls)
+        assert server.servicer.calls == ["fine"]
+        await begun

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from batonmq._common.clock import Clock
 from batonmq._connection.channels import OPTIONS, connect
+from batonmq_server.runtime.call_streams import ServerWithCalls
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 
 
@@ -25,8 +26,9 @@ async def serving_at(*adders: Callable[[grpc.aio.Server], None]) -> AsyncIterato
     """Yield the address of a server with the servicers that `adders` add."""
     edge = EdgeInterceptor(Clock(), CollectorRegistry())
     server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
+    with_calls = ServerWithCalls(server, edge.handlers)
     for add in adders:
-        add(server)
+        add(with_calls)  # type: ignore[arg-type]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
