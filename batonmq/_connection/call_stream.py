@@ -11,8 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -20,6 +19,7 @@ import grpc.aio
 from baton.calls.v1 import call_service_pb2 as pb
 from baton.calls.v1 import call_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import STATUS_TRAILER
+from batonmq._connection.wrapped_channel import WrappedChannel
 
 STREAMED = frozenset(
     {
@@ -39,7 +39,7 @@ IDLE_S = 20.0
 TIMEOUT_S_MAX = 86_400.0
 """Longest timeout of a call."""
 UNKNOWN_S = 60.0
-"""Time until a server without the method, of an earlier version, is asked again."""
+"""Time until a server without `CallService`, of an earlier version, is tried again."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _NOTHING = grpc.aio.Metadata()
@@ -48,7 +48,7 @@ Open = Callable[[], Exchange]
 
 
 class UnknownMethod(Exception):
-    """The server does not know the method: it is of an earlier version."""
+    """The server does not have `CallService`: it is of an earlier version."""
 
 
 class _UnsentCall(NamedTuple):
@@ -85,7 +85,7 @@ class CallStream:
         self.closed = False
 
     def begin(self, method: str, request: bytes, timeout_s: float) -> PendingReply:
-        """Begin a call, whose reply `response` awaits."""
+        """Begin a call. `response` waits for its reply."""
         end_s = self._loop.time() + min(timeout_s, TIMEOUT_S_MAX)
         self._last_id = call_id = self._last_id + 1
         future = self._waiting[call_id] = self._loop.create_future()
@@ -220,7 +220,7 @@ class CallStream:
 
 
 class BegunCall:
-    """A call over the stream, which has begun; await it."""
+    """A call that has begun on the stream. Awaiting it returns the response."""
 
     __slots__ = ("_response",)
 
@@ -231,8 +231,10 @@ class BegunCall:
         return self._response().__await__()
 
 
-class StreamingChannel(grpc.aio.Channel):
-    """A channel whose calls of `STREAMED` methods share a stream, if the server knows it.
+class StreamingChannel(WrappedChannel):
+    """A channel that makes the calls of `STREAMED` methods over one stream.
+
+    If the server does not have `CallService`, the channel makes each of them alone.
 
     Args:
         channel: The channel of the stream and of all other calls.
@@ -252,17 +254,6 @@ class StreamingChannel(grpc.aio.Channel):
         self._tasks: set[asyncio.Task[None]] = set()
         self._shown: object = None
         self._unknown_until_s = 0.0
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     async def close(self, grace: float | None = None) -> None:
         """Close the channel; calls in flight end."""
@@ -298,14 +289,13 @@ class StreamingChannel(grpc.aio.Channel):
                 method, request_serializer, response_deserializer, *args, **given
             )
         alone: Any = self.channel.unary_unary(method, None, response_deserializer, *args, **given)
-
         encode, decode = request_serializer or bytes, response_deserializer or bytes
 
         def call(request: Any, **options: Any) -> Awaitable[Any]:
             raw, timeout_s = encode(request), options.get("timeout")
             small = len(options) == 1 and len(raw) <= CALL_BYTES_MAX
-            asks = asyncio.get_running_loop().time() >= self._unknown_until_s
-            if timeout_s is None or not (small and asks):
+            supported = asyncio.get_running_loop().time() >= self._unknown_until_s
+            if timeout_s is None or not (small and supported):
                 begun: Awaitable[Any] = alone(raw, **options)
                 return begun
             stream = self._current()

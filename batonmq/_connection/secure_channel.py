@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from weakref import WeakSet
 
 import grpc
 import grpc.aio
 
 from batonmq._connection.security import CredentialFiles, Pems, Security
+from batonmq._connection.wrapped_channel import WrappedChannel
 
 CHECK_INTERVAL_S = 1.0
 """Interval at which calls check the files for changes."""
@@ -56,7 +56,7 @@ class ChannelIdentity:
         return (*metadata, ("authorization", f"Bearer {token}")) if token else metadata
 
 
-class SecureChannel(grpc.aio.Channel):
+class SecureChannel(WrappedChannel):
     """Channel to `host:port`; must be made in the event loop in which it is used."""
 
     def __init__(self, address: str, identity: ChannelIdentity, options: Options) -> None:
@@ -87,17 +87,6 @@ class SecureChannel(grpc.aio.Channel):
         self._pems, self._methods = pems, dict[str, Any]()
         self._channel = grpc.aio.secure_channel(self._address, credentials, self._options)
         self._all.add(self._channel)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     async def close(self, grace: float | None = None) -> None:
         """Close all gRPC channels; calls in flight end."""

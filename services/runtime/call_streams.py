@@ -19,9 +19,11 @@ from baton.calls.v1 import call_service_pb2 as pb
 from baton.calls.v1 import call_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import STATUS_TRAILER
 from batonmq.errors import NotServing
+from batonmq_server.runtime.interceptor import EdgeInterceptor
 
 log = logging.getLogger(__name__)
 
+EXCHANGE = "/baton.calls.v1.CallService/Exchange"
 CALLS_MAX = 100
 """Calls of one stream in progress; the next one is read when one of them has its reply."""
 RESPONSE_BYTES_MAX = 256 * 1024
@@ -32,39 +34,24 @@ FindHandler = Callable[[str], "grpc.RpcMethodHandler[Any, Any] | None"]
 
 
 class CallServicer(pb_grpc.CallServiceServicer):
-    """Makes the service known to a server: the edge, which has all handlers, serves it."""
+    """Serves the streams of calls of one process.
 
-    def Exchange(
+    Args:
+        edge: Has the handlers of the methods.
+    """
+
+    def __init__(self, edge: EdgeInterceptor) -> None:
+        self._edge = edge
+        self._open: set[_CallStream] = set()
+
+    async def Exchange(
         self, requests: AsyncIterator[pb.ExchangeRequest], context: Context
     ) -> AsyncIterator[pb.ExchangeResponse]:
         """See the proto."""
-        raise NotImplementedError("the edge serves streams of calls")
-
-
-class CallStreams:
-    """The streams of one process."""
-
-    def __init__(self) -> None:
-        self._open: set[_CallStream] = set()
-        self._draining = False
-
-    def drain(self) -> None:
-        """End each stream as soon as its calls in progress have their replies."""
-        self._draining = True
-        for stream in self._open:
-            stream.drain()
-
-    async def serve(
-        self, requests: AsyncIterator[pb.ExchangeRequest], context: Context, find: FindHandler
-    ) -> AsyncIterator[pb.ExchangeResponse]:
-        """See Exchange in the proto.
-
-        Args:
-            find: Returns the handler of a method that may be called here; None if there is none.
-        """
-        stream = _CallStream(context, find)
+        metadata = tuple(context.invocation_metadata() or ())
+        stream = _CallStream(context, lambda method: self._edge.called_in_stream(method, metadata))
         self._open.add(stream)
-        if self._draining:
+        if self._edge.draining:
             stream.drain()
         try:
             async for response in stream.responses(requests):
@@ -72,6 +59,11 @@ class CallStreams:
         finally:
             self._open.discard(stream)
             await stream.close()
+
+    def drain(self) -> None:
+        """End each stream as soon as its calls in progress have their replies."""
+        for stream in self._open:
+            stream.drain()
 
 
 class _CallStream:
@@ -249,15 +241,14 @@ class _CallContext:
 class ServerWithCalls:
     """Adds services to a server, and their methods to those that streams of calls may call.
 
-    Args:
-        handlers: Gets the handlers by path; see `EdgeInterceptor.handlers`.
+    Other contracts than those of BatonMQ are left out: their servicers admit their callers.
     """
 
-    def __init__(
-        self, server: grpc.aio.Server, handlers: dict[str, grpc.RpcMethodHandler[Any, Any]]
-    ) -> None:
-        self._server, self._handlers = server, handlers
-        pb_grpc.add_CallServiceServicer_to_server(CallServicer(), server)
+    def __init__(self, server: grpc.aio.Server, edge: EdgeInterceptor) -> None:
+        self._server, self._edge = server, edge
+        servicer = CallServicer(edge)
+        pb_grpc.add_CallServiceServicer_to_server(servicer, server)
+        edge.drained_by_servicer[EXCHANGE] = servicer.drain
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """As in `grpc.aio.Server`."""
@@ -267,7 +258,9 @@ class ServerWithCalls:
         self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
     ) -> None:
         """As in `grpc.aio.Server`."""
-        self._handlers.update({f"/{service}/{name}": one for name, one in handlers.items()})
+        if service.startswith("baton."):
+            paths = {f"/{service}/{name}": one for name, one in handlers.items()}
+            self._edge.handlers.update(paths)
         self._server.add_registered_method_handlers(service, dict(handlers))
 
 

@@ -19,7 +19,6 @@ from batonmq.errors import BatonError, Internal, NoDeadline, NotServing
 from batonmq_server.runtime.access.admission import Admission
 from batonmq_server.runtime.access.authenticator import Metadata
 from batonmq_server.runtime.access.guard import Guard
-from batonmq_server.runtime.call_streams import CallStreams
 from batonmq_server.runtime.descriptor_shortage import is_shortage, no_descriptors
 from batonmq_server.runtime.log_limiter import LogLimiter
 from batonmq_server.runtime.metrics import RpcMetrics
@@ -35,7 +34,6 @@ log = logging.getLogger(__name__)
 
 _FAULT_INTERVAL_MS = 10_000
 """Time between two tracebacks of the same error of one method."""
-_EXCHANGE = "/baton.calls.v1.CallService/Exchange"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -62,6 +60,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     Attributes:
         handlers: The handlers by path, for streams of calls; see `ServerWithCalls`.
+        drained_by_servicer: Streams, by path, that the drain does not cancel: it makes this call,
+            and their servicer ends them.
     """
 
     def __init__(  # noqa: PLR0913  keyword-only from the fifth on
@@ -82,8 +82,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             Admission(guard, long_polls, pause) if guard is not None and guard.on else None
         )
         self._waiting: set[asyncio.Task[Any]] = set()
-        self._calls = CallStreams()
         self.handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        self.drained_by_servicer: dict[str, Callable[[], None]] = {}
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         self._by_method = lru_cache(maxsize=None)(self._metrics_of)
         self._metrics = RpcMetrics(registry)
@@ -106,30 +106,25 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             self._wrapped[name] = self._handler(name, handler)
         if (rejecting := self._early_rejection(name, metadata or ())) is not None:
             return grpc.stream_stream_rpc_method_handler(rejecting)
-        if name == _EXCHANGE:
-            return self._exchange(metadata or ())
         return self._wrapped[name]
 
-    def _exchange(self, metadata: Metadata) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return the handler of a stream of calls, which all have the metadata of the stream."""
+    def called_in_stream(
+        self, method: str, metadata: Metadata
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Return the handler of a call within a stream of calls; None if it can't be made there.
 
-        def find(method: str) -> grpc.RpcMethodHandler[Any, Any] | None:
-            if (handler := self.handlers.get(method)) is None or handler.unary_unary is None:
-                return None
-            if (rejecting := self._early_rejection(method, metadata)) is not None:
-                return grpc.unary_unary_rpc_method_handler(rejecting)
-            if method not in self._wrapped:
-                self._wrapped[method] = self._handler(method, handler)
-            return self._wrapped[method]
-
-        def exchange(requests: Any, context: Context) -> Any:
-            return self._calls.serve(requests, context, find)
-
-        admission, known = self._admission_of(_EXCHANGE), self._wrapped[_EXCHANGE]
-        call = exchange if admission is None else admission.stream(_EXCHANGE, exchange)
-        edge = _Edge(self, "CallService", "Exchange", open_ended=True, waits=False)
-        codec = known.request_deserializer, known.response_serializer
-        return grpc.stream_stream_rpc_method_handler(edge.stream(call, decoded_stream), *codec)
+        Args:
+            method: Path of the method.
+            metadata: That of the stream.
+        """
+        handler = self.handlers.get(method)
+        if handler is None or handler.unary_unary is None:
+            return None
+        if (rejecting := self._early_rejection(method, metadata)) is not None:
+            return grpc.unary_unary_rpc_method_handler(rejecting)
+        if method not in self._wrapped:
+            self._wrapped[method] = self._handler(method, handler)
+        return self._wrapped[method]
 
     def _early_rejection(self, name: str, metadata: Metadata) -> Any:
         """Return a handler that rejects a call before its request is read; None to admit it."""
@@ -178,7 +173,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             or method in self._open_ended
             or handler.stream_stream is not None
         )
-        waits = open_ended or method in self._long_polls
+        waits = path not in self.drained_by_servicer
+        waits = waits and (open_ended or method in self._long_polls)
         edge = _Edge(self, service.rpartition(".")[2], method, open_ended=open_ended, waits=waits)
         call: Any
         if (call := handler.unary_unary) is not None:
@@ -204,7 +200,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self.draining = True
         for task in self._waiting:
             task.cancel()
-        self._calls.drain()
+        for end in self.drained_by_servicer.values():
+            end()
 
     def admit(self, method: str, context: Context, *, open_ended: bool) -> None:
         """Return if the call may reach its handler.

@@ -258,7 +258,7 @@ def _server(
         options = with_ping_interval(options, app.ping_interval_ms)
     server = grpc.aio.server(interceptors=[edge], options=options)
     status.add(server)
-    with_calls = ServerWithCalls(server, edge.handlers)
+    with_calls = ServerWithCalls(server, edge)
     for add in app.servicers.values():
         add(with_calls)  # type: ignore[arg-type]
     add_event_stream(runtime.hub, server)

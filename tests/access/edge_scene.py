@@ -32,6 +32,7 @@ from batonmq_server.runtime.access.oidc import OidcTokens
 from batonmq_server.runtime.access.permissions import AccessRole, Grant
 from batonmq_server.runtime.access.rules import COMMON_RULES, AccessRules
 from batonmq_server.runtime.access.stored_access import digest_of
+from batonmq_server.runtime.call_streams import ServerWithCalls
 from batonmq_server.runtime.connection_pauser import ConnectionPauser
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.health import Health
@@ -152,16 +153,15 @@ class Scene:
         return self.registry.get_sample_value("baton_access_refused_total", labels) or 0
 
 
-EXCHANGE = "/baton.calls.v1.CallService/Exchange"
-"""The edge itself answers it: see test_call_stream_access.py."""
+CALL_SERVICE = "baton.calls.v1.CallService"
+"""Its servicer is the real one, which makes calls of the others: see test_call_stream_access.py."""
 
 
 def _methods() -> Iterator[tuple[str, MethodDescriptor]]:
     for service in SERVICES:
         for method in service.methods:
-            path = f"/{service.full_name}/{method.name}"
-            if path != EXCHANGE:
-                yield path, method
+            if service.full_name != CALL_SERVICE:
+                yield f"/{service.full_name}/{method.name}", method
 
 
 METHODS: Mapping[str, MethodDescriptor] = dict(_methods())
@@ -194,7 +194,10 @@ async def scene(
     edge = EdgeInterceptor(Clock(), registry, frozenset(long_polls), guard, pauser.pause)
     server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
     recording: Any = _RecordingServer(server, made.read)
+    ServerWithCalls(server, edge)
     for service in SERVICES:
+        if service.full_name == CALL_SERVICE:
+            continue
         servicer = _servicer(made, service)
         recording.add_generic_rpc_handlers((servicer,))
         edge.handlers.update(_by_path(service, _RecordingHandler(servicer, made.read)))

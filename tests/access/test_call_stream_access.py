@@ -203,8 +203,8 @@ async def test_methods_that_streams_may_call_do_not_depend_on_earlier_calls(here
 
 
 async def test_unauthenticated_caller_cannot_open_a_stream(here: Here) -> None:
-    here.edge.tokens["nobody"] = "unknown"
-    async with here.client("nobody") as channel:
+    here.edge.tokens["stranger"] = "unknown"
+    async with here.client("stranger") as channel:
         assert type(await refusal(ask(channel, APPEND))) is Unauthenticated
         stream: Any = calls_grpc.CallServiceStub(channel).Exchange()
         assert type(await refusal(stream.read())) is Unauthenticated

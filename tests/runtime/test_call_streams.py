@@ -2,7 +2,7 @@
 
 Goal: a call within a stream has the response, the error, the deadline and the metrics of the same
 call alone; a stream that ends or is missing costs no more than its calls in flight.
-Method: a real server with the edge, whose servicer does what each request says, and real channels.
+Method: a real server with the edge, and real channels. The servicer does what each request says.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ async def serving(
     edge = EdgeInterceptor(Clock(), registry)
     servicer = Servicer()  # type: ignore[abstract]
     server = grpc.aio.server(interceptors=[recorder, edge], options=tuple(options))
-    adder: Any = ServerWithCalls(server, edge.handlers) if with_calls else server
+    adder: Any = ServerWithCalls(server, edge) if with_calls else server
     pb_grpc.add_StorageServiceServicer_to_server(servicer, adder)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
@@ -635,7 +635,7 @@ async def test_replies_that_are_ready_together_all_arrive() -> None:
         assert {reply.code for reply in replies.values()} == {0}
 
 
-async def test_call_whose_caller_has_stopped_waiting_does_not_begin(
+async def test_call_does_not_begin_after_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As that of a call alone: gRPC does not begin it after its deadline."""
@@ -705,3 +705,15 @@ async def test_call_begins_before_it_is_awaited() -> None:
         await until(lambda: server.servicer.calls)
         assert server.servicer.calls == ["fine"]
         await begun
+
+
+async def test_other_contracts_are_called_alone_only() -> None:
+    """Their servicers admit their callers, by the metadata of each call."""
+    async with scene() as (server, client):
+        adder: Any = ServerWithCalls(grpc.aio.server(), server.edge)
+        path = "apache.rocketmq.v2.MessagingService/SendMessage"
+        handler: Any = grpc.unary_unary_rpc_method_handler(server.servicer.Append)
+        adder.add_registered_method_handlers(path.partition("/")[0], {"SendMessage": handler})
+        reply = await RawStream(client.channel).reply(call_of(1, method=f"/{path}"))
+        assert code_of(reply) is grpc.StatusCode.UNIMPLEMENTED
+        assert server.servicer.calls == []

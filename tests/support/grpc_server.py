@@ -26,7 +26,7 @@ async def serving_at(*adders: Callable[[grpc.aio.Server], None]) -> AsyncIterato
     """Yield the address of a server with the servicers that `adders` add."""
     edge = EdgeInterceptor(Clock(), CollectorRegistry())
     server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
-    with_calls = ServerWithCalls(server, edge.handlers)
+    with_calls = ServerWithCalls(server, edge)
     for add in adders:
         add(with_calls)  # type: ignore[arg-type]
     port = server.add_insecure_port("127.0.0.1:0")

@@ -27,8 +27,8 @@ if _version_not_supported:
 
 class CallServiceStub:
     """Makes many calls over one stream. A call of its own costs gRPC several times as much as an exchange
-    of two messages on an open stream, so clients make their small and frequent calls here. Every process
-    serves it.
+    of two messages on an open stream, so clients make their small and frequent calls here. Every
+    service has it, for the methods of its contracts in `baton`.
     """
 
     def __init__(self, channel):
@@ -46,8 +46,8 @@ class CallServiceStub:
 
 class CallServiceServicer:
     """Makes many calls over one stream. A call of its own costs gRPC several times as much as an exchange
-    of two messages on an open stream, so clients make their small and frequent calls here. Every process
-    serves it.
+    of two messages on an open stream, so clients make their small and frequent calls here. Every
+    service has it, for the methods of its contracts in `baton`.
     """
 
     def Exchange(self, request_iterator, context):
@@ -89,8 +89,8 @@ def add_CallServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class CallService:
     """Makes many calls over one stream. A call of its own costs gRPC several times as much as an exchange
-    of two messages on an open stream, so clients make their small and frequent calls here. Every process
-    serves it.
+    of two messages on an open stream, so clients make their small and frequent calls here. Every
+    service has it, for the methods of its contracts in `baton`.
     """
 
     @staticmethod

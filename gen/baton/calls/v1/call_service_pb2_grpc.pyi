@@ -28,8 +28,8 @@ GRPC_VERSION: str
 
 class CallServiceStub:
     """Makes many calls over one stream. A call of its own costs gRPC several times as much as an exchange
-    of two messages on an open stream, so clients make their small and frequent calls here. Every process
-    serves it.
+    of two messages on an open stream, so clients make their small and frequent calls here. Every
+    service has it, for the methods of its contracts in `baton`.
     """
 
     @_typing.overload
@@ -57,8 +57,8 @@ class CallServiceStub:
 @_typing.type_check_only
 class CallServiceAsyncStub(CallServiceStub):
     """Makes many calls over one stream. A call of its own costs gRPC several times as much as an exchange
-    of two messages on an open stream, so clients make their small and frequent calls here. Every process
-    serves it.
+    of two messages on an open stream, so clients make their small and frequent calls here. Every
+    service has it, for the methods of its contracts in `baton`.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -82,8 +82,8 @@ class CallServiceAsyncStub(CallServiceStub):
 
 class CallServiceServicer(metaclass=_abc_1.ABCMeta):
     """Makes many calls over one stream. A call of its own costs gRPC several times as much as an exchange
-    of two messages on an open stream, so clients make their small and frequent calls here. Every process
-    serves it.
+    of two messages on an open stream, so clients make their small and frequent calls here. Every
+    service has it, for the methods of its contracts in `baton`.
     """
 
     @_abc_1.abstractmethod
