@@ -145,6 +145,8 @@ class CallStream:
                     self._accepted.set()
                     for reply in response.replies:
                         self._settle(reply)
+                    if response.closing:
+                        self.retire()
             except grpc.aio.AioRpcError as error:
                 self._failure = self._failure_of(error)
             finally:

@@ -18,7 +18,7 @@ import grpc.aio
 from baton.calls.v1 import call_service_pb2 as pb
 from baton.calls.v1 import call_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import STATUS_TRAILER
-from batonmq.errors import NotServing
+from batonmq.errors import BatonError, NotServing, Unauthenticated
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ CALLS_MAX = 100
 """Calls of one stream in progress; the next one is read when one of them has its reply."""
 RESPONSE_BYTES_MAX = 256 * 1024
 """A response with more bytes of replies gets no more of them."""
+CLOSING_S = 1.0
+"""A client that was told that its stream closes has so long to send its last calls."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 FindHandler = Callable[[str], "grpc.RpcMethodHandler[Any, Any] | None"]
@@ -61,7 +63,7 @@ class CallServicer(pb_grpc.CallServiceServicer):
             await stream.close()
 
     def drain(self) -> None:
-        """End each stream as soon as its calls in progress have their replies."""
+        """Close each stream."""
         for stream in self._open:
             stream.drain()
 
@@ -76,13 +78,26 @@ class _CallStream:
         self._replies: list[pb.Reply] = []
         self._changed = asyncio.Event()
         self._calls = 0
-        self._end: Exception | None = None
-        self._read_all = False
+        self._closing: BatonError | None = None
+        self._told = self._ended = False
+        self._failure: Exception | None = None
 
     def drain(self) -> None:
-        """End the stream with NotServing once no call is in progress."""
-        self._end = NotServing("the service is stopping", retry_after_ms=500)
-        self._changed.set()
+        """Close the stream, because the process stops."""
+        self._begin_closing(NotServing("the service is stopping", retry_after_ms=500))
+
+    def _begin_closing(self, reason: BatonError) -> None:
+        """Tell the client that the stream closes, and give it time to send its last calls."""
+        if self._closing is None:
+            self._closing = reason
+            asyncio.get_running_loop().call_later(CLOSING_S, self._end, reason)
+            self._changed.set()
+
+    def _end(self, failure: Exception | None) -> None:
+        """End the stream once no call is in progress."""
+        if not self._ended:
+            self._ended, self._failure = True, failure
+            self._changed.set()
 
     async def responses(
         self, requests: AsyncIterator[pb.ExchangeRequest]
@@ -97,17 +112,18 @@ class _CallStream:
         while True:
             await self._changed.wait()
             self._changed.clear()
+            if self._closing is not None and not self._told:
+                self._told = True
+                yield pb.ExchangeResponse(closing=True)
             while replies := self._take():
                 yield pb.ExchangeResponse(replies=replies)
                 for _ in replies:
                     self._room.release()
                 self._calls -= len(replies)
-            if self._calls:
-                continue
-            if self._end is not None:
-                raise self._end
-            if self._read_all:
-                return
+            if self._ended and not self._calls:
+                break
+        if self._failure is not None:
+            raise self._failure
 
     def _take(self) -> list[pb.Reply]:
         """Return the replies of the next response."""
@@ -134,10 +150,10 @@ class _CallStream:
                     await self._room.acquire()
                     self._calls += 1
                     self._spawn(self._answer(call, arrived_s))
-            self._read_all = True
         except Exception as error:  # noqa: BLE001  it ends the stream
-            self._end = error
-        self._changed.set()
+            self._end(error)
+        else:
+            self._end(None)
 
     async def _answer(self, call: pb.Call, arrived_s: float) -> None:
         context = _CallContext(self._context, call.timeout_ms, arrived_s)
@@ -145,6 +161,8 @@ class _CallStream:
             reply = pb.Reply(call_id=call.call_id, response=await self._response(call, context))
         except _Failed as failed:
             reply = failed.reply(call.call_id)
+            if failed.code is grpc.StatusCode.UNAUTHENTICATED:
+                self._begin_closing(Unauthenticated(failed.message))
         except asyncio.CancelledError:
             if _being_cancelled():
                 raise  # with the stream
@@ -190,12 +208,12 @@ class _Failed(grpc.aio.AbortError):
 
     def __init__(self, code: grpc.StatusCode, message: str = "", details: bytes = b"") -> None:
         super().__init__(message)
-        self._code, self._message, self._details = code, message, details
+        self.code, self.message, self._details = code, message, details
 
     def reply(self, call_id: int) -> pb.Reply:
         """Return the status as the reply to a call."""
-        number: int = self._code.value[0]
-        return pb.Reply(call_id=call_id, code=number, message=self._message, details=self._details)
+        number: int = self.code.value[0]
+        return pb.Reply(call_id=call_id, code=number, message=self.message, details=self._details)
 
 
 class _CallContext:
@@ -248,7 +266,7 @@ class ServerWithCalls:
         self._server, self._edge = server, edge
         servicer = CallServicer(edge)
         pb_grpc.add_CallServiceServicer_to_server(servicer, server)
-        edge.drained_by_servicer[EXCHANGE] = servicer.drain
+        edge.ended_by_servicer[EXCHANGE] = servicer.drain
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """As in `grpc.aio.Server`."""

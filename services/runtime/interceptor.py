@@ -60,8 +60,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     Attributes:
         handlers: The handlers by path, for streams of calls; see `ServerWithCalls`.
-        drained_by_servicer: Streams, by path, that the drain does not cancel: it makes this call,
-            and their servicer ends them.
+        ended_by_servicer: Streams, by path, that neither the drain nor a revocation of access
+            cancels: their servicer ends them. The drain makes this call.
     """
 
     def __init__(  # noqa: PLR0913  keyword-only from the fifth on
@@ -83,7 +83,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         )
         self._waiting: set[asyncio.Task[Any]] = set()
         self.handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
-        self.drained_by_servicer: dict[str, Callable[[], None]] = {}
+        self.ended_by_servicer: dict[str, Callable[[], None]] = {}
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         self._by_method = lru_cache(maxsize=None)(self._metrics_of)
         self._metrics = RpcMetrics(registry)
@@ -173,8 +173,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             or method in self._open_ended
             or handler.stream_stream is not None
         )
-        waits = path not in self.drained_by_servicer
-        waits = waits and (open_ended or method in self._long_polls)
+        cancelled = path not in self.ended_by_servicer
+        waits = cancelled and (open_ended or method in self._long_polls)
         edge = _Edge(self, service.rpartition(".")[2], method, open_ended=open_ended, waits=waits)
         call: Any
         if (call := handler.unary_unary) is not None:
@@ -188,7 +188,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         call = handler.stream_stream
         assert call is not None, f"{path} has a stream of requests and one response"
         if admission is not None:
-            call = admission.stream(path, call)
+            call = admission.stream(path, call, until_revoked=cancelled)
         return grpc.stream_stream_rpc_method_handler(edge.stream(call, decoded_stream), *codec)
 
     def _metrics_of(self, service: str, method: str) -> tuple[Gauge, Histogram]:
@@ -200,7 +200,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self.draining = True
         for task in self._waiting:
             task.cancel()
-        for end in self.drained_by_servicer.values():
+        for end in self.ended_by_servicer.values():
             end()
 
     def admit(self, method: str, context: Context, *, open_ended: bool) -> None:

@@ -406,7 +406,11 @@ async def test_call_without_a_deadline_goes_alone_and_is_refused() -> None:
 # ---- the end of a stream
 
 
-async def test_drain_answers_calls_in_progress_refuses_others_and_ends_the_stream() -> None:
+async def test_drain_answers_calls_in_progress_refuses_others_and_ends_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if the client does not end it."""
+    monkeypatch.setattr(call_streams, "CLOSING_S", 0.05)
     async with scene() as (server, client):
         stream = RawStream(client.channel)
         await stream.call.write(calls_pb.ExchangeRequest(calls=[call_of(1, "waits")]))
@@ -425,11 +429,51 @@ async def test_drain_answers_calls_in_progress_refuses_others_and_ends_the_strea
         assert server.metric("calls_total", "Exchange", reason="NOT_SERVING") == 1
 
 
+async def test_stream_that_closes_answers_every_call_and_ends_when_its_client_ends_it() -> None:
+    async with scene() as (server, client):
+        stream = RawStream(client.channel)
+        await stream.call.write(calls_pb.ExchangeRequest(calls=[call_of(1)]))
+        assert (await stream.next()).code == 0
+        server.edge.drain()
+        response = await stream.call.read()
+        assert (response.closing, len(response.replies)) == (True, 0)
+        for number in range(2, 5):
+            assert type(error_of(await stream.reply(call_of(number)))) is NotServing
+        await stream.call.done_writing()
+        assert await stream.call.read() is grpc.aio.EOF
+        assert await stream.call.code() is grpc.StatusCode.OK
+
+
+async def test_no_outcome_is_unknown_when_a_process_drains() -> None:
+    """Whatever the moment: some calls are on their way when the stream begins to close."""
+    for calls_count in range(30):
+        assert await errors_of_a_drain(calls_count) == {NotServing}
+
+
+async def errors_of_a_drain(after: int) -> set[type[BatonError]]:
+    """Return the errors of three callers when a process drains after so many calls."""
+    async with scene() as (server, client):
+
+        async def call_until_it_fails() -> type[BatonError]:
+            try:
+                while True:
+                    await client.append("fine")
+            except grpc.aio.AioRpcError as error:
+                return type(from_rpc_error(error))
+
+        async with asyncio.TaskGroup() as tasks:
+            callers = [tasks.create_task(call_until_it_fails()) for _ in range(3)]
+            await until(lambda: len(server.servicer.calls) > after)
+            server.edge.drain()
+        return {caller.result() for caller in callers}
+
+
 async def test_drain_ends_an_idle_stream_and_refuses_new_ones() -> None:
     async with scene() as (server, client):
         await client.append("fine")
         server.edge.drain()
         await until(lambda: server.metric("open", "Exchange") == 0)
+        assert server.metric("calls_total", "Exchange", reason="OK") == 1, "the client has ended it"
         code, error = await failure(client.append("fine"))
         assert code is grpc.StatusCode.UNAVAILABLE
         assert type(error) is NotServing
@@ -669,6 +713,7 @@ async def test_calls_without_callers_take_no_memory(monkeypatch: pytest.MonkeyPa
                     late.create_task(failure(stream.response(stream.begin(APPEND, request, 0.1))))
         kept = len(stream._unsent)
         running.cancel()
+        stream.end()
     assert kept == 0
 
 

@@ -7,7 +7,7 @@ rejected one by one reaches its servicer without these items.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from typing import Any
 
 import grpc
@@ -114,11 +114,14 @@ class Admission:
 
         return admitted
 
-    def stream(self, path: str, call: Any) -> Any:
-        """Return a streaming `call` with admission; it ends when a permission is revoked.
+    def stream(self, path: str, call: Any, *, until_revoked: bool = True) -> Any:
+        """Return a streaming `call` with admission.
 
         The rule of a method with a stream of requests has the same permissions for every request:
         it is applied once, to the stream.
+
+        Args:
+            until_revoked: End the stream when a permission is revoked.
         """
 
         async def admitted(request: Any, context: Context) -> AsyncIterator[Any]:
@@ -128,8 +131,12 @@ class Admission:
                 request = _signed(request, caller)
             else:
                 _sign(request, caller)
-            with self._until_revoked(path, caller, permissions) as opened:
-                async with aclosing(opened.items(call(request, context))) as items:
+            responses = call(request, context)
+            with ExitStack() as until:
+                if until_revoked:
+                    opened = until.enter_context(self._until_revoked(path, caller, permissions))
+                    responses = opened.items(responses)
+                async with aclosing(responses) as items:
                     async for item in items:
                         yield item
 

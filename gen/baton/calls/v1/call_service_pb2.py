@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!baton/calls/v1/call_service.proto\x12\x0e\x62\x61ton.calls.v1\"6\n\x0f\x45xchangeRequest\x12#\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x14.baton.calls.v1.Call\":\n\x10\x45xchangeResponse\x12&\n\x07replies\x18\x01 \x03(\x0b\x32\x15.baton.calls.v1.Reply\"L\n\x04\x43\x61ll\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x12\n\ntimeout_ms\x18\x03 \x01(\x03\x12\x0f\n\x07request\x18\x04 \x01(\x0c\"Z\n\x05Reply\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x12\x10\n\x08response\x18\x02 \x01(\x0c\x12\x0c\n\x04\x63ode\x18\x03 \x01(\x05\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\x0c\x32`\n\x0b\x43\x61llService\x12Q\n\x08\x45xchange\x12\x1f.baton.calls.v1.ExchangeRequest\x1a .baton.calls.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!baton/calls/v1/call_service.proto\x12\x0e\x62\x61ton.calls.v1\"6\n\x0f\x45xchangeRequest\x12#\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x14.baton.calls.v1.Call\"K\n\x10\x45xchangeResponse\x12&\n\x07replies\x18\x01 \x03(\x0b\x32\x15.baton.calls.v1.Reply\x12\x0f\n\x07\x63losing\x18\x02 \x01(\x08\"L\n\x04\x43\x61ll\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x12\n\ntimeout_ms\x18\x03 \x01(\x03\x12\x0f\n\x07request\x18\x04 \x01(\x0c\"Z\n\x05Reply\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x12\x10\n\x08response\x18\x02 \x01(\x0c\x12\x0c\n\x04\x63ode\x18\x03 \x01(\x05\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\x0c\x32`\n\x0b\x43\x61llService\x12Q\n\x08\x45xchange\x12\x1f.baton.calls.v1.ExchangeRequest\x1a .baton.calls.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,11 +34,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXCHANGEREQUEST']._serialized_start=53
   _globals['_EXCHANGEREQUEST']._serialized_end=107
   _globals['_EXCHANGERESPONSE']._serialized_start=109
-  _globals['_EXCHANGERESPONSE']._serialized_end=167
-  _globals['_CALL']._serialized_start=169
-  _globals['_CALL']._serialized_end=245
-  _globals['_REPLY']._serialized_start=247
-  _globals['_REPLY']._serialized_end=337
-  _globals['_CALLSERVICE']._serialized_start=339
-  _globals['_CALLSERVICE']._serialized_end=435
+  _globals['_EXCHANGERESPONSE']._serialized_end=184
+  _globals['_CALL']._serialized_start=186
+  _globals['_CALL']._serialized_end=262
+  _globals['_REPLY']._serialized_start=264
+  _globals['_REPLY']._serialized_end=354
+  _globals['_CALLSERVICE']._serialized_start=356
+  _globals['_CALLSERVICE']._serialized_end=452
 # @@protoc_insertion_point(module_scope)

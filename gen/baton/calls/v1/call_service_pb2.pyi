@@ -49,6 +49,9 @@ class ExchangeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLIES_FIELD_NUMBER: _builtins.int
+    CLOSING_FIELD_NUMBER: _builtins.int
+    closing: _builtins.bool
+    """The stream is about to close: send the next calls over another one."""
     @_builtins.property
     def replies(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reply]:
         """Replies that were ready together."""
@@ -57,10 +60,11 @@ class ExchangeResponse(_message.Message):
         self,
         *,
         replies: _abc.Iterable[Global___Reply] | None = ...,
+        closing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replies", b"replies"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closing", b"closing", "replies", b"replies"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

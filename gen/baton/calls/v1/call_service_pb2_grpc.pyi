@@ -46,9 +46,11 @@ class CallServiceStub:
     status of a stream that is refused. A client that waits no longer for a call does not cancel it.
 
     If the stream breaks, it is unknown which of the calls without a reply have taken effect, as if each
-    had lost its connection. A process that stops answers the calls in progress, refuses others with
-    UNAVAILABLE (NOT_SERVING), and then ends the stream with this status. The stream also ends with the
-    credentials of the caller: open another one with newer ones.
+    had lost its connection. So a server says in a response that it is about to close the stream: when it
+    stops, and when the caller is no longer authenticated. It then answers all calls that come, refusing
+    new ones with UNAVAILABLE (NOT_SERVING) or UNAUTHENTICATED. A client opens another stream for its next
+    calls, and ends this one by sending no more; if it does not within a second, the server ends the
+    stream with that status.
 
     Statuses: INVALID_ARGUMENT, UNAUTHENTICATED, UNAVAILABLE (NOT_SERVING). A client of a process
     without this method (UNIMPLEMENTED) makes its calls one by one.
@@ -72,9 +74,11 @@ class CallServiceAsyncStub(CallServiceStub):
     status of a stream that is refused. A client that waits no longer for a call does not cancel it.
 
     If the stream breaks, it is unknown which of the calls without a reply have taken effect, as if each
-    had lost its connection. A process that stops answers the calls in progress, refuses others with
-    UNAVAILABLE (NOT_SERVING), and then ends the stream with this status. The stream also ends with the
-    credentials of the caller: open another one with newer ones.
+    had lost its connection. So a server says in a response that it is about to close the stream: when it
+    stops, and when the caller is no longer authenticated. It then answers all calls that come, refusing
+    new ones with UNAVAILABLE (NOT_SERVING) or UNAUTHENTICATED. A client opens another stream for its next
+    calls, and ends this one by sending no more; if it does not within a second, the server ends the
+    stream with that status.
 
     Statuses: INVALID_ARGUMENT, UNAUTHENTICATED, UNAVAILABLE (NOT_SERVING). A client of a process
     without this method (UNIMPLEMENTED) makes its calls one by one.
@@ -101,9 +105,11 @@ class CallServiceServicer(metaclass=_abc_1.ABCMeta):
         status of a stream that is refused. A client that waits no longer for a call does not cancel it.
 
         If the stream breaks, it is unknown which of the calls without a reply have taken effect, as if each
-        had lost its connection. A process that stops answers the calls in progress, refuses others with
-        UNAVAILABLE (NOT_SERVING), and then ends the stream with this status. The stream also ends with the
-        credentials of the caller: open another one with newer ones.
+        had lost its connection. So a server says in a response that it is about to close the stream: when it
+        stops, and when the caller is no longer authenticated. It then answers all calls that come, refusing
+        new ones with UNAVAILABLE (NOT_SERVING) or UNAUTHENTICATED. A client opens another stream for its next
+        calls, and ends this one by sending no more; if it does not within a second, the server ends the
+        stream with that status.
 
         Statuses: INVALID_ARGUMENT, UNAUTHENTICATED, UNAVAILABLE (NOT_SERVING). A client of a process
         without this method (UNIMPLEMENTED) makes its calls one by one.
