@@ -15,7 +15,7 @@ LOCAL := $(or $(wildcard $(SETUP)),$(VENV)/.local)
 MAIN ?= main
 
 .NOTPARALLEL:
-.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults fuzz clients kombu check bench bench-quick bench-peers demo examples docs up clean \
+.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e long spark spark-demo faults fuzz clients kombu check bench bench-quick bench-peers demo examples docs up clean \
   etcd helm observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
@@ -93,7 +93,7 @@ breaking: $(SETUP) ## check that protos/ is compatible with MAIN (default main)
 # One kind after another: what computes gets a worker per core, what waits for processes a few more. More workers only
 # make every process late. `make -k test` goes on after a kind that fails.
 PYTEST = pytest -q --dist loadfile --no-loadscope-reorder --durations=20 $(if $(CI),--required)
-test: $(if $(CI),coverage,quick) e2e sim spark ## every test that CI runs, on two cores
+test: $(if $(CI),coverage,quick) e2e sim spark ## what CI runs: every kind of test, in 15 minutes on two cores
 
 # No test that waits for another process: under three minutes on two cores.
 QUICK := not sim and not e2e and not spark and not etcd
@@ -103,14 +103,20 @@ quick: $(SETUP) ## unit and in-process tests only: the inner loop
 pythons: $(SETUP) ## tests of the client library on every supported Python of this machine; PYTHONS=3.13 for one
 	python -m tools.pythons $(PYTHONS)
 
+E2E := (e2e or etcd) and not spark
 e2e: $(SETUP)   ## real processes only, also those that need only an etcd
-	$(PYTEST) -n 3 -m "(e2e or etcd) and not spark"
+	$(PYTEST) -n 3 -m "$(E2E) and not long"
 
 sim: $(SETUP)   ## seeded cluster simulations only
 	$(PYTEST) -n 2 -m sim tests/simulation
 
 spark: $(SETUP) ## tests of the sources, sinks and jobs of Spark; uses JAVA_HOME or the JVM of a wheel
-	$(PYTEST) -n 2 -m spark tests/spark
+	$(PYTEST) -n 2 -m "spark and not long" tests/spark
+
+long: $(SETUP)  ## what the 15 minutes of `make test` leave out: long tests, and simulations of 200 seeds
+	$(PYTEST) -n 3 -m "$(E2E) and long"
+	$(PYTEST) -n 2 -m "spark and long" tests/spark
+	BATON_SIM_SEEDS=200 $(PYTEST) -n 2 -m sim tests/simulation
 
 spark-demo: $(SETUP) ## run the demo with the Spark jobs and check their results
 	python spark-jobs/demo.py

@@ -23,6 +23,7 @@ from tests.support.conditions import lives, until_now
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 
+@pytest.mark.long
 def test_messages_and_progress_survive_ctrl_c(tmp_path: Path) -> None:
     with up(tmp_path / "data") as first:
         assert first("topic", "create", "t", "--queues", "3").code == 0
@@ -62,6 +63,7 @@ def test_second_cluster_on_one_data_directory_is_rejected_with_the_process_id(
         assert first("topic", "list").code == 0
 
 
+@pytest.mark.long
 def test_port_in_use_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = str(stranger.getsockname()[1])

@@ -266,6 +266,7 @@ def test_queue_released_by_force_is_acquired_again(
     assert (never.code, _reason(never.err)) == (1, "UNKNOWN_QUEUE")
 
 
+@pytest.mark.long
 def test_group_is_diagnosed_while_a_service_is_down(cluster: RunningCluster, read: str) -> None:
     pid = cluster.running("offsets")
     os.kill(pid, signal.SIGSTOP)

@@ -30,6 +30,7 @@ def test_invalid_since_exits_with_2(options: list[str]) -> None:
     assert "Usage:" in result.err
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_scheduled_messages_are_sent_cancelled_and_delivered(tmp_path: Path) -> None:

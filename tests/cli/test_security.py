@@ -174,6 +174,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningCl
             assert running.interrupt() == 0
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_commands_reach_a_secure_cluster_by_its_context(
@@ -280,6 +281,7 @@ def test_bound_token_works_with_its_certificate_and_blocked_certificates_do_not(
     assert baton("access", "block", "--certificate", str(token)).code == 2
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_rejected_client_gets_the_reason_and_a_remedy(

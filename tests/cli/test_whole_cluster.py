@@ -50,6 +50,7 @@ def _stuck(cluster: RunningCluster) -> CommandResult:
     return lag
 
 
+@pytest.mark.long
 def test_lag_of_all_groups_has_the_verdict_of_why_stuck(groups: RunningCluster) -> None:
     lag = _stuck(groups)
     rows = {row["GROUP"]: row for row in lag.rows}

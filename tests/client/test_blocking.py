@@ -240,6 +240,7 @@ def test_error_in_the_block_reaches_the_caller(at: Scene) -> None:
     assert not our_threads()
 
 
+@pytest.mark.long
 def test_transactions_end_with_their_blocks_and_a_function_answers_checks(at: Scene) -> None:
     asked: list[str] = []
 

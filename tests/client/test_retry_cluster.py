@@ -294,6 +294,7 @@ class RetryMember:
         await self.session.directory.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("delay_ms", [1_000, None], ids=["retry", "dead letter"])
 async def test_two_members_send_one_copy_back_though_storage_is_killed_in_between(
     tmp_path: Path, delay_ms: int | None

@@ -208,6 +208,7 @@ def test_blocking_producer_schedules_and_cancels(nameserver: str) -> None:
             producer.cancel(receipt.schedule_id)
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 async def test_kill_9_of_storage_loses_and_duplicates_no_scheduled_message(tmp_path: Path) -> None:

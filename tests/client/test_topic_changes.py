@@ -112,6 +112,7 @@ async def _grown(sent: list[Receipt], count: int) -> None:
     await until(lambda: len(sent) >= wanted, timeout_s=60)
 
 
+@pytest.mark.long
 async def test_batch_for_a_removed_queue_is_sent_to_another_queue(tmp_path: Path) -> None:
     """The topic shrinks while a batch lingers, so that storage refuses the batch."""
     shrinks_later = {"shrink_interval_ms": 60_000}

@@ -64,6 +64,7 @@ async def held(channel: grpc.aio.Channel, hold_s: float) -> grpc.StatusCode:
     return await method(b"%f" % hold_s, timeout=40).code()
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 async def test_long_poll_may_last_longer_than_the_keepalive_timeout() -> None:
     async with server() as (_, port, _), connect(f"127.0.0.1:{port}") as channel:

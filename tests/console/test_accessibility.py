@@ -58,6 +58,7 @@ async def serious_findings(page: Page) -> list[str]:
     ]
 
 
+@pytest.mark.long
 async def test_pages_have_no_serious_finding_and_fit_a_narrow_screen() -> None:
     texts, findings = await pages(), list[str]()
     async with chromium() as browser, page_of(browser) as page:

@@ -24,6 +24,7 @@ async def opened(page: Page, url: str | re.Pattern[str]) -> None:
     await page.wait_for_load_state()
 
 
+@pytest.mark.long
 async def test_stuck_group_is_repaired_by_clicks_and_the_page_follows() -> None:
     async with busy_cluster() as cluster, chromium() as browser:
         await cluster.fill()
@@ -66,6 +67,7 @@ async def test_stuck_group_is_repaired_by_clicks_and_the_page_follows() -> None:
             assert (await admin.describe_group("warehouse")).pause is None
 
 
+@pytest.mark.long
 async def test_keyboard_opens_pages_and_rows_and_finds_topics() -> None:
     async with busy_cluster() as cluster, chromium() as browser:
         for number in range(60):

@@ -28,6 +28,7 @@ async def confirm(page: Page, button: str) -> None:
     await expect(page.locator("h1 .badge")).to_have_text("done")
 
 
+@pytest.mark.long
 async def test_each_change_is_made_by_clicks() -> None:
     async with busy_cluster() as cluster, chromium() as browser:
         await cluster.fill()

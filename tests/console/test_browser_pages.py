@@ -37,6 +37,7 @@ def fact(page: Page, label: str) -> Locator:
     )
 
 
+@pytest.mark.long
 async def test_each_page_shows_what_it_claims() -> None:
     async with busy_cluster() as cluster, chromium() as browser:
         await cluster.fill()
@@ -205,6 +206,7 @@ def rules_without_waiting_times(folder: Path) -> Path:
     return copy
 
 
+@pytest.mark.long
 @needs_prometheus
 async def test_alerts_that_fire_in_prometheus_are_shown_until_they_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,7 @@ async def sign_in(browser: httpx.AsyncClient, token: str, goal: str = "/") -> ht
     return await browser.post("/sign-in", data=form)
 
 
+@pytest.mark.long
 async def test_each_person_sees_what_its_grants_allow_and_nobody_else_sees_anything(
     tmp_path: Path,
 ) -> None:

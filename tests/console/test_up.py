@@ -19,6 +19,7 @@ from tests.support.conditions import until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
+@pytest.mark.long
 async def test_link_of_baton_up_signs_its_user_in(tmp_path: Path) -> None:
     command = (*BATON, "--config", str(tmp_path / "contexts.toml"))
     options = ("--secure", "--console", "--console-port", "0")

@@ -49,12 +49,14 @@ async def run(*files: Path) -> tuple[int | None, list[list[str]], str]:
     return process.returncode, [line for line in lines if line[:1] in (["ok"], ["FAILED"])], output
 
 
+@pytest.mark.long
 async def test_every_example_succeeds() -> None:
     status, lines, output = await run()
     assert status == 0, output
     assert [line[:2] for line in lines] == [["ok", name] for name in NAMES]
 
 
+@pytest.mark.long
 async def test_every_example_fails_if_its_claim_is_broken(tmp_path: Path) -> None:
     assert list(BROKEN) == NAMES
     for name, (part, replacement) in BROKEN.items():

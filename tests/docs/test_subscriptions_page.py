@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 PAGE = Path("docs/how-to/subscriptions.md")
 
 
+@pytest.mark.long
 async def test_documentation_matches_the_behavior(tmp_path: Path) -> None:
     page_commands = list(commands(Page(PAGE, (ROOT / PAGE).read_text())))
     assert any("SUBSCRIPTION_CONFLICT" in shown for _, shown in page_commands)

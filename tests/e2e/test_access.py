@@ -309,6 +309,7 @@ async def is_unauthenticated(producer: Producer) -> bool:
     return False
 
 
+@pytest.mark.long
 async def test_services_call_each_other_and_commands_work_with_access_on(tmp_path: Path) -> None:
     async with guarded(tmp_path, storage_replicas=2, offsets=2, offsets_sets=2) as cluster:
         security = security_of(cluster)
@@ -377,6 +378,7 @@ async def until_in_sync(run: Any) -> None:
     await until(in_sync, timeout_s=30)
 
 
+@pytest.mark.long
 async def test_token_of_an_oidc_issuer_is_a_credential_until_its_identity_is_blocked(
     tmp_path: Path,
 ) -> None:

@@ -41,6 +41,7 @@ async def until_all_in_sync(admin: Admin) -> None:
     await until(are_in_sync, timeout_s=60)
 
 
+@pytest.mark.long
 async def test_leader_of_each_service_may_be_killed_or_paused(tmp_path: Path) -> None:
     async with local_cluster(
         tmp_path, available=True, auto_restart=False, storage=SLOW, offsets=SLOW

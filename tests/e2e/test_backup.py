@@ -205,6 +205,7 @@ async def restore(nameserver: str, admin: Admin, place: str, message_count: int)
     assert "NOT_EMPTY" in again.err
 
 
+@pytest.mark.long
 async def test_drill_restores_a_lost_cluster(tmp_path: Path) -> None:
     ledger, place = Ledger(), str(tmp_path / "backup")
     snapshots = await lose_a_cluster(tmp_path / "lost", ledger, place)

@@ -96,6 +96,7 @@ async def stored(nameserver: str) -> Counter[int]:
     return counts
 
 
+@pytest.mark.long
 async def test_kill_9_of_one_of_two_brokers_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     clock = Clock()
     settings = ProducerSettings(compression="lz4", compression_bytes_min=0)
@@ -130,6 +131,7 @@ async def test_kill_9_of_one_of_two_brokers_loses_and_duplicates_nothing(tmp_pat
         assert [r.offset for r in of_key] == sorted(r.offset for r in of_key)
 
 
+@pytest.mark.long
 async def test_cluster_of_two_brokers_restarts_with_both(tmp_path: Path) -> None:
     queues: set[QueueRef] = set()
     async with local_cluster(tmp_path, brokers=2) as cluster:

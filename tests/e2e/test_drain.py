@@ -98,6 +98,7 @@ async def check_refusals(admin: Admin, cluster: LocalCluster) -> None:
     assert "a node of lockmgr is not drained: it keeps its state in etcd" in refused.err
 
 
+@pytest.mark.long
 async def test_node_is_drained_restarted_and_undrained_under_load(tmp_path: Path) -> None:
     options = ClusterOptions(
         storage_replicas=2,

@@ -76,6 +76,7 @@ async def without_majority(cluster: LocalCluster) -> AsyncIterator[None]:
             cluster.resume(name)
 
 
+@pytest.mark.long
 async def test_owners_continue_without_an_etcd_quorum_and_no_queue_is_granted(
     tmp_path: Path,
 ) -> None:
@@ -105,6 +106,7 @@ async def test_owners_continue_without_an_etcd_quorum_and_no_queue_is_granted(
         assert len(workers.handlings()) == sent_count + STEP, "a message was handled twice"
 
 
+@pytest.mark.long
 async def test_leaders_without_an_etcd_quorum_reject_with_a_reason_and_recover(
     tmp_path: Path,
 ) -> None:

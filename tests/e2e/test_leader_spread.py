@@ -48,6 +48,7 @@ async def gather(admin: Admin, host: str) -> None:
     await until(gathered)
 
 
+@pytest.mark.long
 async def test_leaders_are_spread_over_hosts_under_load(tmp_path: Path) -> None:
     second = ProcessHost(address="127.0.0.2")
     options = ClusterOptions(

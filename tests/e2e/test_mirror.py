@@ -225,6 +225,7 @@ async def refuse_what_can_not_be_mirrored(here: Admin, there: Admin, a: LocalClu
         await Mirror(here, here, [INVOICES]).run(once=True)
 
 
+@pytest.mark.long
 async def test_group_fails_over_and_back_then_the_cluster_is_lost_and_its_mirror_goes_on(
     tmp_path: Path,
 ) -> None:

@@ -58,6 +58,7 @@ def overtakings(ledger: Ledger) -> list[tuple[WorkerHandling, int]]:
     return found
 
 
+@pytest.mark.long
 async def test_order_of_a_key_survives_kill_9_and_hand_overs(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "lockmgr": {"lock_lease_ms": LEASE_MS},

@@ -109,6 +109,7 @@ async def test_kill_9_of_an_owner_redelivers_at_most_its_messages_in_flight_flag
         assert await successor.leave() == 0
 
 
+@pytest.mark.long
 async def test_messages_after_a_kill_of_owner_and_offsets_are_not_flagged(tmp_path: Path) -> None:
     async with ownership_cluster(tmp_path, 1, an_owner_dies=True) as (cluster, workers):
         victim = await workers.join("victim")
@@ -255,6 +256,7 @@ async def test_rebalance_storm_loses_and_duplicates_nothing(tmp_path: Path) -> N
             last[handling.queue_id] = handling.offset
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("restarts", [3])
 async def test_lock_manager_killed_during_hand_overs_loses_and_duplicates_nothing(
     tmp_path: Path, restarts: int

@@ -135,6 +135,7 @@ async def remove(
     await traffic.proceed(STEP)
 
 
+@pytest.mark.long
 async def test_queues_move_and_a_broker_is_removed_under_load(tmp_path: Path) -> None:
     async with (
         local_cluster(

@@ -32,6 +32,7 @@ LEAST_S = COUNT * len(BODY) / RATE - 2.5
 """A second's worth is in the bucket, and the last answer, of up to as much, is a debt."""
 
 
+@pytest.mark.long
 async def test_producer_and_consumer_wait_for_their_quota_and_fail_nothing(
     tmp_path: Path,
 ) -> None:

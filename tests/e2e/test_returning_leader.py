@@ -155,6 +155,7 @@ async def returning_leader_run(
             task.cancel()
 
 
+@pytest.mark.long
 async def test_committed_offsets_never_go_back_when_an_old_offsets_leader_returns(
     tmp_path: Path,
 ) -> None:
@@ -162,6 +163,7 @@ async def test_committed_offsets_never_go_back_when_an_old_offsets_leader_return
         await run.leader_fails_and_returns("offsets")
 
 
+@pytest.mark.long
 async def test_no_message_is_lost_when_an_old_storage_leader_returns(tmp_path: Path) -> None:
     async with returning_leader_run(tmp_path, ClusterOptions(storage_replicas=2)) as run:
         await run.leader_fails_and_returns("storage", BROKER)

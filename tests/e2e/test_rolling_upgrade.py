@@ -144,6 +144,7 @@ async def upgrade_set(
     await undrain_node(admin, service, node_id)
 
 
+@pytest.mark.long
 async def test_cluster_is_upgraded_node_by_node_under_load(tmp_path: Path) -> None:
     site = earlier_version()
     services = [one for one in ORDER if one in UPGRADE.services.split(",")]

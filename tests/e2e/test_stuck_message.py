@@ -30,6 +30,7 @@ LEASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 async def test_documentation_matches_the_behavior(tmp_path: Path) -> None:
     page = Page(PAGE, (ROOT / PAGE).read_text())
     (program,) = page.blocks("python")
@@ -49,6 +50,7 @@ async def test_documentation_matches_the_behavior(tmp_path: Path) -> None:
         assert any(part in command + shown for command, shown in page_commands)
 
 
+@pytest.mark.long
 async def test_messages_without_a_sent_ack_are_redelivered_flagged_after_a_crash(
     tmp_path: Path,
 ) -> None:

@@ -31,6 +31,7 @@ QUEUES, MEMBERS, ROUND = 8, 5, 500
 TAGS = ("even", "odd")
 
 
+@pytest.mark.long
 async def test_rolling_change_of_tags_loses_no_message_and_delivers_no_unmatched_message(
     tmp_path: Path,
 ) -> None:

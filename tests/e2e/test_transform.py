@@ -120,6 +120,7 @@ async def produce(producer: Producer, ended: asyncio.Event) -> None:
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.long
 async def test_kill_9_of_transformer_storage_and_offsets_leaves_each_output_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fastapi_shop.py"
 
 
+@pytest.mark.long
 async def test_web_shop_bills_each_order_once_with_postgresql(
     tmp_path: Path, postgresql_url: str
 ) -> None:

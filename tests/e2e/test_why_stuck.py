@@ -207,6 +207,7 @@ async def test_stuck_message_is_reported_with_its_id_and_age(tmp_path: Path) -> 
             await until(partial(_shows, cluster, set()))
 
 
+@pytest.mark.long
 async def test_moving_queue_is_not_stuck(tmp_path: Path) -> None:
     async with diagnosis_cluster(tmp_path) as cluster:
 
@@ -245,6 +246,7 @@ async def test_group_without_members_and_paused_group_are_reported(tmp_path: Pat
             await cluster.until("IDLE")
 
 
+@pytest.mark.long
 async def test_filtered_messages_and_an_owner_that_does_not_release_are_reported(
     tmp_path: Path,
 ) -> None:

@@ -16,6 +16,7 @@ from tools.faults.network import found_launcher
 from tools.faults.selection import selection
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 def test_cluster_survives_every_kind_of_fault(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ server.wait()
 """
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_packets_are_lost_during_a_cut() -> None:
     launcher = found_launcher()

@@ -147,6 +147,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
             await at.close()
 
 
+@pytest.mark.long
 async def test_remote_clients_have_the_rights_of_their_own_identity(tmp_path: Path) -> None:
     async with scene(tmp_path) as at:
         pair = await at.keys.create("shop")
@@ -325,6 +326,7 @@ async def the_main_port_admits_known_certificates_only(at: Scene, headers: Heade
     assert status.code == pb.OK, "with one it does"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600 + COMPILE_S)  # the clients may have to be installed
 async def test_official_clients_use_tls_and_sign_with_their_access_keys(tmp_path: Path) -> None:
     clients = [official_client(language) for language in FEATURES]

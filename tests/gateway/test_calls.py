@@ -108,6 +108,7 @@ async def test_handles_that_are_forged_foreign_stale_or_expired_change_nothing(
         assert await at.committed("billing") == 1
 
 
+@pytest.mark.long
 async def test_handle_of_a_reset_queue_changes_nothing(tmp_path: Path) -> None:
     async with scene(tmp_path, queues=1) as at:
         await at.stub.send("orders", b"a", b"b")
@@ -154,6 +155,7 @@ async def test_message_with_used_up_attempts_and_forwarded_message_are_dead_lett
         assert sorted(letters) == [b"poison", b"refused"]
 
 
+@pytest.mark.long
 async def test_message_group_waits_for_its_first_message_and_other_messages_go_on(
     tmp_path: Path,
 ) -> None:
@@ -176,6 +178,7 @@ async def test_message_group_waits_for_its_first_message_and_other_messages_go_o
         assert dict(native.user_properties) == {"x": "y"}
 
 
+@pytest.mark.long
 async def test_filters_by_tag_and_by_condition_and_a_conflict_of_filters(tmp_path: Path) -> None:
     async with scene(tmp_path, queues=1) as at:
         messages = [

@@ -131,6 +131,7 @@ async def _known_texts(stub: RemoteStub) -> tuple[str, ...]:
     return ("orders", "orders", "billing", "client", transaction_id, *handles)
 
 
+@pytest.mark.long
 async def test_every_hostile_call_gets_a_code_of_the_contract(tmp_path: Path) -> None:
     random = Random(18)
     async with (

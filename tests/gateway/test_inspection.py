@@ -71,6 +71,7 @@ class Operator:
         return json.loads(await self.run("--format", "json", *arguments))
 
 
+@pytest.mark.long
 async def test_operators_see_the_clients_behind_a_gateway_and_what_they_hold(
     tmp_path: Path,
 ) -> None:

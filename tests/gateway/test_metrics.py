@@ -20,6 +20,7 @@ from tests.support.conditions import until
 from tools.dashboards.gateway import GATEWAY
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 async def test_metrics_are_documented_and_count_what_clients_do(tmp_path: Path) -> None:

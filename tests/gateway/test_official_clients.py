@@ -89,6 +89,7 @@ def consumer_that_fails(language: str) -> dict[str, Any]:
     return {"op": "push"}
 
 
+@pytest.mark.long
 async def test_every_producer_is_understood_by_every_consumer(tmp_path: Path) -> None:
     async with scene(tmp_path) as at:
         sent: dict[str, str] = {}
@@ -142,6 +143,7 @@ async def test_every_producer_is_understood_by_every_consumer(tmp_path: Path) ->
         assert sorted(received) == sorted(sent.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("language", FEATURES)
 async def test_message_that_fails_is_delivered_again_and_at_last_a_dead_letter(
     tmp_path: Path, language: str
@@ -192,6 +194,7 @@ async def test_simple_consumer_gives_back_and_gets_again_what_it_did_not_acknowl
         assert attempts == [("a", seen["a"] + 1), ("b", seen["b"] + 1)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("language", FEATURES)
 async def test_message_group_is_delivered_in_order_though_its_first_message_fails(
     tmp_path: Path, language: str
@@ -209,6 +212,7 @@ async def test_message_group_is_delivered_in_order_though_its_first_message_fail
             assert by_group["a"] == ["a0", "a0", *(f"a{n}" for n in range(1, 6))], name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("language", FEATURES)
 async def test_delay_recall_and_filters(tmp_path: Path, language: str) -> None:
     async with scene(tmp_path) as at:
@@ -244,6 +248,7 @@ async def test_delay_recall_and_filters(tmp_path: Path, language: str) -> None:
         assert bodies(priced.result()) == ["later"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("language", FEATURES)
 async def test_namespaces_do_not_see_each_other(tmp_path: Path, language: str) -> None:
     if lacks(language, "namespaces"):
@@ -290,6 +295,7 @@ if "rust" in MORE:
         assert has == [], "it has them now: test them"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("language", FEATURES)
 async def test_transactions_and_the_check_of_one_that_its_producer_left(
     tmp_path: Path, language: str

@@ -190,6 +190,7 @@ async def is_done(admin: Admin, group: str) -> bool:
     return bool(queues) and all(queue.lag == 0 for queue in queues)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("languages", TOGETHER, ids="-".join)
 async def test_official_client_keeps_every_message_through_restarts(
     tmp_path: Path, languages: Sequence[str]

@@ -313,6 +313,7 @@ async def test_dead_letter_is_verified_as_it_was_first_sent(tmp_path: Path) -> N
             assert [one async for one in letters.read(GROUP)] == [letter], "it stays"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("language", ["python", "node", *(one for one in MORE if one == "java")])
 async def test_official_client_answers_or_the_refusal_says_why(
     tmp_path: Path, language: str

@@ -80,6 +80,7 @@ class Reader:
         return status
 
 
+@pytest.mark.long
 async def test_client_that_reads_by_itself_reads_commits_and_is_refused_with_codes(
     tmp_path: Path,
 ) -> None:

@@ -41,6 +41,7 @@ async def send(
     return answer
 
 
+@pytest.mark.long
 async def test_repeated_send_has_the_outcome_of_the_first_one_at_every_gateway(
     tmp_path: Path,
 ) -> None:
@@ -82,6 +83,7 @@ async def test_repeated_send_has_the_outcome_of_the_first_one_at_every_gateway(
         )
 
 
+@pytest.mark.long
 async def test_send_that_timed_out_and_is_repeated_at_another_gateway_is_stored_once(
     tmp_path: Path,
 ) -> None:

@@ -110,6 +110,7 @@ async def route(stub: RemoteStub) -> list[str]:
     ]
 
 
+@pytest.mark.long
 async def test_killed_gateway_loses_nothing_and_repeats_nothing_that_was_acknowledged(
     tmp_path: Path,
 ) -> None:
@@ -136,6 +137,7 @@ async def test_killed_gateway_loses_nothing_and_repeats_nothing_that_was_acknowl
         assert stale == [pb.INVALID_RECEIPT_HANDLE]
 
 
+@pytest.mark.long
 async def test_rolling_restart_of_three_gateways_under_load(tmp_path: Path) -> None:
     async with scene(tmp_path, 3) as cluster:
         names = ("gateway", "gateway-1", "gateway-2")
@@ -166,6 +168,7 @@ async def test_rolling_restart_of_three_gateways_under_load(tmp_path: Path) -> N
         assert len(twice) == 0, "clients end what they hold while a gateway stops"
 
 
+@pytest.mark.long
 async def test_killed_gateway_of_three_under_load_loses_nothing(tmp_path: Path) -> None:
     async with scene(tmp_path, 3) as cluster:
         ledger, loops = Ledger(), list[asyncio.Task[None]]()
@@ -187,6 +190,7 @@ async def test_killed_gateway_of_three_under_load_loses_nothing(tmp_path: Path) 
         assert ledger.sent - ledger.acknowledged <= ledger.unsure
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["storage", "offsets", "lockmgr", "nameserver"])
 async def test_killed_service_behind_the_gateway_under_load_loses_nothing(
     tmp_path: Path, name: str

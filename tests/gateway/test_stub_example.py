@@ -36,6 +36,7 @@ def program(language: str, folder: Path) -> tuple[Sequence[str], Mapping[str, st
     return (str(module / "stub"),), None
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.timeout(900 if "go" in STUBS else 300)  # gRPC for Go is compiled
 @pytest.mark.parametrize("language", STUBS)

@@ -24,6 +24,7 @@ UNKNOWN = pb.TRANSACTION_RESOLUTION_UNSPECIFIED
 CHECKS = 3
 
 
+@pytest.mark.long
 async def test_transactions_end_once_and_a_live_producer_is_asked(tmp_path: Path) -> None:
     async with local_cluster(tmp_path, gateways=2, storage=STORAGE) as cluster:
         async with Admin(cluster.nameserver) as admin:

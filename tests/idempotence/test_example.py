@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 EXAMPLE = ROOT / "examples" / "idempotent_payments.py"
 
 
+@pytest.mark.long
 async def test_example_books_each_payment_once(
     redis_url: str, sqlite_url: str, tmp_path: Path
 ) -> None:

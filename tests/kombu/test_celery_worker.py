@@ -63,6 +63,7 @@ async def _hand_over(tasks: Tasks, first: Worker) -> None:
         assert await second.stop() == 0, second.log.read_text()
 
 
+@pytest.mark.long
 async def test_a_pool_of_processes_runs_each_task_once_and_again_if_its_process_dies(
     tmp_path: Path,
 ) -> None:
@@ -99,6 +100,7 @@ async def test_a_pool_of_processes_runs_each_task_once_and_again_if_its_process_
         assert "celery" not in {topic.name for topic in await admin.list_topics()}
 
 
+@pytest.mark.long
 async def test_a_killed_worker_has_only_its_unacknowledged_tasks_run_again(tmp_path: Path) -> None:
     async with (
         local_cluster(tmp_path / "cluster") as cluster,

@@ -36,6 +36,7 @@ def ask(address: str, path: str) -> Any:
         return json.loads(response.read())["data"]
 
 
+@pytest.mark.long
 @needs_prometheus
 def test_prometheus_scrapes_every_service_and_has_the_rules(tmp_path: Path) -> None:
     keep_ports(tmp_path / "data" / "ports.json", ["nameserver"])

@@ -484,6 +484,7 @@ async def test_story_19_late_write_of_a_deposed_leader_changes_nothing(scene: Sc
     assert await a.state(new, 3) == "OK"
 
 
+@pytest.mark.long
 async def test_leader_cut_off_from_etcd_stops_answering(scene: Scene) -> None:
     node, a, _, _ = await held_by_a(scene)
     node.session.cut = True

@@ -37,6 +37,7 @@ async def hand_over(s: Scene, node: Node, owner: Member, next_: Member, token: i
     return took_s
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 async def test_released_queue_is_granted_to_a_waiting_client_at_once(scene: Scene) -> None:
     """Slots are a minute long, so no timer causes the grant.

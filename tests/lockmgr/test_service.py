@@ -201,6 +201,7 @@ async def test_outcomes_are_streamed_while_others_wait(scene: Scene) -> None:
     assert (await anext(aiter(call))).queue.queue.queue_id == 0
 
 
+@pytest.mark.long
 async def test_fifty_waiting_requests_cost_one_observation_per_slot(scene: Scene) -> None:
     node, a = await scene.leader(slot_ms=100), Member("a")
     await a.acquire(node, await scene.set_group(a))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 
 from batonmq_server.runtime.etcd.session import EtcdSession
@@ -104,6 +105,7 @@ async def test_member_that_reconnects_to_another_replica_and_sends_a_heartbeat_i
     assert ids(await nameserver.group("g")) == ["c1"]
 
 
+@pytest.mark.long
 async def test_late_notice_of_a_broken_session_keeps_a_member_that_uses_another_replica(
     nameserver: Replica, other: Replica
 ) -> None:

@@ -90,6 +90,7 @@ async def test_replica_with_a_full_disk_does_not_block_an_election(
     await scene.wait_in_sync(again.name, full.name)
 
 
+@pytest.mark.long
 async def test_leader_with_a_full_disk_resigns_for_a_replica_with_room(
     scene: ReplicaSet, rooms: Rooms
 ) -> None:

@@ -113,6 +113,7 @@ async def test_old_leader_drops_its_unanswered_changes(scene: ReplicaSet) -> Non
     assert await committed(second) == 20
 
 
+@pytest.mark.long
 async def test_leader_cut_off_from_etcd_answers_no_call(
     scene: ReplicaSet,
 ) -> None:
@@ -143,6 +144,7 @@ async def test_leader_cut_off_from_etcd_answers_no_call(
     assert isinstance(await rejection(first, 30), BatonError)
 
 
+@pytest.mark.long
 async def test_change_during_the_expiry_of_the_lease_has_an_unknown_outcome(
     scene: ReplicaSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

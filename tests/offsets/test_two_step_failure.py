@@ -60,6 +60,7 @@ async def test_survivors_serve_after_a_cut_off_leader_has_crashed(scene: Replica
     assert len((await scene.set_record()).in_sync) >= 2
 
 
+@pytest.mark.long
 async def test_leader_that_its_followers_can_not_reach_resigns(scene: ReplicaSet) -> None:
     first = await cut_off_leader(scene)
     second = await successor(scene, first)
@@ -70,6 +71,7 @@ async def test_leader_that_its_followers_can_not_reach_resigns(scene: ReplicaSet
     await scene.wait_equal("a", "b", "c")
 
 
+@pytest.mark.long
 async def test_leader_whose_followers_do_not_renew_their_entries_stays(scene: ReplicaSet) -> None:
     first = await cut_off_leader(scene)
     followers = [node for node in scene.nodes.values() if node is not first]

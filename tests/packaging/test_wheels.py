@@ -115,6 +115,7 @@ def test_versions_of_the_three_wheels_are_the_same(wheels: Path) -> None:
     assert len(list(wheels.glob("*.whl"))) == 3
 
 
+@pytest.mark.long
 def test_program_with_the_client_wheel_uses_a_cluster_of_the_server_wheel(
     client: Environment, server: Environment
 ) -> None:
@@ -133,6 +134,7 @@ def test_client_wheel_names_the_package_for_a_local_cluster(client: Environment)
     assert "batonmq-server[local]" in output
 
 
+@pytest.mark.long
 def test_server_wheel_runs_the_demo_by_itself(server: Environment) -> None:
     report = server.folder / "demo.json"
     server.run("baton", "demo", "--json", report, timeout_s=400)

@@ -242,6 +242,7 @@ async def test_leader_is_valid_until_a_second_before_its_lease_expires(
             assert not a.election.valid()
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 async def test_leader_without_etcd_stops_by_itself(tmp_path: Path) -> None:
     async with (

@@ -132,6 +132,7 @@ async def test_slow_live_member_is_waited_for(
         await answers.aclose()
 
 
+@pytest.mark.long
 async def test_mirror_continues_at_another_member_without_a_gap(
     proxies: EtcdProxies, cluster: str, etcd: EtcdSession
 ) -> None:

@@ -81,6 +81,7 @@ async def scaler(folder: Path, nameserver: str, identity: Security) -> AsyncIter
         assert child.returncode == 0
 
 
+@pytest.mark.long
 async def test_replicas_follow_the_lag_of_a_group_of_a_cluster_with_access_control(
     tmp_path: Path,
 ) -> None:

@@ -19,7 +19,7 @@ RUNS_MAX = 60
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_mutant_of_the_protocol_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.break_it(monkeypatch)
-    for number in range(RUNS_MAX):
+    for number in range(mutant.first_run, mutant.first_run + RUNS_MAX):
         outcome = play(f"{mutant.name}/{number}", mutant.options)
         if outcome.violation is not None:
             break

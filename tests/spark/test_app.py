@@ -164,6 +164,7 @@ class TestProcess:
 
     pytestmark = process
 
+    @pytest.mark.long
     def test_process_runs_and_reports_its_queries_and_ends_on_sigterm(self, job: JobRun) -> None:
         assert 'baton_spark_running{query="bronze"} 1.0' in job.page
         assert job.status == 0, job.log

@@ -120,6 +120,7 @@ def handed_out(second: int, client_id: str, first: int, next_: int) -> pb.Metric
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_repeats_of_remote_clients_are_explained_and_those_of_acked_messages_are_bugs(
     spark: SparkSession,
 ) -> None:
@@ -248,6 +249,7 @@ def test_batch_that_is_published_long_after_a_stop_keeps_its_time(spark: SparkSe
     assert events_around(events, scope).where("token = 2 AND kind = 'delivered'").count() == 4
 
 
+@pytest.mark.long
 def test_storage_without_events_at_the_end_makes_the_audit_incomplete(spark: SparkSession) -> None:
     other = batch([event("volume_state", 44_000, used_bytes=1)], 1, "storage/broker-1")
     later = batch([event("volume_state", 75_000, used_bytes=1)], 2, "storage/broker-1")
@@ -270,6 +272,7 @@ def test_audit_without_events_is_empty_not_clean(spark: SparkSession) -> None:
     assert (audit.summary["verdict"], audit.ok) == ("empty", False)
 
 
+@pytest.mark.long
 def test_scope_bounds_the_repeats_and_not_their_causes(
     spark: SparkSession,
 ) -> None:

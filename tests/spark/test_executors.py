@@ -20,6 +20,7 @@ from tests.spark.running_cluster import JAVA_OPTIONS, TEST_CONFIG, RunningCluste
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 
+@pytest.mark.long
 def test_executors_read_and_write_without_the_driver_environment(
     cluster: RunningCluster, tmp_path: Path
 ) -> None:

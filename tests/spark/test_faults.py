@@ -133,6 +133,7 @@ def event_batches(begin: int, end: int) -> list[Message]:
     ]
 
 
+@pytest.mark.long
 def test_tables_and_topics_have_every_message_once_after_a_kill_within_a_micro_batch(
     spark: SparkSession, cluster: RunningCluster, tmp_path: Path
 ) -> None:
@@ -186,6 +187,7 @@ def test_tables_and_topics_have_every_message_once_after_a_kill_within_a_micro_b
     assert sorted(bytes(row.body) for row in copied.collect()) == sorted(sent)
 
 
+@pytest.mark.long
 def test_stream_continues_after_its_broker_restarts(spark: SparkSession, tmp_path: Path) -> None:
     with RunningCluster(tmp_path / "cluster") as cluster:
         topic = cluster.create("restarted", 2)
@@ -231,6 +233,7 @@ def test_reads_continue_on_a_new_leader_or_follower(spark: SparkSession, tmp_pat
             assert frame.load().select("body").distinct().count() == SENT
 
 
+@pytest.mark.long
 def test_messages_removed_before_reading_are_an_error_or_a_counted_loss(
     spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -128,6 +128,7 @@ def copied(done: QueryContext, tmp_path: Path) -> QueryContext:
     return QueryContext(done.session, settings, AlertGauges(CollectorRegistry()))
 
 
+@pytest.mark.long
 def test_events_are_kept_once(done: QueryContext) -> None:
     rows = ours(done).orderBy("seq", "event_index").collect()
     sizes = {1: 2, 2: 2, 3: 2, 4: 3}
@@ -186,6 +187,7 @@ def test_gauges_are_restored_from_the_table(copied: QueryContext) -> None:
     assert [labels["detail"] for labels in ours] == ["stopped"]
 
 
+@pytest.mark.long
 def test_query_without_its_checkpoint_writes_nothing_twice(copied: QueryContext) -> None:
     count = ours(copied).count()
     shutil.rmtree(Path(copied.settings.data_dir, "checkpoints"))

@@ -171,6 +171,7 @@ def some_events(random: Random, count: int) -> list[pb.MetricEvent]:
     return events
 
 
+@pytest.mark.long
 def test_windows_do_not_depend_on_the_split_into_micro_batches(spark: SparkSession) -> None:
     """Twelve splits in one run: each has groups, topics and sources of its own."""
     random, splits, parts = Random(11), 12, 5
@@ -191,6 +192,7 @@ def test_windows_do_not_depend_on_the_split_into_micro_batches(spark: SparkSessi
     copies.unpersist()
 
 
+@pytest.mark.long
 def test_repeated_or_late_micro_batches_do_not_change_the_windows(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -207,6 +209,7 @@ def test_repeated_or_late_micro_batches_do_not_change_the_windows(
     whole.unpersist()
 
 
+@pytest.mark.long
 def test_query_without_checkpoint_recomputes_the_windows_of_bronze(
     spark: SparkSession, tmp_path: Path
 ) -> None:

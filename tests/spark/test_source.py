@@ -165,6 +165,7 @@ def test_starting_offsets_fix_the_start_of_a_stream(
     assert numbers(spark.read.parquet(str(tmp_path / "table"))) == list(range(20, 30))
 
 
+@pytest.mark.long
 def test_holes_of_a_compacted_topic_are_no_loss_and_kept_messages_are_rows_once(
     spark: SparkSession, cluster: RunningCluster, tmp_path: Path
 ) -> None:

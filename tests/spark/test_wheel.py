@@ -51,6 +51,7 @@ def store_events(cluster: RunningCluster, count: int) -> None:
     cluster.call(send())
 
 
+@pytest.mark.long
 def test_job_of_the_wheel_reads_the_metrics_topic_into_a_table(
     environment: Environment, cluster: RunningCluster, tmp_path: Path
 ) -> None:

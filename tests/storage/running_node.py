@@ -176,7 +176,7 @@ async def running_node(
 async def _app(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[tuple[Runtime, str]]:
     async with build(settings, runtime) as app, asyncio.TaskGroup() as tasks:
         loops = [tasks.create_task(loop()) for loop in (runtime.nodes.run, *app.loops)]
-        async with serving_at(*app.servicers.values()) as address:
+        async with serving_at(*app.servicers.values(), registry=runtime.registry) as address:
             yield runtime, address
         await app.drain()
         for task in loops:

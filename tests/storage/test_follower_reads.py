@@ -181,6 +181,7 @@ async def test_follower_with_a_leader_redirects_readers_to_it_at_once(
     assert refused.reason == "NOT_LEADER"
 
 
+@pytest.mark.long
 async def test_follower_serves_long_polls_while_etcd_has_no_leader(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
@@ -201,6 +202,7 @@ async def test_follower_serves_long_polls_while_etcd_has_no_leader(
     assert Clock().monotonic_ms() - begin_ms >= 1_450
 
 
+@pytest.mark.long
 async def test_follower_without_etcd_and_leader_rejects_long_polls(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
@@ -239,6 +241,7 @@ async def test_follower_that_does_not_reach_the_leader_rejects_long_polls(
     assert (await pull(follower)).next_node_id == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("group", [GROUP, ""], ids=["group", "no-group"])
 async def test_reader_of_a_cut_off_node_follows_the_next_leader(
     scene: Scene, etcd_endpoint: str, group: str

@@ -144,6 +144,7 @@ class BlockedDisk:
         patch.setattr(RealDisk, "replace", replace)
 
 
+@pytest.mark.long
 async def test_epoch_recorded_late_does_not_overlap_the_next_leader(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

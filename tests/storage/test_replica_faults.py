@@ -120,6 +120,7 @@ class FaultRun:
         (node.folder / "log" / name).write_bytes(content)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_acknowledged_messages_are_there_once_and_in_order(
     etcd_endpoint: str, tmp_path: Path, seed: int

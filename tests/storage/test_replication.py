@@ -502,6 +502,7 @@ async def test_follower_rejects_calls_for_the_leader(scene: Scene) -> None:
     assert from_rpc_error(refused.value).reason == "NOT_LEADER"
 
 
+@pytest.mark.long
 async def test_only_the_serving_leader_delivers_due_batches_and_once(scene: Scene) -> None:
     leader = await three(scene)
     soon, later = Clock().unix_ms() + 500, Clock().unix_ms() + 10_000
@@ -675,6 +676,7 @@ async def test_node_that_accepts_the_loss_leads_if_every_copy_is_damaged(scene: 
     await scene.wait_equal()
 
 
+@pytest.mark.long
 async def test_operator_may_accept_the_loss_of_messages_of_lost_nodes(
     scene: Scene, etcd_endpoint: str
 ) -> None:
@@ -755,6 +757,7 @@ async def test_set_does_not_start_while_a_member_still_runs_without_replicas(sce
     assert await scene.nodes["b"].bodies() == [b"%d" % number for number in range(30)]
 
 
+@pytest.mark.long
 async def test_leadership_ends_before_its_lease_while_etcd_is_unreachable(scene: Scene) -> None:
     """So that it never answers beside the next leader; reads are still served."""
     leader = await three(scene)

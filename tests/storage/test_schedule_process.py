@@ -107,6 +107,7 @@ class KillRounds:
         self.in_the_middle_count += 0 < left < COUNT
 
 
+@pytest.mark.long
 async def test_kill_9_delivers_each_message_once_and_none_early(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ async def test_readers_read_what_is_only_in_the_store(etcd_endpoint: str, tmp_pa
         assert await pulled(node) == expected
 
 
+@pytest.mark.long
 async def test_new_leader_and_a_new_replica_have_what_is_only_in_the_store(
     scene: Scene, tmp_path: Path
 ) -> None:
@@ -205,6 +206,7 @@ async def test_repeated_commit_of_a_message_in_the_store_gets_the_first_receipt(
     assert (again.receipt.first_offset, again.receipt.duplicate) == (0, True), again
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 async def test_kill_between_the_steps_of_a_move_loses_nothing(
     etcd_endpoint: str, tmp_path: Path

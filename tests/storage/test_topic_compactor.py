@@ -130,6 +130,7 @@ async def test_tombstone_is_removed_after_its_time_and_its_key_never_comes_back(
     assert await messages(node) == {1: b"1"}, "also before the first checkpoint"
 
 
+@pytest.mark.long
 async def test_space_of_a_topic_that_is_updated_for_ever_is_freed_on_every_node(
     scene: Scene,
 ) -> None:

@@ -74,6 +74,7 @@ class MetricsTopicReader:
         return counts
 
 
+@pytest.mark.long
 async def test_streams_have_a_hand_over_a_redelivery_and_a_conflict(tmp_path: Path) -> None:
     async with (
         local_cluster(tmp_path / "cluster", **SOON) as cluster,  # type: ignore[arg-type]

@@ -83,6 +83,7 @@ async def _served(cluster: LocalCluster, count: int) -> None:
     await until(appended, timeout_s=60)
 
 
+@pytest.mark.long
 async def test_graceful_restarts_leave_no_gap_and_a_kill_leaves_one(tmp_path: Path) -> None:
     folder = tmp_path / "cluster"
     async with local_cluster(folder) as cluster:

@@ -22,9 +22,15 @@ async def serving(*adders: Callable[[grpc.aio.Server], None]) -> AsyncIterator[g
 
 
 @asynccontextmanager
-async def serving_at(*adders: Callable[[grpc.aio.Server], None]) -> AsyncIterator[str]:
-    """Yield the address of a server with the servicers that `adders` add."""
-    edge = EdgeInterceptor(Clock(), CollectorRegistry())
+async def serving_at(
+    *adders: Callable[[grpc.aio.Server], None], registry: CollectorRegistry | None = None
+) -> AsyncIterator[str]:
+    """Yield the address of a server with the servicers that `adders` add.
+
+    Args:
+        registry: Gets the metrics of the calls.
+    """
+    edge = EdgeInterceptor(Clock(), registry or CollectorRegistry())
     server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
     with_calls = ServerWithCalls(server, edge)
     for add in adders:
