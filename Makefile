@@ -93,7 +93,7 @@ breaking: $(SETUP) ## check that protos/ is compatible with MAIN (default main)
 # One kind after another: what computes gets a worker per core, what waits for processes a few more. More workers only
 # make every process late. `make -k test` goes on after a kind that fails.
 PYTEST = pytest -q --dist loadfile --no-loadscope-reorder --durations=20 $(if $(CI),--required)
-test: $(if $(CI),coverage,quick) e2e sim spark ## what CI runs: every kind of test, in 15 minutes on two cores
+test: quick e2e sim spark ## what CI runs: every kind of test, in 15 minutes on two cores
 
 # No test that waits for another process: under three minutes on two cores.
 QUICK := not sim and not e2e and not spark and not etcd

@@ -78,6 +78,7 @@ async def test_topics_are_created_listed_described_and_deleted(admin: Admin) -> 
             await missing
 
 
+@pytest.mark.long
 async def test_reports_name_the_services_that_do_not_answer(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession, tmp_path: Path
 ) -> None:

@@ -149,6 +149,7 @@ async def test_batch_for_a_removed_queue_is_sent_to_another_queue(tmp_path: Path
         assert len(moved) == 16
 
 
+@pytest.mark.long
 async def test_unwritable_topic_refuses_and_unreadable_topic_delays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,6 +202,7 @@ async def _send_when_known(producer: Producer, body: bytes) -> None:
     await until(tried)
 
 
+@pytest.mark.long
 async def test_group_behind_retention_continues_and_logs_the_loss(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -252,6 +254,7 @@ async def _first_offset(admin: Admin) -> int:
     return first
 
 
+@pytest.mark.long
 async def test_topic_created_again_shares_nothing_with_the_deleted_one(tmp_path: Path) -> None:
     async with local_cluster(tmp_path) as cluster, Admin(cluster.nameserver) as admin:
         await admin.create_topic(TOPIC, 2)

@@ -37,7 +37,7 @@ from tools.dashboards.internals import SPARK
 from tools.dashboards.panels import Dashboard, Panel
 from tools.docs.metric_families import families
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
 
 FLIGHTS, PACE = 4_000, 150
 """The demo then takes some 20 s, in which everything is scraped four times."""
@@ -120,7 +120,6 @@ async def _counted(prometheus: Prometheus, published: int) -> tuple[float, float
         await asyncio.sleep(0.5)
 
 
-@pytest.mark.long
 def test_demo_has_its_usual_result(record: DemoRecord) -> None:
     assert record.result.ok
     assert record.result.handovers >= 8

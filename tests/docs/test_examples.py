@@ -39,6 +39,7 @@ def page_at(path: str) -> Page:
     return Page(Path(path), (ROOT / path).read_text())
 
 
+@pytest.mark.long
 async def test_programs_of_readme_and_tutorial_run(tmp_path: Path) -> None:
     page = page_at("docs/tutorial/first-cluster.md")
     programs = [*page.blocks("python"), *page_at("README.md").blocks("python")]

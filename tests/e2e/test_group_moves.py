@@ -57,6 +57,7 @@ async def tokens(admin: Admin) -> dict[tuple[str, int], int]:
     }
 
 
+@pytest.mark.long
 async def test_group_is_moved_under_load_while_services_are_killed(tmp_path: Path) -> None:
     async with local_cluster(tmp_path, offsets_sets=2) as cluster:
         traffic = NumberedTraffic(cluster.nameserver)

@@ -294,6 +294,7 @@ async def test_join_and_leave_write_less_than_2_kib_whatever_the_size_of_the_gro
         assert session.last_bytes < 2_048
 
 
+@pytest.mark.long
 async def test_members_that_join_and_leave_a_large_group_do_not_fill_etcd(small_etcd: str) -> None:
     """300 members, of which one joins and leaves 100 times: the whole records have 5 MB."""
     async with counted_store(small_etcd, "counted") as (session, store):

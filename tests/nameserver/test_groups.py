@@ -12,6 +12,7 @@ import asyncio
 from typing import Any
 
 import grpc.aio
+import pytest
 
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
@@ -149,6 +150,7 @@ async def test_single_member_may_change_its_subscription(nameserver: Replica) ->
     assert ids(await nameserver.group("g")) == ["c1", "c2"]
 
 
+@pytest.mark.long
 async def test_expiry_of_a_silent_member_is_pushed(
     etcd_endpoint: str, cluster: str, nameserver: Replica, etcd: EtcdSession
 ) -> None:
@@ -170,6 +172,7 @@ async def test_expiry_of_a_silent_member_is_pushed(
         assert [stored.key for stored in (await etcd.get_prefix("live/"))[0]] == ["live/g/alive"]
 
 
+@pytest.mark.long
 async def test_any_replica_renews_a_lease_that_another_granted(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession, nameserver: Replica
 ) -> None:
@@ -238,6 +241,7 @@ async def test_concurrent_joins_at_two_replicas_all_succeed(
         await until(both_have_all_members)
 
 
+@pytest.mark.long
 async def test_client_id_of_a_live_process_is_refused_until_it_expires(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession, nameserver: Replica
 ) -> None:

@@ -86,6 +86,7 @@ async def test_member_with_a_broken_session_is_removed_after_the_grace_period(
     assert await etcd.get(etcd.key("live", "g", "dies")) is None
 
 
+@pytest.mark.long
 async def test_member_that_reconnects_to_the_same_replica_is_kept(nameserver: Replica) -> None:
     await nameserver.join("g", "c1")
     await broken(nameserver, "c1")
@@ -95,6 +96,7 @@ async def test_member_that_reconnects_to_the_same_replica_is_kept(nameserver: Re
         assert ids(await nameserver.group("g")) == ["c1"]
 
 
+@pytest.mark.long
 async def test_member_that_reconnects_to_another_replica_and_sends_a_heartbeat_is_kept(
     nameserver: Replica, other: Replica
 ) -> None:
@@ -120,6 +122,7 @@ async def test_late_notice_of_a_broken_session_keeps_a_member_that_uses_another_
     assert ids(await nameserver.group("g")) == ["c1"]
 
 
+@pytest.mark.long
 async def test_member_with_a_second_session_is_kept(nameserver: Replica) -> None:
     await nameserver.join("g", "c1")
     with nameserver.watch_group("g", session="c1") as call:
@@ -129,6 +132,7 @@ async def test_member_with_a_second_session_is_kept(nameserver: Replica) -> None
         assert ids(await nameserver.group("g")) == ["c1"]
 
 
+@pytest.mark.long
 async def test_watch_of_an_observer_is_no_session(nameserver: Replica) -> None:
     await nameserver.join("g", "c1")
     await broken(nameserver, "c1", as_member=False)

@@ -234,6 +234,7 @@ async def test_member_with_a_staged_subscription_stays_by_its_heartbeats(
     assert (again.verdict, again.group) == (pb.SUBSCRIPTION_VERDICT_STAGED, waiting.group)
 
 
+@pytest.mark.long
 async def test_refused_client_is_shown_until_its_heartbeats_stop(
     etcd_endpoint: str, cluster: str, nameserver: Replica
 ) -> None:

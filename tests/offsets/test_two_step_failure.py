@@ -40,6 +40,7 @@ async def successor(scene: ReplicaSet, first: Replica) -> Replica:
     return leaders[0]
 
 
+@pytest.mark.long
 async def test_survivors_serve_after_a_cut_off_leader_has_crashed(scene: ReplicaSet) -> None:
     first = await cut_off_leader(scene)
 

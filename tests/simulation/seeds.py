@@ -16,7 +16,7 @@ from tests.simulation.options import RunOptions
 class SimSettings(Settings):
     """Settings of the simulation, read from the environment."""
 
-    seeds: int = Field(60, ge=1)
+    seeds: int = Field(40, ge=1)
     """Number of runs with faults; `make long` has 200."""
     first_seed: int = Field(1, ge=0)
     """First seed."""

@@ -160,6 +160,7 @@ async def test_elected_node_that_cannot_record_its_epoch_resigns_for_another(
     assert await second.bodies() == numbers(3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("calls", "number"), [(REPLACE, errno.ENOSPC), (CREATE, errno.EIO), (REPLACE, errno.EIO)]
 )

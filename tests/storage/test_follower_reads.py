@@ -337,6 +337,7 @@ async def test_reader_tries_the_leader_and_then_each_node_in_turn(
     assert leader.name in readers
 
 
+@pytest.mark.long
 async def test_messages_are_queried_at_a_follower_while_there_is_no_leader(
     scene: Scene, etcd_endpoint: str
 ) -> None:

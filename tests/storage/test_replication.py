@@ -439,6 +439,7 @@ async def test_node_that_loses_safe_messages_during_its_election_resigns(
     await scene.wait_equal(*others(scene, leader))
 
 
+@pytest.mark.long
 async def test_follower_adopts_no_epoch_whose_earlier_log_it_lacks(scene: Scene) -> None:
     """Otherwise it could be elected as a node that has everything."""
     first = await three(scene)

@@ -69,6 +69,7 @@ async def test_segments_go_to_s3_and_come_back(
         assert await pulled(node) == expected
 
 
+@pytest.mark.long
 async def test_segments_stay_local_while_s3_does_not_answer(
     etcd_endpoint: str, tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ async def crash_leader(scene: Scene) -> Replica:
     return after
 
 
+@pytest.mark.long
 async def test_next_leader_has_the_open_transactions_and_the_ends(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
