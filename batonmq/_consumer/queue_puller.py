@@ -223,9 +223,10 @@ class QueuePuller:
             return
         queue.flow = self._flow_reason(progress)
         self._ask_for_room()
-        if credit.offer(*self._room(progress), idle=not queue.buffer.ready):
+        queues = session.budget.waiting_count
+        if credit.offer(*self._room(progress), idle=not queue.buffer.ready, queues=queues):
             delivery.raise_credit(*self._state(progress, credit))
-        queue.credit_due_at = credit.due_at(session.limits.messages_max)
+        queue.credit_due_at = credit.due_at(queues)
 
     def _ask_for_room(self) -> None:
         session, queue = self._session, self._queue

@@ -6,11 +6,13 @@ from __future__ import annotations
 class DeliveryCredit:
     """The credit of one delivery; limits count from its start and never fall.
 
-    More credit is given in steps of half a window, so that a handler that takes one message after
-    the other does not cause a call for each.
+    More credit is given when half of the window is free, so that a handler that takes one message
+    after the other does not cause a call for each. While messages of other queues wait as well, the
+    node gets it later, and sends more at once: about one window of messages of all queues together
+    keeps the handlers busy until they arrive.
 
     Args:
-        messages_window: Messages that may wait in the client.
+        messages_window: Messages of the queue that may wait in the client.
 
     Attributes:
         number: Number of the newest credit; 0 before the first.
@@ -18,7 +20,7 @@ class DeliveryCredit:
     """
 
     def __init__(self, messages_window: int) -> None:
-        self._messages_step = max(1, messages_window // 2)
+        self._window = messages_window
         self.number = self.messages_limit = self.bytes_limit = 0
         self._messages_received = self._bytes_received = 0
 
@@ -31,19 +33,20 @@ class DeliveryCredit:
         """Note what the node has sent since the start, as its newest frame says."""
         self._messages_received, self._bytes_received = messages_sent, bytes_sent
 
-    def offer(self, messages_room: int, bytes_room: int, *, idle: bool) -> bool:
+    def offer(self, messages_room: int, bytes_room: int, *, idle: bool, queues: int = 1) -> bool:
         """Raise the limits if it is worth a call; return whether they were raised.
 
         Args:
             messages_room: Messages that the client has room for, without those that wait.
             bytes_room: Bytes that it has room for; 0 if it has to wait for room.
             idle: Whether no message waits for a handler, so that any credit is worth a call.
+            queues: Queues of the client with messages that wait.
         """
         messages = max(self.messages_limit, self._messages_received + messages_room)
         size = max(self.bytes_limit, self._bytes_received + bytes_room)
         more_messages, more_bytes = messages - self.messages_limit, size - self.bytes_limit
         due = (
-            more_messages >= self._messages_step
+            more_messages >= self._step(queues)
             or 2 * more_bytes >= bytes_room > 0
             or (idle and self.messages_left <= 0 < more_messages)
         )
@@ -53,6 +56,9 @@ class DeliveryCredit:
         self.messages_limit, self.bytes_limit = messages, size
         return True
 
-    def due_at(self, messages_max: int) -> int:
+    def due_at(self, queues: int = 1) -> int:
         """Return the number of waiting messages at which more credit is worth a call."""
-        return messages_max - self.messages_left - self._messages_step
+        return self._window - self.messages_left - self._step(queues)
+
+    def _step(self, queues: int) -> int:
+        return max(1, self._window - self._window // max(2, queues))

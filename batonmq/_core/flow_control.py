@@ -22,11 +22,16 @@ class ByteBudget:
     At the limit, a queue without waiting messages may still fetch its share: a handler that hangs
     must not stop the other queues. So at most the limit and one share per queue wait, and as much
     again may be in flight when all queues are fetched at once.
+
+    Attributes:
+        total: Bytes that wait.
+        queue_count: Queues that are read.
+        waiting_count: Queues with messages that wait.
     """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
-        self.total = self.queue_count = 0
+        self.total = self.queue_count = self.waiting_count = 0
 
     def share(self) -> int:
         """Return the bytes that one queue may fetch at once, at least 1."""
@@ -54,6 +59,7 @@ class QueueBytes:
 
     def add(self, count: int) -> None:
         """Count bytes that arrived."""
+        self._budget.waiting_count += self.waiting == 0 < count
         self.waiting += count
         self._budget.total += count
 
@@ -62,6 +68,7 @@ class QueueBytes:
         budget = self._budget
         before, budget.total = budget.total, budget.total - count
         self.waiting -= count
+        budget.waiting_count -= self.waiting == 0 < count
         return 2 * budget.total <= budget.bytes_max < 2 * before
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from batonmq._core.delivery_credit import DeliveryCredit
 
 WINDOW, BYTES = 100, 1_000
@@ -60,7 +62,7 @@ def test_bytes_alone_are_a_reason_for_more_credit() -> None:
 def test_credit_is_due_when_half_a_window_was_taken() -> None:
     credit = begun()
     credit.receive(60, 10)  # 40 messages are left
-    assert credit.due_at(WINDOW) == 10
+    assert credit.due_at() == 10
     assert not credit.offer(WINDOW - 11, 0, idle=False)
     assert credit.offer(WINDOW - 10, 0, idle=False)
 
@@ -72,6 +74,24 @@ def test_client_that_takes_one_message_at_a_time_sends_few_credits() -> None:
         sent, waiting = credit.messages_limit, waiting + credit.messages_limit - sent
         credit.receive(sent, 0)
         waiting -= 1
-        if waiting <= credit.due_at(WINDOW):
+        if waiting <= credit.due_at():
             credit.offer(WINDOW - waiting, 0, idle=not waiting)
     assert 150 <= credit.number <= 201
+
+
+@pytest.mark.parametrize(
+    ("queues", "waiting"), [(0, 50), (1, 50), (2, 50), (4, 25), (10, 10), (1_000, 0)]
+)
+def test_credit_is_due_later_while_other_queues_have_messages(queues: int, waiting: int) -> None:
+    credit = begun()
+    credit.receive(WINDOW, 10)
+    assert credit.due_at(queues) == waiting
+    assert not credit.offer(WINDOW - waiting - 1, 0, idle=False, queues=queues)
+    assert credit.offer(WINDOW - waiting, 0, idle=False, queues=queues)
+
+
+def test_queue_without_messages_gets_credit_whatever_others_have() -> None:
+    credit = begun()
+    credit.receive(WINDOW, 10)
+    assert not credit.offer(60, 0, idle=False, queues=4)
+    assert credit.offer(60, 0, idle=True, queues=4)

@@ -71,3 +71,21 @@ def test_queue_that_leaves_frees_its_bytes(full: TwoQueues) -> None:
     for _ in range(2):
         full.a.leave()
         assert (full.budget.total, full.budget.queue_count) == (7, 1)
+
+
+def test_queues_with_waiting_messages_are_counted(full: TwoQueues) -> None:
+    counts = [full.budget.waiting_count]
+    for change in (
+        lambda: full.b.add(0),  # all messages of a fetch were filtered
+        lambda: full.b.add(3),
+        lambda: full.b.add(2),
+        lambda: full.b.remove(4),
+        lambda: full.b.remove(0),
+        lambda: full.b.remove(1),
+        lambda: full.b.remove(0),
+        full.a.leave,
+        full.a.leave,
+    ):
+        change()
+        counts.append(full.budget.waiting_count)
+    assert counts == [1, 1, 2, 2, 2, 2, 1, 1, 0, 0]
