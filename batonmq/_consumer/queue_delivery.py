@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._consumer.delivery_streams import DeliveryStream, OpenDelivery
 from batonmq._core.delivery_credit import DeliveryCredit
 from batonmq._core.queue_progress import Acks
-from batonmq.errors import BatonError
+from batonmq._core.records import read_header
+from batonmq.errors import BadBatch, BatonError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class QueueDelivery:
         self.error: BatonError | None = None
         self.ended = self.silent = False
         self._statements: deque[Statement] = deque()
+        self._last_batch = b""
         self._open: OpenDelivery | None = None
 
     def begin(
@@ -62,7 +64,7 @@ class QueueDelivery:
     ) -> None:
         """Begin the delivery with its first credit."""
         self._statements.append(statement)
-        start = pb.DeliveryStart(pull=pull, credit=credit)
+        start = pb.DeliveryStart(pull=pull, credit=credit, keeps_last_batch=True)
         self._open = self._stream.start(start, on_frame, self.fail)
 
     def raise_credit(self, credit: pb.DeliveryCredit, statement: Statement) -> None:
@@ -82,6 +84,25 @@ class QueueDelivery:
         while len(statements) > 1 and statements[1].number <= frame.credit_number:
             acks = statements.popleft().acks or acks
         return statements[0], statements[0].acks or acks
+
+    def batches(self, frame: pb.DeliveryFrame) -> Sequence[bytes]:
+        """Return the batches of a frame; call it for each one.
+
+        A batch that goes on in the next frame is kept, because that frame does not repeat it.
+
+        Raises:
+            BadBatch: The last batch is damaged, or the frame continues one that was not sent.
+        """
+        batches: Sequence[bytes] = frame.messages.batches
+        if frame.continues_batch:
+            if not self._last_batch:
+                raise BadBatch("the frame continues a batch that was not sent")
+            batches = (self._last_batch, *batches)
+        if batches:
+            last = batches[-1]
+            goes_on = read_header(last).next_offset > frame.messages.next_offset
+            self._last_batch = last if goes_on else b""
+        return batches
 
     def end(self) -> None:
         """End the delivery: use no more frames, and begin another one."""

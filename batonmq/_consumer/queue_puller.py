@@ -170,6 +170,11 @@ class QueuePuller:
         session, queue, answer = self._session, self._queue, frame.messages
         if delivery.ended or queue.progress is not progress:
             return
+        try:
+            batches = delivery.batches(frame)
+        except BatonError as error:
+            delivery.fail(error)
+            return
         self._failures = 0
         self._note_readable(None)
         statement, acks = delivery.receive(frame)
@@ -203,7 +208,7 @@ class QueuePuller:
             )
         queue.received(statement.sent_ms)
         try:
-            self._receive(progress, answer)
+            self._receive(progress, answer, batches)
         except BatonError as error:
             delivery.fail(error)
             return
@@ -278,7 +283,9 @@ class QueuePuller:
             flagged = sum(map(progress.is_redelivered, offsets))
         metrics.received(self._queue.ref.topic, count, flagged)
 
-    def _receive(self, progress: QueueProgress, answer: pb.PullResponse) -> None:
+    def _receive(
+        self, progress: QueueProgress, answer: pb.PullResponse, batches: Sequence[bytes]
+    ) -> None:
         session, queue = self._session, self._queue
         progress.note_maybe_seen(ranges_from_pb(answer.redelivered))
         delivery = Delivery(
@@ -290,7 +297,7 @@ class QueuePuller:
             progress.is_redelivered if progress.has_redelivered else None,
             self._prepare if queue.ref.topic == retry_topic(session.group) else None,
         )
-        runs = list(delivery.runs(answer.batches))
+        runs = list(delivery.runs(batches))
         wanted = list(chain.from_iterable(run.ranges for run in runs))
         progress.receive(answer.next_offset, wanted)
         for run in runs:

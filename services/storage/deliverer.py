@@ -196,14 +196,16 @@ class Deliverer:
         answer.queue_first_offset = visible.first_offset
         answer.queue_next_offset = visible.next_offset
         answer.progress_taken = verdict is not None and pull.progress is not None
-        answer.next_node_id = self._parts.role.next_read_node(self._behind_bytes(reading))
+        answer.next_node_id = self._parts.role.next_read_node(self._behind_bytes(pull, reading))
         return answer
 
-    def _behind_bytes(self, reading: ReadResult | None) -> int:
+    def _behind_bytes(self, pull: ParsedPull, reading: ReadResult | None) -> int:
         """Return how many bytes of the log are newer than the delivered batches."""
-        if reading is None or not reading.batches:
+        if reading is None or not (reading.batches or reading.continues_batch):
             return 0
-        return self._store.readable_position - read_header(reading.batches[-1]).position
+        if reading.batches:
+            return self._store.readable_position - read_header(reading.batches[-1]).position
+        return self._store.readable_position - pull.spec.kept_position
 
     def _count(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc.aio
 
@@ -18,6 +18,7 @@ from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.aio import wait_until
 from batonmq._common.rpc import error_to_pb
+from batonmq._core.records import read_header
 from batonmq.errors import BatonError, InvalidArgument, Overloaded
 from batonmq_server.runtime.access.rules import queue_permissions
 from batonmq_server.runtime.call_tasks import CallTasks
@@ -42,6 +43,16 @@ SILENCE_MS_MAX = 5_000
 HOLD_ALIGNMENT_MS = 1_000
 """Deliveries without messages send their frames at multiples of this time, so that they share
 responses."""
+
+
+class LastBatch(NamedTuple):
+    """The batch that a delivery has sent last."""
+
+    position: int
+    next_offset: int
+
+
+NO_BATCH = LastBatch(-1, -1)
 
 
 class DeliveryStreams:
@@ -97,6 +108,9 @@ class DeliveryStreams:
 class _Delivery:
     """One queue that is delivered: where it continues, and its credit.
 
+    Args:
+        keeps_last_batch: Whether the caller keeps the last batch of a frame that ends within it.
+
     Attributes:
         queue: The queue, for the check of its permission.
         advance: What offsets has recorded in advance.
@@ -110,8 +124,12 @@ class _Delivery:
         pull: ParsedPull,
         credit: ParsedCredit,
         advance: DeliveryAdvance,
+        *,
+        keeps_last_batch: bool = False,
     ) -> None:
         self.queue, self._credit, self.advance = queue, credit, advance
+        self._keeps_last_batch = keeps_last_batch
+        self._last_batch = NO_BATCH
         self._pull = replace(pull, advance=advance)
         self._stated = self._named = 0
         self.messages_sent = self.bytes_sent = self.credit_number = 0
@@ -149,17 +167,30 @@ class _Delivery:
             limit = min(limit, bytes_max)
         return replace(
             pull,
-            spec=replace(spec, messages_max=max(1, messages_max), bytes_max=max(1, limit)),
+            spec=replace(
+                spec,
+                messages_max=max(1, messages_max),
+                bytes_max=max(1, limit),
+                kept_position=self._kept_position(spec.offset),
+            ),
             offsets_epoch=credit.offsets_epoch,
             offsets_set=credit.offsets_set,
             progress=credit.progress if credit.number > self._stated else None,
             received_offset=credit.received_offset,
         )
 
+    def _kept_position(self, offset: int) -> int:
+        """Return the position of the batch with `offset` if the caller still has it, else -1."""
+        last = self._last_batch
+        return last.position if self._keeps_last_batch and offset < last.next_offset else -1
+
     def sent(
         self, answer: pb.PullResponse, message_count: int, byte_count: int, *, recorded: bool
     ) -> None:
         """Note that a frame with `answer` is sent; `recorded` if its record was just made."""
+        if answer.batches:
+            header = read_header(answer.batches[-1])
+            self._last_batch = LastBatch(header.position, header.next_offset)
         if answer.progress_taken:
             self._stated = self._named
         if recorded:
@@ -286,7 +317,11 @@ class _DeliveryStream:
             )
         self._owner.count += 1
         delivery = self._deliveries[number] = _Delivery(
-            start.pull.queue, pull, credit, self._owner.new_advance(pull.owner)
+            start.pull.queue,
+            pull,
+            credit,
+            self._owner.new_advance(pull.owner),
+            keeps_last_batch=start.keeps_last_batch,
         )
         delivery.task = self._owner.tasks.spawn(self._run(number, delivery, pull.hold_ms))
 
@@ -341,6 +376,7 @@ class _DeliveryStream:
         frame, byte_count, message_count = frames[0], 0, 0
         if reading is not None:
             byte_count, message_count = sum(map(len, reading.batches)), reading.message_count
+            frame.continues_batch = reading.continues_batch
         recorded = reading is not None and not delivery.advance.covered
         delivery.sent(answer, message_count, byte_count, recorded=recorded)
         access.charge_read(byte_count)

@@ -44,13 +44,19 @@ class Stream:
         await self._call.write(pb.DeliverRequest(commands=commands))
 
     async def start(
-        self, number: int = 1, *, messages: int = 1_000, bytes_limit: int = 1 << 20, **fields: Any
+        self,
+        number: int = 1,
+        *,
+        messages: int = 1_000,
+        bytes_limit: int = 1 << 20,
+        keeps_last_batch: bool = False,
+        **fields: Any,
     ) -> None:
         """Begin a delivery of `pull_request(**fields)`."""
         self._numbers[number] = 1
         limits = pb.DeliveryCredit(number=1, messages_limit=messages, bytes_limit=bytes_limit)
         pull = pull_request(**({"hold_ms": TIMEOUT_S * 1_000} | fields))
-        start = pb.DeliveryStart(pull=pull, credit=limits)
+        start = pb.DeliveryStart(pull=pull, credit=limits, keeps_last_batch=keeps_last_batch)
         await self.command(pb.DeliveryCommand(delivery_id=number, start=start))
 
     async def raise_credit(self, number: int = 1, *, messages: int, **fields: Any) -> None:
@@ -155,6 +161,55 @@ async def test_node_sends_no_more_than_its_credit(etcd_endpoint: str, tmp_path: 
         await stream.raise_credit(messages=18)
         last = await stream.frame()
         assert (last.messages_sent, last.messages.next_offset, last.credit_number) == (18, 18, 2)
+
+
+@pytest.mark.parametrize("keeps_last_batch", [True, False])
+async def test_batch_is_not_repeated_for_a_caller_that_keeps_it(
+    etcd_endpoint: str, tmp_path: Path, keeps_last_batch: bool
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await node.append(*(batch(*[b"%d" % number] * 10) for number in range(3)))
+        await stream.start(messages_max=4, keeps_last_batch=keeps_last_batch)
+        frames = [await stream.frame() for _ in range(8)]
+        assert [one.messages.next_offset for one in frames] == [4, 8, 12, 16, 20, 24, 28, 30]
+        assert frames[-1].messages_sent == 30
+        sent = [[_bodies(raw)[0] for raw in one.messages.batches] for one in frames]
+        if keeps_last_batch:
+            assert sent == [[b"0"], [], [b"1"], [], [], [b"2"], [], []]
+            assert [one.continues_batch for one in frames] == [
+                bool(n not in (0, 5)) for n in range(8)
+            ]
+        else:
+            assert sent == [
+                [b"0"], [b"0"], [b"0", b"1"], [b"1"], [b"1"], [b"2"], [b"2"], [b"2"],
+            ]  # fmt: skip
+            assert not any(one.continues_batch for one in frames)
+        size = sum(len(raw) for one in frames for raw in one.messages.batches)
+        assert frames[-1].bytes_sent == size
+
+
+async def test_kept_batch_takes_no_room_in_a_frame(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        both = [batch(*[b"x"] * 10) for _ in range(2)]
+        await node.append(*both)
+        await stream.start(
+            messages_max=15, bytes_max=len(both[0]) + 10, messages=4, keeps_last_batch=True
+        )
+        assert (await stream.frame()).messages.next_offset == 4
+        await stream.raise_credit(messages=20)
+        rest = await stream.frame()
+        assert (rest.messages.next_offset, rest.continues_batch) == (19, True)
+        assert len(rest.messages.batches) == 1
+
+
+async def test_new_delivery_begins_with_a_whole_batch(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await node.append(batch(*[b"x"] * 10))
+        await stream.start(1, messages=4, keeps_last_batch=True)
+        assert (await stream.frame(1)).messages.next_offset == 4
+        await stream.start(2, messages=4, keeps_last_batch=True, offset=4)
+        frame = await stream.frame(2)
+        assert (len(frame.messages.batches), frame.continues_batch) == (1, False)
 
 
 async def test_frame_is_not_sent_before_it_is_recorded(etcd_endpoint: str, tmp_path: Path) -> None:
@@ -310,7 +365,8 @@ async def test_client_that_does_not_read_stops_its_deliveries(
     etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delivery_streams, "UNSENT_BYTES_MAX", 100_000)
-    count, credit = 400, {"messages": 1 << 40, "bytes_limit": 1 << 60, "messages_max": 1}
+    count = 400
+    credit: dict[str, Any] = {"messages": 1 << 40, "bytes_limit": 1 << 60, "messages_max": 1}
     async with (
         running_node(etcd_endpoint, tmp_path) as node,
         streaming(node) as unread,

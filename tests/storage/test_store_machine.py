@@ -202,20 +202,31 @@ class StoreMachine(RuleBasedStateMachine):
         tags=st.one_of(st.none(), st.frozensets(st.sampled_from(TAGS[1:]), min_size=1)),
         bytes_max=st.integers(1, 600),
         messages_max=st.integers(1, 6),
+        keeps_last_batch=st.booleans(),
     )
     def pull_everything(
-        self, queue_id: int, tags: frozenset[str] | None, bytes_max: int, messages_max: int
+        self,
+        queue_id: int,
+        tags: frozenset[str] | None,
+        bytes_max: int,
+        messages_max: int,
+        keeps_last_batch: bool = True,
     ) -> None:
         hashes = None if tags is None else frozenset(map(tag_hash, tags))
         offset, served, lost = 0, [], 0
+        last, kept_position = b"", -1
         while True:
-            spec = ReadSpec(offset, bytes_max, messages_max, HashFilter(hashes))
+            spec = ReadSpec(offset, bytes_max, messages_max, HashFilter(hashes), kept_position)
             reading = self.store.pull((TOPIC_ID, queue_id), spec)
             if reading is None:
                 break
             assert offset < reading.next_offset
             assert len(reading.batches) <= 1 or sum(map(len, reading.batches)) <= bytes_max
-            delivered = list(_delivered(reading.batches, range(offset, reading.next_offset), tags))
+            batches = [last] * reading.continues_batch + reading.batches
+            delivered = list(_delivered(batches, range(offset, reading.next_offset), tags))
+            if batches and keeps_last_batch:
+                last = batches[-1]
+                kept_position = read_header(last).position
             assert len(delivered) == reading.message_count <= messages_max
             scanned = reading.next_offset - offset - reading.lost_count
             assert reading.filtered_count == scanned - len(delivered)

@@ -40,12 +40,14 @@ class ReadSpec:
         offset: First offset to read.
         bytes_max: Approximate maximum of bytes; the first batch always fits.
         messages_max: Maximum number of messages that pass the filter.
+        kept_position: Position of the batch that the caller still has; -1 for none.
     """
 
     offset: int
     bytes_max: int
     messages_max: int
     filter: HashFilter | SqlFilter
+    kept_position: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class ReadResult:
         filtered_count: Messages in [offset, next_offset) that do not pass it.
         lost_count: Messages in [offset, next_offset) that retention has removed.
         kept: Messages that pass, as indexes from the first one not lost; None if all pass.
+        continues_batch: Whether the first messages are in the batch that the caller still has, so
+            that `batches` begins with the one after it.
     """
 
     batches: list[bytes]
@@ -67,6 +71,7 @@ class ReadResult:
     filtered_count: int
     lost_count: int = 0
     kept: Int64Array | None = field(default=None, compare=False)
+    continues_batch: bool = False
 
 
 class QueueReader:
@@ -100,8 +105,11 @@ class QueueReader:
         if isinstance(spec.filter, SqlFilter):
             count = self._readable_count(entries)
             return self._find(key, _first(entries, count), spec, spec.filter)
+        bytes_max = spec.bytes_max
+        if entries.positions[0] == spec.kept_position:
+            bytes_max += int(entries.sizes[0])
         selection = select(
-            entries, spec.filter, bytes_max=spec.bytes_max, messages_max=spec.messages_max
+            entries, spec.filter, bytes_max=bytes_max, messages_max=spec.messages_max
         )
         count = self._log.readable_count(selection.positions, selection.sizes)
         if 0 < count < len(selection.positions):
@@ -109,15 +117,20 @@ class QueueReader:
             selection = select(
                 _first(entries, int(before)),
                 spec.filter,
-                bytes_max=spec.bytes_max,
+                bytes_max=bytes_max,
                 messages_max=spec.messages_max,
             )
+        positions, sizes = selection.positions, selection.sizes
+        continues_batch = positions[:1] == [spec.kept_position]
+        if continues_batch:
+            positions, sizes = positions[1:], sizes[1:]
         return ReadResult(
-            list(self._read_batches(key, selection.positions, selection.sizes)),
+            list(self._read_batches(key, positions, sizes)),
             spec.offset + selection.scanned_count,
             selection.kept_count,
             selection.scanned_count - selection.kept_count,
             kept=selection.kept,
+            continues_batch=continues_batch,
         )
 
     def _read_section(

@@ -476,6 +476,11 @@ class DeliveryStart(_message.Message):
 
     PULL_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
+    KEEPS_LAST_BATCH_FIELD_NUMBER: _builtins.int
+    keeps_last_batch: _builtins.bool
+    """Whether the caller keeps the last batch of a frame that ends within it. The next frame then does not
+    repeat that batch: see `continues_batch`.
+    """
     @_builtins.property
     def pull(self) -> Global___PullRequest:
         """Queue, first offset, token and filter. `bytes_max` and `messages_max` limit one frame; `hold_ms` of
@@ -492,10 +497,11 @@ class DeliveryStart(_message.Message):
         *,
         pull: Global___PullRequest | None = ...,
         credit: Global___DeliveryCredit | None = ...,
+        keeps_last_batch: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "pull", b"pull"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "pull", b"pull"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "keeps_last_batch", b"keeps_last_batch", "pull", b"pull"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -611,6 +617,7 @@ class DeliveryFrame(_message.Message):
     MESSAGES_SENT_FIELD_NUMBER: _builtins.int
     BYTES_SENT_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    CONTINUES_BATCH_FIELD_NUMBER: _builtins.int
     delivery_id: _builtins.int
     """Delivery that the frame belongs to."""
     credit_number: _builtins.int
@@ -624,6 +631,10 @@ class DeliveryFrame(_message.Message):
     last: _builtins.bool
     """Whether this is the last frame of the delivery: the caller continues at the node that
     `next_node_id` names.
+    """
+    continues_batch: _builtins.bool
+    """The first messages are in the last batch that the delivery has sent, which ends beyond the frame
+    before. `messages.batches` has only the batches that follow.
     """
     @_builtins.property
     def messages(self) -> Global___PullResponse:
@@ -643,10 +654,11 @@ class DeliveryFrame(_message.Message):
         messages_sent: _builtins.int = ...,
         bytes_sent: _builtins.int = ...,
         last: _builtins.bool = ...,
+        continues_batch: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "error", b"error", "messages", b"messages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "content", b"content", "credit_number", b"credit_number", "delivery_id", b"delivery_id", "error", b"error", "last", b"last", "messages", b"messages", "messages_sent", b"messages_sent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "content", b"content", "continues_batch", b"continues_batch", "credit_number", b"credit_number", "delivery_id", b"delivery_id", "error", b"error", "last", b"last", "messages", b"messages", "messages_sent", b"messages_sent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["messages", "error"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
