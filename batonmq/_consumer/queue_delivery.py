@@ -52,7 +52,7 @@ class QueueDelivery:
         self.error: BatonError | None = None
         self.ended = self.silent = False
         self._statements: deque[Statement] = deque()
-        self._last_batch = b""
+        self._last_batch, self._last_end = b"", 0
         self._open: OpenDelivery | None = None
 
     def begin(
@@ -93,15 +93,17 @@ class QueueDelivery:
         Raises:
             BadBatch: The last batch is damaged, or the frame continues one that was not sent.
         """
-        batches: Sequence[bytes] = frame.messages.batches
+        batches = list(frame.messages.batches)
+        if batches:
+            last, end = batches[-1], read_header(batches[-1]).next_offset
+        else:
+            last, end = self._last_batch, self._last_end
         if frame.continues_batch:
             if not self._last_batch:
                 raise BadBatch("the frame continues a batch that was not sent")
-            batches = (self._last_batch, *batches)
-        if batches:
-            last = batches[-1]
-            goes_on = read_header(last).next_offset > frame.messages.next_offset
-            self._last_batch = last if goes_on else b""
+            batches.insert(0, self._last_batch)
+        goes_on = frame.messages.next_offset < end
+        self._last_batch, self._last_end = (last, end) if goes_on else (b"", 0)
         return batches
 
     def end(self) -> None:

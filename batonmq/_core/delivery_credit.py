@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+QUEUES_MAX = 8
+"""More queues with messages do not make credit later."""
+
 
 class DeliveryCredit:
     """The credit of one delivery; limits count from its start and never fall.
@@ -9,7 +12,8 @@ class DeliveryCredit:
     More credit is given when half of the window is free, so that a handler that takes one message
     after the other does not cause a call for each. While messages of other queues wait as well, the
     node gets it later, and sends more at once: about one window of messages of all queues together
-    keeps the handlers busy until they arrive.
+    keeps the handlers busy until they arrive. The others may be paused or have slow handlers, so a
+    part of the window is left in any case.
 
     Args:
         messages_window: Messages of the queue that may wait in the client.
@@ -61,4 +65,5 @@ class DeliveryCredit:
         return self._window - self.messages_left - self._step(queues)
 
     def _step(self, queues: int) -> int:
-        return max(1, self._window - self._window // max(2, queues))
+        waiting = self._window // min(max(2, queues), QUEUES_MAX)
+        return max(1, self._window - waiting)

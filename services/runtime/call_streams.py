@@ -77,7 +77,7 @@ class _CallStream:
         self._room = asyncio.Semaphore(CALLS_MAX)
         self._replies: list[pb.Reply] = []
         self._changed = asyncio.Event()
-        self._calls = 0
+        self._calls = 0  # that have come and have no reply
         self._closing: BatonError | None = None
         self._told = self._ended = False
         self._failure: Exception | None = None
@@ -146,9 +146,9 @@ class _CallStream:
         try:
             async for request in requests:
                 arrived_s = asyncio.get_running_loop().time()
+                self._calls += len(request.calls)
                 for call in request.calls:
                     await self._room.acquire()
-                    self._calls += 1
                     self._spawn(self._answer(call, arrived_s))
         except Exception as error:  # noqa: BLE001  it ends the stream
             self._end(error)

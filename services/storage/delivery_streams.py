@@ -36,6 +36,8 @@ DELIVERIES_MAX = 10_000
 """Deliveries of one stream, at most."""
 RESPONSE_BYTES_MAX = 4 * 1024 * 1024
 """A response with more bytes of batches gets no more frames."""
+FRAME_BYTES = 1024
+"""What a frame counts beside its batches: more than it has."""
 UNSENT_BYTES_MAX = 16 * 1024 * 1024
 """While a stream has more bytes that its client does not take, its deliveries wait."""
 SILENCE_MS_MAX = 5_000
@@ -380,14 +382,16 @@ class _DeliveryStream:
         recorded = reading is not None and not delivery.advance.covered
         delivery.sent(answer, message_count, byte_count, recorded=recorded)
         access.charge_read(byte_count)
-        self._bytes += byte_count
-        self._unsent_bytes += byte_count
+        self._bytes += FRAME_BYTES + byte_count
+        self._unsent_bytes += FRAME_BYTES + byte_count
         if self._unsent_bytes > UNSENT_BYTES_MAX:
             self._taken.clear()
         frame.credit_number = delivery.credit_number
         frame.messages_sent, frame.bytes_sent = delivery.messages_sent, delivery.bytes_sent
-        frame.last = deliverer.names_another_node(answer.next_node_id)
-        return not frame.last
+        frame.last = last = deliverer.names_another_node(answer.next_node_id)
+        if not byte_count:
+            await asyncio.sleep(0)  # nothing else may have been waited for
+        return not last
 
     def _put_error(self, number: int, error: BatonError) -> None:
         self._new_frame(number).error.CopyFrom(error_to_pb(error))

@@ -444,6 +444,25 @@ async def test_stream_that_closes_answers_every_call_and_ends_when_its_client_en
         assert await stream.call.code() is grpc.StatusCode.OK
 
 
+async def test_calls_that_wait_for_a_slot_have_replies_though_the_time_to_close_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call_streams, "CALLS_MAX", 1)
+    monkeypatch.setattr(call_streams, "CLOSING_S", 0.0)
+    async with scene() as (server, client):
+        stream = RawStream(client.channel)
+        calls = [call_of(1, "waits"), *(call_of(number) for number in range(2, 6))]
+        await stream.call.write(calls_pb.ExchangeRequest(calls=calls))
+        await until(lambda: server.servicer.calls)
+        server.edge.drain()
+        while not (await stream.call.read()).closing:
+            pass
+        server.servicer.proceed.set()
+        replies = [await stream.next() for _ in calls]
+        assert [reply.code for reply in replies] == [0] + [14] * 4
+        assert type((await failure(stream.call.read()))[1]) is NotServing
+
+
 async def test_no_outcome_is_unknown_when_a_process_drains() -> None:
     """Whatever the moment: some calls are on their way when the stream begins to close."""
     for calls_count in range(30):

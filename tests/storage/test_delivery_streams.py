@@ -31,6 +31,7 @@ from batonmq.errors import (
 from batonmq_server.storage import delivery_streams
 from tests.storage.batches import batch
 from tests.storage.running_node import GROUP, TIMEOUT_S, RunningNode, pull_request, running_node
+from tests.storage.test_pull_gates import gate_seen
 
 
 class Stream:
@@ -359,6 +360,26 @@ async def test_deliveries_beyond_the_limit_are_refused(etcd_endpoint: str, tmp_p
         await stream.start(4, queue_id=3)
         await node.append(batch(b"a", queue_id=3))
         assert await stream.bodies(4) == [b"a"]
+
+
+async def test_delivery_of_a_kept_batch_lets_others_go_on(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """Without ownership, a delivery waits for nothing while there is credit."""
+    count = 2_000
+    options: dict[str, Any] = {"messages": count, "messages_max": 1, "keeps_last_batch": True}
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await node.append(*(batch(*[b""] * count, queue_id=queue_id) for queue_id in range(2)))
+        await node.put_gate(ownership=nameserver_pb.OWNERSHIP_OFF)
+        await gate_seen(node, None, token=0)
+        for queue_id in range(2):
+            await stream.start(queue_id, queue_id=queue_id, token=0, **options)
+        ends = [0, 0]
+        while min(ends) < count:
+            for frame in await stream.response():
+                ends[frame.delivery_id] = frame.messages.next_offset
+                assert min(ends) > 0 or max(ends) < count
+        assert ends == [count, count]
 
 
 async def test_client_that_does_not_read_stops_its_deliveries(

@@ -84,7 +84,7 @@ class QueueReader:
         """Read messages from `spec.offset` on; None if there is no message yet.
 
         Batches that are in the object store and not in the cache end the read, unless the first
-        one is such a batch.
+        one is such a batch. The batch that the caller still has is not needed.
 
         Raises:
             OffsetAheadOfLog: the offset is beyond the end of the queue.
@@ -111,7 +111,10 @@ class QueueReader:
         selection = select(
             entries, spec.filter, bytes_max=bytes_max, messages_max=spec.messages_max
         )
-        count = self._log.readable_count(selection.positions, selection.sizes)
+        kept_count = int(selection.positions[:1] == [spec.kept_position])
+        count = kept_count + self._log.readable_count(
+            selection.positions[kept_count:], selection.sizes[kept_count:]
+        )
         if 0 < count < len(selection.positions):
             before = (entries.positions == selection.positions[count]).argmax()
             selection = select(
@@ -120,17 +123,14 @@ class QueueReader:
                 bytes_max=bytes_max,
                 messages_max=spec.messages_max,
             )
-        positions, sizes = selection.positions, selection.sizes
-        continues_batch = positions[:1] == [spec.kept_position]
-        if continues_batch:
-            positions, sizes = positions[1:], sizes[1:]
+        positions, sizes = selection.positions[kept_count:], selection.sizes[kept_count:]
         return ReadResult(
             list(self._read_batches(key, positions, sizes)),
             spec.offset + selection.scanned_count,
             selection.kept_count,
             selection.scanned_count - selection.kept_count,
             kept=selection.kept,
-            continues_batch=continues_batch,
+            continues_batch=kept_count > 0,
         )
 
     def _read_section(

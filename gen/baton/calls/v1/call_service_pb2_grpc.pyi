@@ -47,10 +47,10 @@ class CallServiceStub:
 
     If the stream breaks, it is unknown which of the calls without a reply have taken effect, as if each
     had lost its connection. So a server says in a response that it is about to close the stream: when it
-    stops, and when the caller is no longer authenticated. It then answers all calls that come, refusing
-    new ones with UNAVAILABLE (NOT_SERVING) or UNAUTHENTICATED. A client opens another stream for its next
-    calls, and ends this one by sending no more; if it does not within a second, the server ends the
-    stream with that status.
+    stops, and when a call shows that the caller is no longer authenticated. It then answers all calls that
+    come, refusing new ones with UNAVAILABLE (NOT_SERVING) or UNAUTHENTICATED. A client opens another
+    stream for its next calls, and ends this one by sending no more; if it does not within a second, the
+    server ends the stream with that status.
 
     Statuses: INVALID_ARGUMENT, UNAUTHENTICATED, UNAVAILABLE (NOT_SERVING). A client of a process
     without this method (UNIMPLEMENTED) makes its calls one by one.
@@ -75,10 +75,10 @@ class CallServiceAsyncStub(CallServiceStub):
 
     If the stream breaks, it is unknown which of the calls without a reply have taken effect, as if each
     had lost its connection. So a server says in a response that it is about to close the stream: when it
-    stops, and when the caller is no longer authenticated. It then answers all calls that come, refusing
-    new ones with UNAVAILABLE (NOT_SERVING) or UNAUTHENTICATED. A client opens another stream for its next
-    calls, and ends this one by sending no more; if it does not within a second, the server ends the
-    stream with that status.
+    stops, and when a call shows that the caller is no longer authenticated. It then answers all calls that
+    come, refusing new ones with UNAVAILABLE (NOT_SERVING) or UNAUTHENTICATED. A client opens another
+    stream for its next calls, and ends this one by sending no more; if it does not within a second, the
+    server ends the stream with that status.
 
     Statuses: INVALID_ARGUMENT, UNAUTHENTICATED, UNAVAILABLE (NOT_SERVING). A client of a process
     without this method (UNIMPLEMENTED) makes its calls one by one.
@@ -106,10 +106,10 @@ class CallServiceServicer(metaclass=_abc_1.ABCMeta):
 
         If the stream breaks, it is unknown which of the calls without a reply have taken effect, as if each
         had lost its connection. So a server says in a response that it is about to close the stream: when it
-        stops, and when the caller is no longer authenticated. It then answers all calls that come, refusing
-        new ones with UNAVAILABLE (NOT_SERVING) or UNAUTHENTICATED. A client opens another stream for its next
-        calls, and ends this one by sending no more; if it does not within a second, the server ends the
-        stream with that status.
+        stops, and when a call shows that the caller is no longer authenticated. It then answers all calls that
+        come, refusing new ones with UNAVAILABLE (NOT_SERVING) or UNAUTHENTICATED. A client opens another
+        stream for its next calls, and ends this one by sending no more; if it does not within a second, the
+        server ends the stream with that status.
 
         Statuses: INVALID_ARGUMENT, UNAUTHENTICATED, UNAVAILABLE (NOT_SERVING). A client of a process
         without this method (UNIMPLEMENTED) makes its calls one by one.
