@@ -108,7 +108,7 @@ e2e: $(SETUP)   ## real processes only, also those that need only an etcd
 	$(PYTEST) -n 3 -m "$(E2E) and not long"
 
 sim: $(SETUP)   ## seeded cluster simulations only
-	$(PYTEST) -n 2 -m sim tests/simulation
+	$(PYTEST) -n 2 -m "sim and not long" tests/simulation
 
 spark: $(SETUP) ## tests of the sources, sinks and jobs of Spark; uses JAVA_HOME or the JVM of a wheel
 	$(PYTEST) -n 2 -m "spark and not long" tests/spark

@@ -87,6 +87,7 @@ def run_baton(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_modules_in_the_users_folder_do_not_break_the_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +245,7 @@ def test_messages_are_found_by_id_key_offset_and_time(cluster: RunningCluster, l
         assert reason in refused.err
 
 
+@pytest.mark.long
 def test_fsck_checks_the_files_of_a_stopped_node(tmp_path: Path) -> None:
     with up(tmp_path / "data") as running:
         running("topic", "create", "t")

@@ -192,6 +192,7 @@ def test_every_command_of_a_runbook_is_run_or_listed_with_a_reason() -> None:
     assert {*RUN_OTHERS, *NOT_RUN} == OTHERS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", [one for one in COMMANDS if one not in (*ENDLESS, ELECT)])
 def test_command_of_a_runbook_works(scene: RunbookScene, command: str) -> None:
     done = scene.cluster(*scene.arguments(command))

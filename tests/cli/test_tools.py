@@ -252,6 +252,7 @@ def test_brokers_and_replication_are_shown(cluster: RunningCluster) -> None:
     assert {row["IN-SYNC"] for row in rows.values()} == {"-"}, "no leader has a follower"
 
 
+@pytest.mark.long
 def test_bundle_has_all_files_and_is_not_overwritten(
     cluster: RunningCluster, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

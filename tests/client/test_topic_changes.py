@@ -54,6 +54,7 @@ async def reading(nameserver: str) -> AsyncIterator[list[bytes]]:
         await task
 
 
+@pytest.mark.long
 async def test_queues_are_added_and_removed_while_messages_flow(tmp_path: Path) -> None:
     settings = {"shrink_interval_ms": 50}
     async with (
@@ -282,6 +283,7 @@ async def test_topic_created_again_shares_nothing_with_the_deleted_one(tmp_path:
         assert min(row.token or 0 for row in rows) >= 3, "tokens continue after a deletion"
 
 
+@pytest.mark.long
 async def test_running_consumer_ends_when_its_topic_is_deleted(
     tmp_path: Path,
 ) -> None:

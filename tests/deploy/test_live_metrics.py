@@ -120,6 +120,7 @@ async def _counted(prometheus: Prometheus, published: int) -> tuple[float, float
         await asyncio.sleep(0.5)
 
 
+@pytest.mark.long
 def test_demo_has_its_usual_result(record: DemoRecord) -> None:
     assert record.result.ok
     assert record.result.handovers >= 8

@@ -90,6 +90,7 @@ async def _committed(admin: Admin) -> dict[tuple[str, int], int]:
     }
 
 
+@pytest.mark.long
 async def test_command_moves_groups(tmp_path: Path) -> None:
     async with local_cluster(tmp_path, offsets_sets=2) as cluster:
 

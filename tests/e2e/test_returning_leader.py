@@ -169,6 +169,7 @@ async def test_no_message_is_lost_when_an_old_storage_leader_returns(tmp_path: P
         await run.leader_fails_and_returns("storage", BROKER)
 
 
+@pytest.mark.long
 async def test_repeated_commit_reaches_the_next_leader(tmp_path: Path) -> None:
     options = ClusterOptions(offsets=3, auto_restart=False)
     async with (

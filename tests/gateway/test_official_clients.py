@@ -175,6 +175,7 @@ async def dead_letters(admin: Admin, nameserver: str) -> AsyncIterator[str]:
             return
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("language", FEATURES)
 async def test_simple_consumer_gives_back_and_gets_again_what_it_did_not_acknowledge(
     tmp_path: Path, language: str

@@ -127,6 +127,7 @@ class Operator:
         return refused.value.message
 
 
+@pytest.mark.long
 async def test_operator_asks_the_client_at_the_gateway_that_has_it(tmp_path: Path) -> None:
     async with (
         local_cluster(tmp_path, gateways=2) as cluster,

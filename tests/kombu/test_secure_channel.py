@@ -82,6 +82,7 @@ def refusals(connection: Connection) -> list[str]:
         return found
 
 
+@pytest.mark.long
 async def test_token_with_the_least_grants_sends_and_receives_over_tls(tmp_path: Path) -> None:
     async with (
         guarded(tmp_path) as cluster,

@@ -72,6 +72,7 @@ async def marked(at: Replica) -> None:
     await removed(at, "marker")
 
 
+@pytest.mark.long
 async def test_member_with_a_broken_session_is_removed_after_the_grace_period(
     nameserver: Replica, other: Replica, etcd: EtcdSession
 ) -> None:
@@ -140,6 +141,7 @@ async def test_watch_of_an_observer_is_no_session(nameserver: Replica) -> None:
     assert ids(await nameserver.group("g")) == ["c1"]
 
 
+@pytest.mark.long
 async def test_broken_session_of_an_earlier_incarnation_keeps_the_member(
     nameserver: Replica,
 ) -> None:

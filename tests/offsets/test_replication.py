@@ -184,6 +184,7 @@ async def test_change_during_the_expiry_of_the_lease_has_an_unknown_outcome(
     assert await committed(await scene.leader()) == 20
 
 
+@pytest.mark.long
 async def test_slow_follower_leaves_the_in_sync_set_before_changes_are_confirmed_without_it(
     scene: ReplicaSet,
 ) -> None:

@@ -77,6 +77,7 @@ async def test_second_write_changes_the_entry_under_the_same_lease(etcd: EtcdSes
     assert (await stored(etcd)).lease_id == lease_id
 
 
+@pytest.mark.long
 async def test_entry_outlives_its_lease_time_while_it_is_refreshed(etcd: EtcdSession) -> None:
     runtime = runtime_of(etcd, lease_ms=4_000)
     await runtime.node_entry.write()

@@ -186,6 +186,7 @@ MUTANTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], bool, set[str]], ...]
 """Each mutant, whether its runs have replicas, and the rules that it may break."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("break_it", "replicated", "rules"), MUTANTS, ids=[one[0].__name__ for one in MUTANTS]
 )

@@ -106,6 +106,7 @@ MUTANTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], set[str]], ...] = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("break_it", "rules"), MUTANTS, ids=[one.__name__ for one, _ in MUTANTS])
 def test_mutant_of_requests_is_found(
     break_it: Callable[[pytest.MonkeyPatch], None],

@@ -192,6 +192,7 @@ REPLICATED_MUTANTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], set[str]],
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("break_it", "rules"), MUTANTS, ids=[one.__name__ for one, _ in MUTANTS])
 def test_mutant_of_transactions_is_found(
     break_it: Callable[[pytest.MonkeyPatch], None],
@@ -202,6 +203,7 @@ def test_mutant_of_transactions_is_found(
     assert_found(break_it.__name__, rules, replicated=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("break_it", "rules"), REPLICATED_MUTANTS, ids=[one.__name__ for one, _ in REPLICATED_MUTANTS]
 )

@@ -98,6 +98,7 @@ MUTANTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], set[str]], ...] = (
 """Each mutant, and the rules that it may break."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("break_it", "rules"), MUTANTS, ids=[one.__name__ for one, *_ in MUTANTS])
 def test_mutant_of_transforms_is_found(
     break_it: Callable[[pytest.MonkeyPatch], None],

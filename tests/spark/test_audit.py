@@ -87,6 +87,7 @@ def at(second: int) -> datetime:
     return datetime.fromtimestamp(NOON / 1000 + second, UTC).replace(tzinfo=None)
 
 
+@pytest.mark.long
 def test_crash_is_found_and_repeated_batches_change_nothing(
     spark: SparkSession,
 ) -> None:

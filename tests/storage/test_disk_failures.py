@@ -66,6 +66,7 @@ async def test_leader_whose_sync_fails_resigns_and_cuts_what_it_wrote(
     await wait_recovered(scene, first)
 
 
+@pytest.mark.long
 async def test_follower_whose_sync_fails_is_out_of_sync_until_it_has_everything(
     scene: Scene, disks: FailingDisks
 ) -> None:

@@ -461,6 +461,7 @@ async def test_follower_adopts_no_epoch_whose_earlier_log_it_lacks(scene: Scene)
     await scene.wait_in_sync(second.name, late.name)
 
 
+@pytest.mark.long
 async def test_member_with_an_empty_disk_has_no_position_until_it_has_everything(
     scene: Scene,
 ) -> None:

@@ -104,6 +104,7 @@ async def test_node_that_is_alone_keeps_its_first_offset_after_a_restart(
     assert (await node.read(0, 3)).next_offset == 4
 
 
+@pytest.mark.long
 async def test_segments_of_trimmed_messages_are_purged_on_every_node(scene: Scene) -> None:
     """The node that was behind gets the purged segments, and goes on with the same offsets."""
     await scene.start("a", "b", "c")
