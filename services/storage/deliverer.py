@@ -201,11 +201,13 @@ class Deliverer:
 
     def _behind_bytes(self, pull: ParsedPull, reading: ReadResult | None) -> int:
         """Return how many bytes of the log are newer than the delivered batches."""
-        if reading is None or not (reading.batches or reading.continues_batch):
+        if reading is not None and reading.batches:
+            last_position = read_header(reading.batches[-1]).position
+        elif reading is not None and reading.continues_batch:
+            last_position = pull.spec.kept_position
+        else:
             return 0
-        if reading.batches:
-            return self._store.readable_position - read_header(reading.batches[-1]).position
-        return self._store.readable_position - pull.spec.kept_position
+        return self._store.readable_position - last_position
 
     def _count(
         self,

@@ -24,6 +24,7 @@ from batonmq_server.runtime.access.rules import queue_permissions
 from batonmq_server.runtime.call_tasks import CallTasks
 from batonmq_server.storage import validation
 from batonmq_server.storage.advance_settler import AdvanceSettler
+from batonmq_server.storage.core.queue_reader import ReadResult
 from batonmq_server.storage.deliverer import Deliverer
 from batonmq_server.storage.delivery_advance import DeliveryAdvance
 from batonmq_server.storage.long_polls import QueueOwner
@@ -127,7 +128,7 @@ class _Delivery:
         credit: ParsedCredit,
         advance: DeliveryAdvance,
         *,
-        keeps_last_batch: bool = False,
+        keeps_last_batch: bool,
     ) -> None:
         self.queue, self._credit, self.advance = queue, credit, advance
         self._keeps_last_batch = keeps_last_batch
@@ -187,17 +188,28 @@ class _Delivery:
         return last.position if self._keeps_last_batch and offset < last.next_offset else -1
 
     def sent(
-        self, answer: pb.PullResponse, message_count: int, byte_count: int, *, recorded: bool
+        self,
+        answer: pb.PullResponse,
+        reading: ReadResult | None,
+        byte_count: int,
+        *,
+        recorded: bool,
     ) -> None:
-        """Note that a frame with `answer` is sent; `recorded` if its record was just made."""
-        if answer.batches:
-            header = read_header(answer.batches[-1])
-            self._last_batch = LastBatch(header.position, header.next_offset)
+        """Note that a frame with `answer` is sent.
+
+        Args:
+            reading: What was read for it; None if there was no message.
+            recorded: Whether its record was just made.
+        """
+        if reading is not None:
+            self.messages_sent += reading.message_count
+            if reading.batches:
+                header = read_header(reading.batches[-1])
+                self._last_batch = LastBatch(header.position, header.next_offset)
         if answer.progress_taken:
             self._stated = self._named
         if recorded:
             self.credit_number = self._named
-        self.messages_sent += message_count
         self.bytes_sent += byte_count
         self._pull = replace(self._pull, spec=replace(self._pull.spec, offset=answer.next_offset))
         self._note_credit()
@@ -375,12 +387,12 @@ class _DeliveryStream:
             lambda _: delivery.next_pull(bytes_max),
             new_answer,
         )
-        frame, byte_count, message_count = frames[0], 0, 0
+        frame, byte_count = frames[0], 0
         if reading is not None:
-            byte_count, message_count = sum(map(len, reading.batches)), reading.message_count
+            byte_count = sum(map(len, reading.batches))
             frame.continues_batch = reading.continues_batch
         recorded = reading is not None and not delivery.advance.covered
-        delivery.sent(answer, message_count, byte_count, recorded=recorded)
+        delivery.sent(answer, reading, byte_count, recorded=recorded)
         access.charge_read(byte_count)
         self._bytes += FRAME_BYTES + byte_count
         self._unsent_bytes += FRAME_BYTES + byte_count

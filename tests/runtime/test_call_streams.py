@@ -168,6 +168,12 @@ def call_of(call_id: int, name: str = "fine", **fields: Any) -> calls_pb.Call:
     return calls_pb.Call(call_id=call_id, **given)
 
 
+@pytest.fixture
+def patient_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let servers wait long for clients that do not end a closing stream."""
+    monkeypatch.setattr(call_streams, "CLOSING_S", 60.0)
+
+
 class RawStream:
     """A stream of calls that a test writes by itself."""
 
@@ -429,7 +435,9 @@ async def test_drain_answers_calls_in_progress_refuses_others_and_ends_the_strea
         assert server.metric("calls_total", "Exchange", reason="NOT_SERVING") == 1
 
 
-async def test_stream_that_closes_answers_every_call_and_ends_when_its_client_ends_it() -> None:
+async def test_stream_that_closes_answers_every_call_and_ends_when_its_client_ends_it(
+    patient_server: None,
+) -> None:
     async with scene() as (server, client):
         stream = RawStream(client.channel)
         await stream.call.write(calls_pb.ExchangeRequest(calls=[call_of(1)]))
@@ -463,7 +471,9 @@ async def test_calls_that_wait_for_a_slot_have_replies_though_the_time_to_close_
         assert type((await failure(stream.call.read()))[1]) is NotServing
 
 
-async def test_no_outcome_is_unknown_when_a_process_drains() -> None:
+async def test_no_outcome_is_unknown_when_a_process_drains(
+    patient_server: None,
+) -> None:
     """Whatever the moment: some calls are on their way when the stream begins to close."""
     for calls_count in range(30):
         assert await errors_of_a_drain(calls_count) == {NotServing}
@@ -487,7 +497,9 @@ async def errors_of_a_drain(after: int) -> set[type[BatonError]]:
         return {caller.result() for caller in callers}
 
 
-async def test_drain_ends_an_idle_stream_and_refuses_new_ones() -> None:
+async def test_drain_ends_an_idle_stream_and_refuses_new_ones(
+    patient_server: None,
+) -> None:
     async with scene() as (server, client):
         await client.append("fine")
         server.edge.drain()

@@ -177,9 +177,7 @@ async def test_batch_is_not_repeated_for_a_caller_that_keeps_it(
         sent = [[_bodies(raw)[0] for raw in one.messages.batches] for one in frames]
         if keeps_last_batch:
             assert sent == [[b"0"], [], [b"1"], [], [], [b"2"], [], []]
-            assert [one.continues_batch for one in frames] == [
-                bool(n not in (0, 5)) for n in range(8)
-            ]
+            assert [one.continues_batch for one in frames] == [n not in (0, 5) for n in range(8)]
         else:
             assert sent == [
                 [b"0"], [b"0"], [b"0", b"1"], [b"1"], [b"1"], [b"2"], [b"2"], [b"2"],

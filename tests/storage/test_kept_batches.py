@@ -57,7 +57,7 @@ class RemoteLog:
 
 
 class Queue:
-    """The index of a queue whose batches are far apart in the log."""
+    """The index of a queue. Its batches are far apart in the log."""
 
     first_offset = 0
     next_offset = visible_offset = BATCHES * PER_BATCH

@@ -111,9 +111,9 @@ class QueueReader:
         selection = select(
             entries, spec.filter, bytes_max=bytes_max, messages_max=spec.messages_max
         )
-        kept_count = int(selection.positions[:1] == [spec.kept_position])
-        count = kept_count + self._log.readable_count(
-            selection.positions[kept_count:], selection.sizes[kept_count:]
+        skipped = int(selection.positions[:1] == [spec.kept_position])
+        count = skipped + self._log.readable_count(
+            selection.positions[skipped:], selection.sizes[skipped:]
         )
         if 0 < count < len(selection.positions):
             before = (entries.positions == selection.positions[count]).argmax()
@@ -123,14 +123,14 @@ class QueueReader:
                 bytes_max=bytes_max,
                 messages_max=spec.messages_max,
             )
-        positions, sizes = selection.positions[kept_count:], selection.sizes[kept_count:]
+        positions, sizes = selection.positions[skipped:], selection.sizes[skipped:]
         return ReadResult(
             list(self._read_batches(key, positions, sizes)),
             spec.offset + selection.scanned_count,
             selection.kept_count,
             selection.scanned_count - selection.kept_count,
             kept=selection.kept,
-            continues_batch=kept_count > 0,
+            continues_batch=skipped > 0,
         )
 
     def _read_section(
