@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, compress
+from itertools import chain, compress
 
 from batonmq._consumer.message import BatchColumns, ReceivedMessage
+from batonmq._consumer.stored_batch import StoredBatch
 from batonmq._core.ordering_key import find_ordering_key
 from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import Range, of_sorted
-from batonmq._core.records import (
-    RECORD,
-    Header,
-    check_frame,
-    check_lengths,
-    locate_records,
-    record_lengths,
-    tag_hashes,
-)
+from batonmq._core.records import RECORD, Header
 from batonmq._core.subscription import Filter, TagFilter
 
 Prepare = Callable[[ReceivedMessage], None]
@@ -157,14 +150,10 @@ class Delivery:
     is_redelivered: Callable[[int], bool] | None
     prepare: Prepare | None = None
 
-    def runs(self, batches: Sequence[bytes]) -> Iterator[DeliveredRun]:
-        """Return the messages to be handled of stored batches.
-
-        Raises:
-            BadBatch, BadChecksum, LimitExceeded: A batch is damaged.
-        """
-        for raw in batches:
-            columns = self._columns(raw)
+    def runs(self, batches: Iterable[StoredBatch]) -> Iterator[DeliveredRun]:
+        """Return the messages to be handled of stored batches."""
+        for stored in batches:
+            columns = self._columns(stored)
             indexes = self._accepted(columns, self._open_indexes(columns.header))
             if self.prepare is None:
                 if len(indexes):
@@ -175,22 +164,15 @@ class Delivery:
                 self.prepare(message)
                 yield DeliveredRun(columns, range(index, index + 1), [message])
 
-    def _columns(self, raw: bytes) -> BatchColumns:
-        header = check_frame(raw, stamped=True)
-        lengths = record_lengths(raw, header)
-        size = sum(lengths)
-        records, begin = locate_records(raw, header, size)
-        check_lengths(min(lengths), begin + size, len(records))
-        begins = tuple(accumulate(lengths, initial=begin))
-        hashes = None if self.wanted.hashes is None else tag_hashes(raw, header)
+    def _columns(self, stored: StoredBatch) -> BatchColumns:
         return BatchColumns(
             self.queue,
             self.token,
             self.lineage,
-            header,
-            records,
-            begins,
-            hashes,
+            stored.header,
+            stored.records,
+            stored.begins,
+            None if self.wanted.hashes is None else stored.tag_hashes,
             self.is_redelivered,
         )
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._consumer.delivery_streams import DeliveryStream, OpenDelivery
+from batonmq._consumer.stored_batch import StoredBatch
 from batonmq._core.delivery_credit import DeliveryCredit
 from batonmq._core.queue_progress import Acks
-from batonmq._core.records import read_header
 from batonmq.errors import BadBatch, BatonError
 
 
@@ -52,7 +52,7 @@ class QueueDelivery:
         self.error: BatonError | None = None
         self.ended = self.silent = False
         self._statements: deque[Statement] = deque()
-        self._last_batch, self._last_end = b"", 0
+        self._kept: StoredBatch | None = None
         self._open: OpenDelivery | None = None
 
     def begin(
@@ -85,25 +85,23 @@ class QueueDelivery:
             acks = statements.popleft().acks or acks
         return statements[0], statements[0].acks or acks
 
-    def batches(self, frame: pb.DeliveryFrame) -> Sequence[bytes]:
+    def batches(self, frame: pb.DeliveryFrame) -> Sequence[StoredBatch]:
         """Return the batches of a frame; call it for each one.
 
         A batch that goes on in the next frame is kept, because that frame does not repeat it.
 
         Raises:
-            BadBatch: The last batch is damaged, or the frame continues one that was not sent.
+            BadBatch, BadChecksum, LimitExceeded: A batch is damaged.
+            BadBatch: The frame continues a batch that was not sent.
         """
-        batches = list(frame.messages.batches)
-        if batches:
-            last, end = batches[-1], read_header(batches[-1]).next_offset
-        else:
-            last, end = self._last_batch, self._last_end
+        kept, batches = self._kept, [StoredBatch(raw) for raw in frame.messages.batches]
+        last = batches[-1] if batches else kept
         if frame.continues_batch:
-            if not self._last_batch:
+            if kept is None:
                 raise BadBatch("the frame continues a batch that was not sent")
-            batches.insert(0, self._last_batch)
-        goes_on = frame.messages.next_offset < end
-        self._last_batch, self._last_end = (last, end) if goes_on else (b"", 0)
+            batches.insert(0, kept)
+        goes_on = last is not None and frame.messages.next_offset < last.header.next_offset
+        self._kept = last if goes_on else None
         return batches
 
     def end(self) -> None:

@@ -16,6 +16,7 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.queue_delivery import QueueDelivery, Statement
 from batonmq._consumer.retry_sender import restore_original
 from batonmq._consumer.session import Session, ranges_from_pb, ranges_to_pb
+from batonmq._consumer.stored_batch import StoredBatch
 from batonmq._consumer.wakeup import Condition
 from batonmq._core.delivery_credit import DeliveryCredit
 from batonmq._core.flow_control import FlowReason, blocking_limit
@@ -284,7 +285,7 @@ class QueuePuller:
         metrics.received(self._queue.ref.topic, count, flagged)
 
     def _receive(
-        self, progress: QueueProgress, answer: pb.PullResponse, batches: Sequence[bytes]
+        self, progress: QueueProgress, answer: pb.PullResponse, batches: Sequence[StoredBatch]
     ) -> None:
         session, queue = self._session, self._queue
         progress.note_maybe_seen(ranges_from_pb(answer.redelivered))

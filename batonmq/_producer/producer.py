@@ -257,23 +257,25 @@ class Producer:
             BatonError: Storage rejected the message.
         """
         message = with_ordering_key(Message(body, tag, tuple(keys), properties or {}), ordering_key)
-        when = (deliver_at_unix_ms, delay_ms, delay_level)
-        if self._traced is not None:
-            submit = self._submitting(topic, when, SendOptions(ordering_key, queue))
-            return await self._traced.send(topic, message, submit)
-        if not (deliver_at_unix_ms is delay_ms is delay_level is None):
-            return await (
-                await self._schedule(topic, message, when, SendOptions(ordering_key, queue))
-            )
-        record = encode_record(message)
+        at_once = deliver_at_unix_ms is delay_ms is delay_level is None
         options = (
             ANY_QUEUE
             if ordering_key is None and queue is None
             else SendOptions(ordering_key, queue)
         )
-        placed = self._place(topic, options, message, record)
-        outcome, index = placed or await self._wait_to_place(topic, options, message, record)
-        return await outcome.wait(index)
+        if self._traced is not None or not at_once:
+            return await self._send_in_steps(
+                topic, message, (deliver_at_unix_ms, delay_ms, delay_level), options
+            )
+        record = encode_record(message)
+        outcome, index = self._place(topic, options, message, record) or (
+            await self._wait_to_place(topic, options, message, record)
+        )
+        # Each object that a message in flight keeps alive costs time in garbage collections.
+        del message, record, options
+        if (settled := outcome.when_settled()) is not None:
+            await settled
+        return await outcome.moved[index] if outcome.moved else outcome.receipt(index)
 
     async def request(  # noqa: PLR0913  keyword-only, each with a default
         self,
@@ -617,6 +619,18 @@ class Producer:
         self._closing.set()
         self._waiting.fail_all(_closed())
         await self.flush()
+
+    async def _send_in_steps(
+        self,
+        topic: str,
+        message: Message,
+        when: tuple[int | None, int | None, int | None],
+        options: SendOptions,
+    ) -> Receipt | ScheduleReceipt:
+        """Send a message that has a span, or a time of delivery."""
+        if self._traced is None:
+            return await (await self._schedule(topic, message, when, options))
+        return await self._traced.send(topic, message, self._submitting(topic, when, options))
 
     def _submitting(
         self,

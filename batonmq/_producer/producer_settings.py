@@ -52,7 +52,7 @@ class ProducerSettings:
     durability: Durability = Durability.FSYNCED
     linger_ms: int = 0
     batch_bytes_max: int = 512 * 1024
-    batch_messages_max: int = 1_000
+    batch_messages_max: int = 2_000
     in_flight_requests_max: int = 4
     in_flight_bytes_max: int = 64 * 1024 * 1024
     delivery_timeout_ms: int = 120_000

@@ -203,12 +203,24 @@ class BatchOutcome:
         Raises:
             BatonError: The batch failed.
         """
-        if self._waiters is not None:
-            future: asyncio.Future[None] = asyncio.Future()
-            self._waiters.append(future)
-            await future
-        if self.moved:
-            return await self.moved[index]
+        if (settled := self.when_settled()) is not None:
+            await settled
+        return await self.moved[index] if self.moved else self.receipt(index)
+
+    def when_settled(self) -> asyncio.Future[None] | None:
+        """Return a future that is done when the batch has its outcome; None if it has it."""
+        if self._waiters is None:
+            return None
+        future: asyncio.Future[None] = asyncio.Future()
+        self._waiters.append(future)
+        return future
+
+    def receipt(self, index: int) -> Receipt:
+        """Return the receipt of the message at `index` of a settled batch that was not moved.
+
+        Raises:
+            BatonError: The batch failed.
+        """
         if self._error is not None:
             raise self._error.with_traceback(None)
         first_offset, position, store_unix_ms, durability, duplicate = self._stored

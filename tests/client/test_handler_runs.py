@@ -29,6 +29,7 @@ from batonmq._consumer.handler_runs import RUN_MESSAGES_MAX, SINGLES_MAX, RunPac
 from batonmq._consumer.message_dispatcher import MessageDispatcher
 from batonmq._consumer.queue_acquirer import AcquiredQueue, GrantedLease
 from batonmq._consumer.session import Session
+from batonmq._consumer.stored_batch import StoredBatch
 from batonmq._core.ordering_key import with_ordering_key
 from batonmq._core.ownership import OwnershipState
 from batonmq._core.queue_progress import Acks, GrantedProgress
@@ -126,7 +127,7 @@ class Scene:
         every = TagFilter(None)
         delivery = Delivery(queue.ref, 7, queue.lineage, [(0, COUNT)], every, None)
         queue.progress.receive(COUNT, [(0, COUNT)])
-        for run in delivery.runs([stored(COUNT, self._key_count)]):
+        for run in delivery.runs([StoredBatch(stored(COUNT, self._key_count))]):
             queue.buffer.add(run)
         queue.notify_arrived()
 

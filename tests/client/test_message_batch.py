@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from batonmq import MessageBatch, ReceivedMessage
 from batonmq._consumer.delivered_run import DeliveredRun, Delivery
 from batonmq._consumer.message_buffer import MessageBuffer
+from batonmq._consumer.stored_batch import StoredBatch
 from batonmq._core.compression import Compression, RecordCompressor
 from batonmq._core.flow_control import ByteBudget
 from batonmq._core.queues import QueueRef
@@ -70,7 +71,8 @@ def runs_of(
     wanted: Filter = EVERYTHING,
     flagged: Callable[[int], bool] | None = None,
 ) -> list[DeliveredRun]:
-    return list(Delivery(QUEUE, 7, 2, ranges, wanted, flagged).runs(batches))
+    delivery = Delivery(QUEUE, 7, 2, ranges, wanted, flagged)
+    return list(delivery.runs(map(StoredBatch, batches)))
 
 
 def bodies_of(count: int, first: int = 0) -> list[Message]:

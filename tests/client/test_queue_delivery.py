@@ -12,7 +12,7 @@ import pytest
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._consumer.queue_delivery import QueueDelivery
 from batonmq._core.records import read_header, stamped_head
-from batonmq.errors import BadBatch
+from batonmq.errors import BadBatch, BadChecksum
 from tests.storage.batches import batch
 
 
@@ -43,20 +43,32 @@ def stored(first_offset: int) -> bytes:
 FIRST, SECOND = stored(0), stored(10)
 
 
+def first_offsets(one: QueueDelivery, next_frame: pb.DeliveryFrame) -> list[int]:
+    """Return the first offset of each batch of a frame."""
+    return [each.header.first_offset for each in one.batches(next_frame)]
+
+
 def test_batch_that_goes_on_is_kept_until_its_end() -> None:
     one = delivery()
-    assert [list(one.batches(each)) for each in (
+    assert [first_offsets(one, each) for each in (
         frame(4, FIRST),
         frame(4),  # without messages
         frame(8, continues=True),
         frame(13, SECOND, continues=True),
         frame(20, continues=True),
-    )] == [[FIRST], [], [FIRST], [FIRST, SECOND], [SECOND]]  # fmt: skip
+    )] == [[0], [], [0], [0, 10], [10]]  # fmt: skip
 
 
 def test_frame_may_repeat_the_batch() -> None:
     one = delivery()
-    assert [list(one.batches(each)) for each in (frame(4, FIRST), frame(8, FIRST))] == [[FIRST]] * 2
+    assert [first_offsets(one, each) for each in (frame(4, FIRST), frame(8, FIRST))] == [[0], [0]]
+
+
+def test_kept_batch_is_checked_once() -> None:
+    one = delivery()
+    (sent,) = one.batches(frame(4, FIRST))
+    (kept,) = one.batches(frame(8, continues=True))
+    assert kept is sent
 
 
 @pytest.mark.parametrize("before", [[], [frame(10, FIRST)]])
@@ -68,9 +80,10 @@ def test_frame_that_continues_no_batch_is_an_error(before: list[pb.DeliveryFrame
         one.batches(frame(14, SECOND, continues=True))
 
 
-def test_last_batch_that_is_no_batch_is_an_error() -> None:
-    with pytest.raises(BadBatch):
-        delivery().batches(frame(4, b"no batch"))
+@pytest.mark.parametrize("damaged", [b"no batch", FIRST[:-1] + b"y"])
+def test_damaged_batch_is_an_error(damaged: bytes) -> None:
+    with pytest.raises((BadBatch, BadChecksum)):
+        delivery().batches(frame(20, damaged, SECOND))
 
 
 def test_stored_batches_are_at_their_offsets() -> None:
