@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._core.names import METRICS_TOPIC
@@ -32,6 +33,19 @@ def without_progress(pull: ParsedPull) -> ParsedPull:
     return replace(pull, progress=None)
 
 
+class Delivered(NamedTuple):
+    """Messages that may be sent now.
+
+    Attributes:
+        reading: What was read for the response; None if there was no message.
+        recorded: Whether a record was made for them; False also if an advance covers them.
+    """
+
+    response: pb.PullResponse
+    reading: ReadResult | None
+    recorded: bool
+
+
 class Deliverer:
     """Answers pulls, and makes the frames of deliveries by stream."""
 
@@ -44,7 +58,7 @@ class Deliverer:
         end_ms: int,
         after_wait: Callable[[ParsedPull], ParsedPull] = without_progress,
         new_answer: Callable[[], pb.PullResponse] = pb.PullResponse,
-    ) -> tuple[pb.PullResponse, ReadResult | None]:
+    ) -> Delivered:
         """Return the next messages, after they were recorded; wait for them until `end_ms`.
 
         The caller must send the response without waiting for anything else.
@@ -53,9 +67,6 @@ class Deliverer:
             end_ms: Monotonic time at which a response without messages is returned.
             after_wait: Returns the pull to continue with when messages may have arrived.
             new_answer: Returns the empty message to fill, so that no response is copied.
-
-        Returns:
-            The response, and what was read for it; None if there was no message.
 
         Raises:
             BatonError: as Pull; nothing may be sent.
@@ -88,15 +99,18 @@ class Deliverer:
                     raise NotLeader("this follower has a leader; pull from it", retry_after_ms=50)
                 hold_ms = min(hold_ms, FOLLOWER_HOLD_MS)  # then the role is looked at again
             if hold_ms <= 0:
-                return self._fill(new_answer(), key, pull, None, None), None
+                self.fill(answer := new_answer(), key, pull, None, None, taken=False)
+                return Delivered(answer, None, recorded=False)
             await self._parts.pulls.wait(key, pull.owner, hold_ms)
             begin_s = stream.now_s()
             pull = after_wait(pull)
-        verdict = await self._record(key, pull, reading) if pull.owner.token else None
-        self._count(pull, key, reading, verdict)
-        if stream.hub.watched and pull.owner.topic != METRICS_TOPIC:
-            stream.observe_since(PULL, begin_s)
-        return self._fill(new_answer(), key, pull, reading, verdict), reading
+        verdict = self._covering(key, pull, range_ := (pull.spec.offset, reading.next_offset))
+        if recorded := verdict is None and pull.owner.token != 0:
+            verdict = await self.record(key, pull, range_)
+        self._count(pull, key, reading, verdict, begin_s)
+        taken = recorded and pull.progress is not None
+        self.fill(answer := new_answer(), key, pull, reading, verdict, taken=taken)
+        return Delivered(answer, reading, recorded)
 
     def names_another_node(self, next_node_id: str) -> bool:
         """Return whether a response tells the consumer to read from another node next."""
@@ -111,22 +125,31 @@ class Deliverer:
             gates.check_unowned(group)
         gates.check_running(group)
 
-    async def _record(
-        self, key: QueueKey, pull: ParsedPull, reading: ReadResult
+    def _covering(
+        self, key: QueueKey, pull: ParsedPull, range_: tuple[int, int]
+    ) -> RecordedDelivery | None:
+        """Return the record of the advance that covers a range; None if a record is due."""
+        if pull.advance is None:
+            return None
+        seen = self._parts.deliveries.seen_epoch(pull.owner.group)
+        return pull.advance.covering(key, range_, seen, self._parts.clock.monotonic_ms())
+
+    async def record(
+        self, key: QueueKey, pull: ParsedPull, range_: tuple[int, int]
     ) -> RecordedDelivery:
-        """Record a delivery, unless its advance covers it and there are no acks to pass on."""
-        range_, wish = (pull.spec.offset, reading.next_offset), NO_ADVANCE
-        if (advance := pull.advance) is not None:
-            now_ms, parts = self._parts.clock.monotonic_ms(), self._parts
-            if pull.progress is None:
-                seen = parts.deliveries.seen_epoch(pull.owner.group)
-                if (covering := advance.covering(key, range_, seen, now_ms)) is not None:
-                    return covering
-            wish = advance.wish(range_, now_ms)
+        """Record the delivery of a range, with the acks of the pull.
+
+        Raises:
+            BatonError: as Pull.
+        """
+        advance, wish = pull.advance, NO_ADVANCE
+        if advance is not None:
+            wish = advance.wish(range_, self._parts.clock.monotonic_ms())
+        first_offset, next_offset = range_
         delivery = PendingDelivery(
             pull.owner,
-            pull.spec.offset,
-            reading.next_offset,
+            first_offset,
+            next_offset,
             pull.offsets_epoch,
             pull.subscription_generation,
             pull.progress,
@@ -171,14 +194,23 @@ class Deliverer:
                 f"this follower lags behind the leader: {error.message}", retry_after_ms=100
             ) from error
 
-    def _fill(
+    def fill(
         self,
         answer: pb.PullResponse,
         key: QueueKey,
         pull: ParsedPull,
         reading: ReadResult | None,
         verdict: RecordedDelivery | None,
-    ) -> pb.PullResponse:
+        *,
+        taken: bool,
+    ) -> None:
+        """Fill an empty response.
+
+        Args:
+            reading: The messages; None for none.
+            verdict: The record that includes them; None for none.
+            taken: Whether offsets has taken the acks of the caller.
+        """
         visible = self._store.offsets(key)
         if verdict is not None:
             answer.offsets_set, answer.offsets_epoch = verdict.offsets_set, verdict.offsets_epoch
@@ -195,9 +227,8 @@ class Deliverer:
             answer.filtered_count, answer.lost_count = reading.filtered_count, reading.lost_count
         answer.queue_first_offset = visible.first_offset
         answer.queue_next_offset = visible.next_offset
-        answer.progress_taken = verdict is not None and pull.progress is not None
+        answer.progress_taken = taken
         answer.next_node_id = self._parts.role.next_read_node(self._behind_bytes(pull, reading))
-        return answer
 
     def _behind_bytes(self, pull: ParsedPull, reading: ReadResult | None) -> int:
         """Return how many bytes of the log are newer than the delivered batches."""
@@ -215,8 +246,9 @@ class Deliverer:
         key: QueueKey,
         reading: ReadResult,
         verdict: RecordedDelivery | None,
+        begin_s: float,
     ) -> None:
-        offset = pull.spec.offset
+        offset, stream = pull.spec.offset, self._parts.stream
         self._parts.losses.note(pull.owner, key, offset, offset + reading.lost_count)
         self._parts.metrics.delivered_messages.inc(reading.message_count)
         self._parts.metrics.filtered_messages.inc(reading.filtered_count)
@@ -225,6 +257,7 @@ class Deliverer:
             self._parts.metrics.traffic.delivered(
                 pull.owner.topic, pull.owner.group, reading.message_count, size
             )
-        if self._parts.stream.hub.watched and pull.owner.topic != METRICS_TOPIC:
+        if stream.hub.watched and pull.owner.topic != METRICS_TOPIC:
             redelivered = verdict.redelivered if verdict else ()
-            self._parts.stream.delivered(pull.owner, pull.client_id, offset, reading, redelivered)
+            stream.delivered(pull.owner, pull.client_id, offset, reading, redelivered)
+            stream.observe_since(PULL, begin_s)

@@ -2,7 +2,8 @@
 
 Each delivery is a task that delivers again and again, as a consumer that pulls in a loop would:
 each frame is recorded under its token before it is sent. Frames that become ready in the same turn
-of the event loop leave in one response.
+of the event loop leave in one response. A frame that an advance covers waits for no call: a second
+task passes the acks of the caller on (protocol 6.8).
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from batonmq_server.runtime.access.rules import queue_permissions
 from batonmq_server.runtime.call_tasks import CallTasks
 from batonmq_server.storage import validation
 from batonmq_server.storage.advance_settler import AdvanceSettler
-from batonmq_server.storage.core.queue_reader import ReadResult
-from batonmq_server.storage.deliverer import Deliverer
+from batonmq_server.storage.deliverer import Delivered, Deliverer
 from batonmq_server.storage.delivery_advance import DeliveryAdvance
 from batonmq_server.storage.long_polls import QueueOwner
 from batonmq_server.storage.servicer_parts import StorageServicerParts
@@ -118,7 +118,9 @@ class _Delivery:
         queue: The queue, for the check of its permission.
         advance: What offsets has recorded in advance.
         credit_number: Number of the credit that the last record included.
+        range: The offsets of the newest frame with messages.
         funded: Set while there is credit.
+        passes_acks_on: Whether a task passes acks on.
     """
 
     def __init__(
@@ -136,7 +138,8 @@ class _Delivery:
         self._pull = replace(pull, advance=advance)
         self._stated = self._named = 0
         self.messages_sent = self.bytes_sent = self.credit_number = 0
-        self.funded = asyncio.Event()
+        self.range = (pull.spec.offset, pull.spec.offset)
+        self.funded, self.passes_acks_on = asyncio.Event(), False
         self.task: asyncio.Task[None] | None = None
         self._note_credit()
 
@@ -162,7 +165,7 @@ class _Delivery:
         Args:
             bytes_max: Limit of the caller's quota; None for none.
         """
-        pull, credit = self._pull, self._credit
+        pull, credit = self.stated_pull(), self._credit
         spec, self._named = pull.spec, credit.number
         messages_max = min(spec.messages_max, credit.messages_limit - self.messages_sent)
         limit = min(spec.bytes_max, credit.bytes_limit - self.bytes_sent)
@@ -176,9 +179,26 @@ class _Delivery:
                 bytes_max=max(1, limit),
                 kept_position=self._kept_position(spec.offset),
             ),
+        )
+
+    @property
+    def newest_credit(self) -> int:
+        """Number of the newest credit."""
+        return self._credit.number
+
+    @property
+    def has_acks(self) -> bool:
+        """Whether the caller has stated acks that were not recorded."""
+        return self._credit.progress is not None and self._credit.number > self._stated
+
+    def stated_pull(self) -> ParsedPull:
+        """Return a pull from the next offset, with the newest statement of the caller."""
+        credit = self._credit
+        return replace(
+            self._pull,
             offsets_epoch=credit.offsets_epoch,
             offsets_set=credit.offsets_set,
-            progress=credit.progress if credit.number > self._stated else None,
+            progress=credit.progress if self.has_acks else None,
             received_offset=credit.received_offset,
         )
 
@@ -187,32 +207,26 @@ class _Delivery:
         last = self._last_batch
         return last.position if self._keeps_last_batch and offset < last.next_offset else -1
 
-    def sent(
-        self,
-        answer: pb.PullResponse,
-        reading: ReadResult | None,
-        byte_count: int,
-        *,
-        recorded: bool,
-    ) -> None:
-        """Note that a frame with `answer` is sent.
-
-        Args:
-            reading: What was read for it; None if there was no message.
-            recorded: Whether its record was just made.
-        """
+    def sent(self, delivered: Delivered, byte_count: int) -> None:
+        """Note that a frame is sent."""
+        answer, reading = delivered.response, delivered.reading
         if reading is not None:
             self.messages_sent += reading.message_count
+            self.range = self._pull.spec.offset, answer.next_offset
             if reading.batches:
                 header = read_header(reading.batches[-1])
                 self._last_batch = LastBatch(header.position, header.next_offset)
-        if answer.progress_taken:
-            self._stated = self._named
-        if recorded:
-            self.credit_number = self._named
+        if delivered.recorded:
+            self.recorded(self._named, taken=answer.progress_taken)
         self.bytes_sent += byte_count
         self._pull = replace(self._pull, spec=replace(self._pull.spec, offset=answer.next_offset))
         self._note_credit()
+
+    def recorded(self, credit_number: int, *, taken: bool) -> None:
+        """Note a record that included the statement of a credit, and whether its acks."""
+        self.credit_number = max(self.credit_number, credit_number)
+        if taken:
+            self._stated = max(self._stated, credit_number)
 
     def _note_credit(self) -> None:
         credit = self._credit
@@ -364,7 +378,7 @@ class _DeliveryStream:
             self._put_error(number, error)
         except Exception as error:  # noqa: BLE001  the stream ends with it
             self.fail(error)
-        if self._deliveries.get(number) is delivery:
+        if self._is_open(number, delivery):
             del self._deliveries[number]
             self._owner.count -= 1
 
@@ -381,29 +395,74 @@ class _DeliveryStream:
             frames.append(self._new_frame(number))
             return frames[0].messages
 
-        answer, reading = await deliverer.deliver(
+        delivered = await deliverer.deliver(
             delivery.next_pull(bytes_max),
             end_ms,
             lambda _: delivery.next_pull(bytes_max),
             new_answer,
         )
-        frame, byte_count = frames[0], 0
+        (frame,), reading, byte_count = frames, delivered.reading, 0
         if reading is not None:
             byte_count = sum(map(len, reading.batches))
             frame.continues_batch = reading.continues_batch
-        recorded = reading is not None and not delivery.advance.covered
-        delivery.sent(answer, reading, byte_count, recorded=recorded)
+        delivery.sent(delivered, byte_count)
+        if reading is not None and not delivered.recorded:
+            self._pass_acks_on_later(number, delivery)
         access.charge_read(byte_count)
+        last = self._finish(frame, delivery, byte_count)
+        if not byte_count:
+            await asyncio.sleep(0)  # nothing else may have been waited for
+        return not last
+
+    def _finish(self, frame: pb.DeliveryFrame, delivery: _Delivery, byte_count: int) -> bool:
+        """Fill in what every frame says of its delivery; return whether it is the last one."""
         self._bytes += FRAME_BYTES + byte_count
         self._unsent_bytes += FRAME_BYTES + byte_count
         if self._unsent_bytes > UNSENT_BYTES_MAX:
             self._taken.clear()
         frame.credit_number = delivery.credit_number
         frame.messages_sent, frame.bytes_sent = delivery.messages_sent, delivery.bytes_sent
-        frame.last = last = deliverer.names_another_node(answer.next_node_id)
-        if not byte_count:
-            await asyncio.sleep(0)  # nothing else may have been waited for
-        return not last
+        deliverer, next_node_id = self._owner.deliverer, frame.messages.next_node_id
+        frame.last = deliverer.names_another_node(next_node_id)
+        return frame.last
+
+    def _pass_acks_on_later(self, number: int, delivery: _Delivery) -> None:
+        """Pass acks on, if there are any: a frame has left without a record."""
+        if delivery.passes_acks_on or not delivery.has_acks or self._parts.role.is_follower:
+            return  # followers take no acks: protocol 6.6
+        delivery.passes_acks_on = True
+        self._owner.tasks.spawn(self._pass_acks_on(number, delivery))
+
+    async def _pass_acks_on(self, number: int, delivery: _Delivery) -> None:
+        """Record acks while frames leave in an advance, until none are left (protocol 6.8).
+
+        A frame without messages confirms them. A refusal ends the delivery.
+        """
+        key = delivery.advance.key
+        assert key is not None  # a frame has left in the advance
+        try:
+            while delivery.has_acks and self._is_open(number, delivery):
+                pull, credit_number = delivery.stated_pull(), delivery.newest_credit
+                record = await self._owner.deliverer.record(key, pull, delivery.range)
+                if not self._is_open(number, delivery):
+                    break
+                delivery.recorded(credit_number, taken=True)
+                frame, pull = self._new_frame(number), delivery.stated_pull()
+                record = record.between(pull.spec.offset, pull.spec.offset)
+                self._owner.deliverer.fill(frame.messages, key, pull, None, record, taken=True)
+                if self._finish(frame, delivery, 0):
+                    self._stop(number)
+        except BatonError as error:
+            if self._is_open(number, delivery):
+                self._stop(number)
+                self._put_error(number, error)
+        except Exception as error:  # noqa: BLE001  the stream ends with it
+            self.fail(error)
+        finally:
+            delivery.passes_acks_on = False
+
+    def _is_open(self, number: int, delivery: _Delivery) -> bool:
+        return self._deliveries.get(number) is delivery
 
     def _put_error(self, number: int, error: BatonError) -> None:
         self._new_frame(number).error.CopyFrom(error_to_pb(error))

@@ -70,7 +70,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         """See the proto."""
         pull = validation.parse_pull(request, self._parts.broker)
         end_ms = self._parts.clock.monotonic_ms() + pull.hold_ms
-        answer, _ = await self.deliverer.deliver(pull, end_ms)
+        answer = (await self.deliverer.deliver(pull, end_ms)).response
         answer.pull_id = request.pull_id
         return answer
 

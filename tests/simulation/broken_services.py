@@ -13,7 +13,6 @@ from batonmq_server.nameserver.group_store import GroupStore
 from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.runtime.group_record import HEAD, Parts, changed_parts
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.core.queue_reader import ReadResult
 from batonmq_server.storage.deliverer import Deliverer
 from batonmq_server.storage.delivery_advance import DeliveryAdvance
 from batonmq_server.storage.delivery_recorder import (
@@ -22,7 +21,7 @@ from batonmq_server.storage.delivery_recorder import (
     RecordedDelivery,
     Settlement,
 )
-from batonmq_server.storage.delivery_streams import _DeliveryStream
+from batonmq_server.storage.delivery_streams import _Delivery, _DeliveryStream
 from batonmq_server.storage.long_polls import QueueOwner
 from batonmq_server.storage.validation import ParsedPull
 from tests.simulation.background import in_background
@@ -79,16 +78,32 @@ def pause_known_now_and_then(patch: pytest.MonkeyPatch) -> None:
 
 def stream_outlives_its_token(patch: pytest.MonkeyPatch) -> None:
     """Storage records only the first frame that it delivers under a token."""
-    real, recorded = Deliverer._record, dict[QueueOwner, RecordedDelivery]()
+    real, recorded = Deliverer.record, dict[QueueOwner, RecordedDelivery]()
 
     async def record(
-        self: Deliverer, key: QueueKey, pull: ParsedPull, reading: ReadResult
+        self: Deliverer, key: QueueKey, pull: ParsedPull, range_: tuple[int, int]
     ) -> RecordedDelivery:
         if pull.owner not in recorded:
-            recorded[pull.owner] = await real(self, key, pull, reading)
+            recorded[pull.owner] = await real(self, key, pull, range_)
         return recorded[pull.owner]
 
-    patch.setattr(Deliverer, "_record", record)
+    patch.setattr(Deliverer, "record", record)
+
+
+def acks_confirmed_before_their_record(patch: pytest.MonkeyPatch) -> None:
+    """Storage confirms acks as soon as it begins to pass them on behind the frames."""
+    real = _DeliveryStream._pass_acks_on
+
+    async def pass_acks_on(self: _DeliveryStream, number: int, delivery: _Delivery) -> None:
+        key, pull = delivery.advance.key, delivery.stated_pull()
+        assert key is not None
+        delivery.recorded(delivery.newest_credit, taken=False)
+        frame = self._new_frame(number)
+        self._owner.deliverer.fill(frame.messages, key, pull, None, None, taken=True)
+        self._finish(frame, delivery, 0)
+        await real(self, number, delivery)
+
+    patch.setattr(_DeliveryStream, "_pass_acks_on", pass_acks_on)
 
 
 def credit_of_an_earlier_delivery(patch: pytest.MonkeyPatch) -> None:

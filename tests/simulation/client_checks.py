@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._core.queue_progress import Acks, QueueProgress
 from batonmq._core.queues import GroupQueue, QueueRef
 from batonmq._core.subscription import TagFilter
+from batonmq_server.offsets.core.ranges import RangeSet
 from tests.simulation.expected_state import ExpectedQueue, ExpectedState, HandlerStart, done
 
 
@@ -23,6 +26,31 @@ class ClientChecks:
         persisted = expected.queues[key].persisted.get(token)
         if persisted is None or persisted[:2] != (client, incarnation_id):
             expected.fail("V11", f"{key}: {client} uses token {token}; etcd gave it to {persisted}")
+
+    def watch_commits(self, client: str, queue: AssignedQueue) -> None:
+        """Check what the client regards as committed from now on."""
+        if "committed" in vars(queue):
+            return
+        real = queue.committed
+
+        def committed(progress: QueueProgress, acks: Acks, sent_ms: int) -> None:
+            self._committed(client, self._expected.key(queue.ref), progress, acks)
+            real(progress, acks, sent_ms)
+
+        setattr(queue, committed.__name__, committed)
+
+    def _committed(self, client: str, key: GroupQueue, progress: QueueProgress, acks: Acks) -> None:
+        """Check that acks are durable when the client learns that they are (V9)."""
+        durable = self._expected.queues[key].durable
+        if durable is not None and durable.reset_epoch > progress.reset_epoch:
+            return
+        acked = RangeSet.merged(acks.ranges)
+        if acks.committed:
+            acked = acked.union(RangeSet.of(0, acks.committed))
+        if durable is None or acked.difference(done(durable)):
+            self._expected.fail(
+                "V9", f"{key}: {client} regards {acked} as committed, and it is not durable"
+            )
 
     def ended(self, client: str, kind: str, queue: QueueRef, token: int) -> None:
         """Note that a client has stopped to use a token."""

@@ -268,6 +268,7 @@ class ConsumerProcess(SimulatedProcess):
         if event.kind == "granted":
             incarnation_id = consumer._session.incarnation.incarnation_id
             checks.granted(self.name, incarnation_id, event.queue, event.token)
+            checks.watch_commits(self.name, consumer._queues[event.queue])
             return
         checks.ended(self.name, event.kind, event.queue, event.token)
         if event.kind == "fenced":

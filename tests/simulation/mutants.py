@@ -84,6 +84,7 @@ HOT = RunOptions(
     steps=120, queues=1, consumers=2, joins=1, leaves=1,
     faults=Faults(duplicate=0.8, slow=0.2, slow_ms_max=5_000),
 )  # fmt: skip
+HOT_WITH_ACKS = replace(HOT, buffer=4)
 RESETS = RunOptions(steps=60, resets=10, faults=Faults(slow=0.05, duplicate=0.3), slow_handlers=0.1)
 FORCES = RunOptions(steps=60, forces=10, slow_handlers=0.1)
 ROLLING = RunOptions(
@@ -207,6 +208,12 @@ MUTANTS = (
         ("V3", "V6", "V7", "V8"),
     ),
     Mutant(
+        "acks confirmed before their record",
+        broken_serving.acks_confirmed_before_their_record,
+        HOT_WITH_ACKS,
+        ("V9",),
+    ),
+    Mutant(
         "credit of an earlier delivery",
         broken_serving.credit_of_an_earlier_delivery,
         HANGING,
@@ -271,7 +278,7 @@ MUTANTS = (
         "reset without resume check",
         broken_offsets.reset_no_resume_check,
         RESETS,
-        ("V4", "V5", "section 13"),
+        ("V4", "V5", "V9", "section 13"),
     ),
     Mutant(
         "handlers outlive a reset",

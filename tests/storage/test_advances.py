@@ -8,14 +8,16 @@ with an offsets twin that loses answers; and a whole node.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from baton.common.v1 import queue_pb2
 from batonmq._common.clock import Clock
-from batonmq.errors import BatonError, DeliveryUnrecorded
-from batonmq_server.storage import advance_settler
+from batonmq.errors import BatonError, DeliveryUnrecorded, Fenced
+from batonmq_server.storage import advance_settler, delivery_advance
 from batonmq_server.storage.advance_settler import AdvanceSettler
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.delivery_advance import ADVANCE_MS, OFFSETS_MIN, DeliveryAdvance
@@ -26,9 +28,9 @@ from batonmq_server.storage.delivery_recorder import (
     Settlement,
 )
 from tests.storage.batches import batch
-from tests.storage.running_node import running_node
+from tests.storage.running_node import RunningNode, running_node
 from tests.storage.test_delivery_recorder import HOLDER, recording
-from tests.storage.test_delivery_streams import streaming
+from tests.storage.test_delivery_streams import Stream, streaming
 from tests.support.clock import MovableClock
 from tests.support.conditions import until
 
@@ -108,11 +110,7 @@ def test_next_record_of_a_busy_delivery_extends_its_advance() -> None:
 
 
 def test_frame_inside_the_advance_needs_no_call() -> None:
-    scene = busy()
-    assert scene.covers(2, 50)
-    assert scene.advance.covered
-    scene.record(50, 51)
-    assert not scene.advance.covered
+    assert busy().covers(2, 50)
 
 
 def test_frame_beyond_the_advance_needs_a_call() -> None:
@@ -302,23 +300,103 @@ async def test_busy_delivery_makes_far_fewer_calls_than_frames(
         await until(lambda: node.offsets.settlements == [(advance_id, frames)])
 
 
-async def test_acks_of_a_busy_delivery_go_to_offsets_with_the_next_frame(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+@asynccontextmanager
+async def busy_delivery(
+    etcd_endpoint: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[RunningNode, Stream]]:
+    """Run a node with a delivery that has sent six frames and has an advance.
+
+    The advance lasts for the test, so that a slow machine does not end it.
+    """
+    monkeypatch.setattr(delivery_advance, "ADVANCE_MS", 1_000_000)
+    async with running_node(etcd_endpoint, folder) as node, streaming(node) as stream:
         node.offsets.advances = True
         await stream.start()
         for number in range(6):
             await node.wait_long_polls(1)
             await node.append(batch(b"%d" % number))
             await stream.frame()
-        calls = len(node.offsets.items)
         await node.wait_long_polls(1)
-        await stream.raise_credit(messages=1_000, progress={"committed_offset": 4})
+        yield node, stream
+
+
+async def state_acks(node: RunningNode, stream: Stream, committed_offset: int) -> None:
+    """State acks with a credit; return when the node has it. The delivery waits for messages."""
+    await stream.raise_credit(messages=1_000, progress={"committed_offset": committed_offset})
+    number = 10 + committed_offset
+    await stream.start(number, queue_id=1)  # arrives after the credit
+    await node.wait_long_polls(2)
+    await stream.stop(number)
+    await node.wait_long_polls(1)
+
+
+def acked(node: RunningNode) -> list[int]:
+    """Return the acks that offsets has taken."""
+    return [
+        item.progress.committed_offset for item in node.offsets.items if item.HasField("progress")
+    ]
+
+
+async def test_frame_of_an_advance_does_not_wait_for_acks_to_be_recorded(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with busy_delivery(etcd_endpoint, tmp_path, monkeypatch) as (node, stream):
+        node.offsets.answering.clear()
+        for number, acks in ((6, 4), (7, 5)):
+            await state_acks(node, stream, acks)
+            await node.append(batch(b"%d" % number))
+            frame = await stream.frame()
+            assert (frame.messages.next_offset, frame.credit_number) == (number + 1, 1)
+            assert not frame.messages.progress_taken
+        assert acked(node) == []
+        node.offsets.answering.set()
+        for credit_number in (2, 3):
+            frame = await stream.frame()
+            assert (frame.messages.progress_taken, frame.credit_number) == (True, credit_number)
+            assert (len(frame.messages.batches), frame.messages.next_offset) == (0, 8)
+            assert frame.messages.offsets_epoch == node.offsets.epoch
+        assert acked(node) == [4, 5]
+
+
+async def test_refused_acks_end_the_delivery(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with busy_delivery(etcd_endpoint, tmp_path, monkeypatch) as (node, stream):
+        node.offsets.rejection = Fenced("taken")
+        await state_acks(node, stream, 4)
         await node.append(batch(b"6"))
-        assert (await stream.frame()).credit_number in (1, 2)
-        await node.wait_long_polls(1)
-        await node.append(batch(b"7"))
-        assert (await stream.frame()).credit_number == 2
-        acked = [item for item in node.offsets.items[calls:] if item.HasField("progress")]
-        assert [item.progress.committed_offset for item in acked] == [4]
+        assert await stream.bodies() == [b"6"]
+        assert isinstance(await stream.error(), Fenced)
+        await node.wait_long_polls(0)
+        node.offsets.rejection = None
+        await stream.start(2, offset=6)
+        assert await stream.bodies(2) == [b"6"]
+
+
+async def test_acks_of_a_stopped_delivery_are_recorded_and_not_confirmed(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with busy_delivery(etcd_endpoint, tmp_path, monkeypatch) as (node, stream):
+        node.offsets.answering.clear()
+        await state_acks(node, stream, 4)
+        await node.append(batch(b"6"))
+        assert await stream.bodies() == [b"6"]
+        await stream.stop()
+        await node.wait_long_polls(0)
+        node.offsets.answering.set()
+        await until(lambda: acked(node) == [4])
+        await stream.start(2, offset=6)
+        assert [frame.delivery_id for frame in await stream.response()] == [2]
+
+
+async def test_frame_that_is_recorded_takes_the_acks_along(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with busy_delivery(etcd_endpoint, tmp_path, monkeypatch) as (node, stream):
+        monkeypatch.setattr(delivery_advance, "ADVANCE_MS", -1)
+        await state_acks(node, stream, 4)
+        await node.append(batch(b"6"))
+        frame = await stream.frame()
+        assert (frame.messages.progress_taken, frame.credit_number) == (True, 2)
+        assert len(frame.messages.batches) == 1
+        assert acked(node) == [4]
