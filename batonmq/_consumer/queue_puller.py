@@ -128,7 +128,7 @@ class QueuePuller:
     async def _deliver(self) -> None:
         """Receive by one delivery, until it ends. What arrives later is dropped.
 
-        Unconfirmed acks travel with the credit (protocol section 6, rule 6); the next frame shows
+        Unconfirmed acks travel with the credit (protocol section 6, rule 6); a later frame shows
         whether they were accepted.
 
         Raises:

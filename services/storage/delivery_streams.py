@@ -160,7 +160,7 @@ class _Delivery:
     def next_pull(self, bytes_max: int | None) -> ParsedPull:
         """Return what to deliver next, with the newest statement of the caller.
 
-        Acks are passed on once.
+        Acks are left out once they are recorded.
 
         Args:
             bytes_max: Limit of the caller's quota; None for none.

@@ -621,8 +621,9 @@ class DeliveryFrame(_message.Message):
     delivery_id: _builtins.int
     """Delivery that the frame belongs to."""
     credit_number: _builtins.int
-    """Number of the newest credit that had arrived when the frame was read. Its `progress` and
-    `received_offset` were recorded with this frame, unless an earlier frame has the same number.
+    """Number of the newest credit whose statement offsets has recorded: its `progress` and
+    `received_offset`. `messages.progress_taken` says that it took the acks of this credit, or of the
+    newest one before it with acks.
     """
     messages_sent: _builtins.int
     """Messages that the delivery has sent since its start, with this frame: those that passed the filter."""
@@ -638,7 +639,9 @@ class DeliveryFrame(_message.Message):
     """
     @_builtins.property
     def messages(self) -> Global___PullResponse:
-        """The next messages; the response of Pull at the offset where the frame before ended."""
+        """The next messages; the response of Pull at the offset where the frame before ended. There may be
+        none: such a frame confirms acks, or says that none have arrived.
+        """
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
