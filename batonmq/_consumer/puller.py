@@ -71,9 +71,9 @@ class PullerSettings:
     consume_from: ConsumeFrom = "last"
     start_unix_ms: int = 0
     out_of_range: OutOfRangePolicy = "earliest"
-    prefetch_messages_max: int = 1_000
+    prefetch_messages_max: int = 2_000
     prefetch_bytes_max: int = 100 * 1024 * 1024
-    pull_messages_max: int = 1_000
+    pull_messages_max: int = 2_000
     pull_bytes_max: int = 1024 * 1024
     pull_hold_ms: int = 15_000
     read_idle_ms: int = 100

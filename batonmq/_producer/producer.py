@@ -264,7 +264,7 @@ class Producer:
             else SendOptions(ordering_key, queue)
         )
         if self._traced is not None or not at_once:
-            return await self._send_in_steps(
+            return await self._send_traced_or_scheduled(
                 topic, message, (deliver_at_unix_ms, delay_ms, delay_level), options
             )
         record = encode_record(message)
@@ -620,7 +620,7 @@ class Producer:
         self._waiting.fail_all(_closed())
         await self.flush()
 
-    async def _send_in_steps(
+    async def _send_traced_or_scheduled(
         self,
         topic: str,
         message: Message,

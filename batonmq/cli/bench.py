@@ -73,7 +73,7 @@ _LOAD_OPTIONS = (
     ),
     click.option(
         "--batch",
-        default=1_000,
+        default=2_000,
         show_default=True,
         type=click.IntRange(min=1, max=65_535),
         help="Most messages in a batch.",

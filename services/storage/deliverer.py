@@ -38,12 +38,14 @@ class Delivered(NamedTuple):
 
     Attributes:
         reading: What was read for the response; None if there was no message.
-        recorded: Whether a record was made for them; False also if an advance covers them.
+        recorded: Whether a record was made for them.
+        covered: Whether an advance covers them.
     """
 
     response: pb.PullResponse
     reading: ReadResult | None
-    recorded: bool
+    recorded: bool = False
+    covered: bool = False
 
 
 class Deliverer:
@@ -100,17 +102,18 @@ class Deliverer:
                 hold_ms = min(hold_ms, FOLLOWER_HOLD_MS)  # then the role is looked at again
             if hold_ms <= 0:
                 self.fill(answer := new_answer(), key, pull, None, None, taken=False)
-                return Delivered(answer, None, recorded=False)
+                return Delivered(answer, None)
             await self._parts.pulls.wait(key, pull.owner, hold_ms)
             begin_s = stream.now_s()
             pull = after_wait(pull)
         verdict = self._covering(key, pull, range_ := (pull.spec.offset, reading.next_offset))
-        if recorded := verdict is None and pull.owner.token != 0:
-            verdict = await self.record(key, pull, range_)
+        covered, recorded = verdict is not None, False
+        if not covered and pull.owner.token:
+            verdict, recorded = await self.record(key, pull, range_), True
         self._count(pull, key, reading, verdict, begin_s)
         taken = recorded and pull.progress is not None
         self.fill(answer := new_answer(), key, pull, reading, verdict, taken=taken)
-        return Delivered(answer, reading, recorded)
+        return Delivered(answer, reading, recorded, covered)
 
     def names_another_node(self, next_node_id: str) -> bool:
         """Return whether a response tells the consumer to read from another node next."""
@@ -135,16 +138,19 @@ class Deliverer:
         return pull.advance.covering(key, range_, seen, self._parts.clock.monotonic_ms())
 
     async def record(
-        self, key: QueueKey, pull: ParsedPull, range_: tuple[int, int]
+        self, key: QueueKey, pull: ParsedPull, range_: tuple[int, int], *, sent: bool = False
     ) -> RecordedDelivery:
         """Record the delivery of a range, with the acks of the pull.
+
+        Args:
+            sent: Whether the range was sent before: the record is for the acks.
 
         Raises:
             BatonError: as Pull.
         """
         advance, wish = pull.advance, NO_ADVANCE
         if advance is not None:
-            wish = advance.wish(range_, self._parts.clock.monotonic_ms())
+            wish = advance.wish(range_, self._parts.clock.monotonic_ms(), sent=sent)
         first_offset, next_offset = range_
         delivery = PendingDelivery(
             pull.owner,
@@ -164,7 +170,7 @@ class Deliverer:
             raise
         if advance is None:
             return record
-        return advance.recorded(key, range_, record)
+        return advance.recorded(key, range_, record, wish.advance_id)
 
     async def _make_readable(
         self, key: QueueKey, pull: ParsedPull, error: DataLoss | NotCached

@@ -64,17 +64,21 @@ class DeliveryAdvance:
         self._sent_offset, self._frame_ms = next_offset, now_ms
         return record.between(first_offset, next_offset)
 
-    def wish(self, range_: tuple[int, int], now_ms: int) -> AdvanceWish:
+    def wish(self, range_: tuple[int, int], now_ms: int, *, sent: bool = False) -> AdvanceWish:
         """Return the advance to ask for with the record of a range.
 
         It is for twice as many offsets as the delivery has passed per `ADVANCE_MS` since its last
         record. A delivery without a frame in the last `ADVANCE_MS` asks for none.
+
+        Args:
+            sent: Whether the range was sent before: this is no frame.
         """
-        next_offset = range_[1]
+        next_offset = max(self._call_offset, range_[1])
         idle = self._frame_ms is None or now_ms - self._frame_ms > ADVANCE_MS
         passed, elapsed_ms = next_offset - self._call_offset, now_ms - self._call_ms
-        self._frame_ms = self._call_ms = now_ms
-        self._call_offset = next_offset
+        self._call_ms, self._call_offset = now_ms, next_offset
+        if not sent:
+            self._frame_ms = now_ms
         if idle:
             return AdvanceWish(self._id)
         if not self._id:
@@ -84,14 +88,17 @@ class DeliveryAdvance:
         return AdvanceWish(self._id, next_offset + max(OFFSETS_MIN, expected))
 
     def recorded(
-        self, key: QueueKey, range_: tuple[int, int], record: RecordedDelivery
+        self, key: QueueKey, range_: tuple[int, int], record: RecordedDelivery, advance_id: int
     ) -> RecordedDelivery:
         """Note the record of a range that is sent now, or was sent; return it without the rest.
 
         If the advance was settled while offsets was asked, nothing is sent in it any more.
+
+        Args:
+            advance_id: Id of the advance that the record asked for.
         """
         first_offset, next_offset = range_
-        self._record, self.key = (record if self._id else None), key
+        self._record, self.key = (record if advance_id == self._id != 0 else None), key
         self._sent_offset = max(self._sent_offset, next_offset)
         return record.between(first_offset, next_offset)
 

@@ -117,8 +117,8 @@ class _Delivery:
     Attributes:
         queue: The queue, for the check of its permission.
         advance: What offsets has recorded in advance.
-        credit_number: Number of the credit that the last record included.
-        range: The offsets of the newest frame with messages.
+        credit_number: Number of the newest credit whose statement was recorded.
+        sent_range: The offsets of the newest frame with messages.
         funded: Set while there is credit.
         passes_acks_on: Whether a task passes acks on.
     """
@@ -138,7 +138,7 @@ class _Delivery:
         self._pull = replace(pull, advance=advance)
         self._stated = self._named = 0
         self.messages_sent = self.bytes_sent = self.credit_number = 0
-        self.range = (pull.spec.offset, pull.spec.offset)
+        self.sent_range = (pull.spec.offset, pull.spec.offset)
         self.funded, self.passes_acks_on = asyncio.Event(), False
         self.task: asyncio.Task[None] | None = None
         self._note_credit()
@@ -182,8 +182,8 @@ class _Delivery:
         )
 
     @property
-    def newest_credit(self) -> int:
-        """Number of the newest credit."""
+    def newest_credit_number(self) -> int:
+        """Number of the newest credit that has arrived."""
         return self._credit.number
 
     @property
@@ -212,7 +212,7 @@ class _Delivery:
         answer, reading = delivered.response, delivered.reading
         if reading is not None:
             self.messages_sent += reading.message_count
-            self.range = self._pull.spec.offset, answer.next_offset
+            self.sent_range = self._pull.spec.offset, answer.next_offset
             if reading.batches:
                 header = read_header(reading.batches[-1])
                 self._last_batch = LastBatch(header.position, header.next_offset)
@@ -223,7 +223,7 @@ class _Delivery:
         self._note_credit()
 
     def recorded(self, credit_number: int, *, taken: bool) -> None:
-        """Note a record that included the statement of a credit, and whether its acks."""
+        """Note that the statement of a credit was recorded, and whether its acks were."""
         self.credit_number = max(self.credit_number, credit_number)
         if taken:
             self._stated = max(self._stated, credit_number)
@@ -406,16 +406,22 @@ class _DeliveryStream:
             byte_count = sum(map(len, reading.batches))
             frame.continues_batch = reading.continues_batch
         delivery.sent(delivered, byte_count)
-        if reading is not None and not delivered.recorded:
-            self._pass_acks_on_later(number, delivery)
         access.charge_read(byte_count)
         last = self._finish(frame, delivery, byte_count)
+        may_pass_on = delivered.covered and not last and not delivery.passes_acks_on
+        if may_pass_on and self._may_pass_acks_on(number, delivery):
+            self._owner.tasks.spawn(self._pass_acks_on(number, delivery))
+            delivery.passes_acks_on = True
         if not byte_count:
             await asyncio.sleep(0)  # nothing else may have been waited for
         return not last
 
     def _finish(self, frame: pb.DeliveryFrame, delivery: _Delivery, byte_count: int) -> bool:
-        """Fill in what every frame says of its delivery; return whether it is the last one."""
+        """Fill in what every frame says of its delivery, and count its bytes as unsent.
+
+        Returns:
+            Whether it is the last frame of the delivery.
+        """
         self._bytes += FRAME_BYTES + byte_count
         self._unsent_bytes += FRAME_BYTES + byte_count
         if self._unsent_bytes > UNSENT_BYTES_MAX:
@@ -426,30 +432,27 @@ class _DeliveryStream:
         frame.last = deliverer.names_another_node(next_node_id)
         return frame.last
 
-    def _pass_acks_on_later(self, number: int, delivery: _Delivery) -> None:
-        """Pass acks on, if there are any: a frame has left without a record."""
-        if delivery.passes_acks_on or not delivery.has_acks or self._parts.role.is_follower:
-            return  # followers take no acks: protocol 6.6
-        delivery.passes_acks_on = True
-        self._owner.tasks.spawn(self._pass_acks_on(number, delivery))
-
     async def _pass_acks_on(self, number: int, delivery: _Delivery) -> None:
         """Record acks while frames leave in an advance, until none are left (protocol 6.8).
 
         A frame without messages confirms them. A refusal ends the delivery.
         """
-        key = delivery.advance.key
-        assert key is not None  # a frame has left in the advance
+        deliverer, key = self._owner.deliverer, delivery.advance.key
         try:
-            while delivery.has_acks and self._is_open(number, delivery):
-                pull, credit_number = delivery.stated_pull(), delivery.newest_credit
-                record = await self._owner.deliverer.record(key, pull, delivery.range)
+            while True:
+                await self._taken.wait()
+                if key is None or not self._may_pass_acks_on(number, delivery):
+                    break
+                pull, credit_number = delivery.stated_pull(), delivery.newest_credit_number
+                record = await deliverer.record(key, pull, delivery.sent_range, sent=True)
                 if not self._is_open(number, delivery):
                     break
                 delivery.recorded(credit_number, taken=True)
+                if delivery.credit_number > credit_number:
+                    continue  # the frame of a newer record speaks for them
                 frame, pull = self._new_frame(number), delivery.stated_pull()
                 record = record.between(pull.spec.offset, pull.spec.offset)
-                self._owner.deliverer.fill(frame.messages, key, pull, None, record, taken=True)
+                deliverer.fill(frame.messages, key, pull, None, record, taken=True)
                 if self._finish(frame, delivery, 0):
                     self._stop(number)
         except BatonError as error:
@@ -460,6 +463,14 @@ class _DeliveryStream:
             self.fail(error)
         finally:
             delivery.passes_acks_on = False
+
+    def _may_pass_acks_on(self, number: int, delivery: _Delivery) -> bool:
+        """Return whether there are acks to pass on. Followers take none: protocol 6.6."""
+        return (
+            delivery.has_acks
+            and self._is_open(number, delivery)
+            and not self._parts.role.is_follower
+        )
 
     def _is_open(self, number: int, delivery: _Delivery) -> bool:
         return self._deliveries.get(number) is delivery

@@ -64,7 +64,7 @@ class StorageMetrics:
         )
         self.unrecorded_deliveries = Counter(
             "baton_storage_unrecorded_deliveries",
-            "Pulls without a recorded delivery (rejected by offsets, or no answer), by reason.",
+            "Deliveries, or acks behind them, that were not recorded at offsets, by reason.",
             ("reason",),
             registry=registry,
         )

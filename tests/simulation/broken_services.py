@@ -97,7 +97,7 @@ def acks_confirmed_before_their_record(patch: pytest.MonkeyPatch) -> None:
     async def pass_acks_on(self: _DeliveryStream, number: int, delivery: _Delivery) -> None:
         key, pull = delivery.advance.key, delivery.stated_pull()
         assert key is not None
-        delivery.recorded(delivery.newest_credit, taken=False)
+        delivery.recorded(delivery.newest_credit_number, taken=False)
         frame = self._new_frame(number)
         self._owner.deliverer.fill(frame.messages, key, pull, None, None, taken=True)
         self._finish(frame, delivery, 0)

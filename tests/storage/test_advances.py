@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from baton.common.v1 import queue_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, DeliveryUnrecorded, Fenced
-from batonmq_server.storage import advance_settler, delivery_advance
+from batonmq_server.storage import advance_settler, delivery_advance, delivery_streams
 from batonmq_server.storage.advance_settler import AdvanceSettler
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.delivery_advance import ADVANCE_MS, OFFSETS_MIN, DeliveryAdvance
@@ -31,6 +33,7 @@ from tests.storage.batches import batch
 from tests.storage.running_node import RunningNode, running_node
 from tests.storage.test_delivery_recorder import HOLDER, recording
 from tests.storage.test_delivery_streams import Stream, streaming
+from tests.storage.test_pull_gates import gate_seen
 from tests.support.clock import MovableClock
 from tests.support.conditions import until
 
@@ -52,7 +55,7 @@ class Scene:
         wish = self.advance.wish((first, next_), self.now_ms)
         end = wish.advance_to if advance_to is None else advance_to
         record = RecordedDelivery((), SEEN[1], self.now_ms, SEEN[0], end)
-        self.advance.recorded(KEY, (first, next_), record)
+        self.advance.recorded(KEY, (first, next_), record, wish.advance_id)
         return wish
 
     def covers(
@@ -138,10 +141,9 @@ def test_frame_of_an_advance_has_the_flags_of_its_range() -> None:
     scene = Scene()
     runs = [(0, 3), (5, 8), (20, 30)]
     redelivered = [queue_pb2.OffsetRange(first_offset=a, next_offset=b) for a, b in runs]
-    for range_ in [(0, 1), (0, 2)]:
-        scene.advance.wish(range_, scene.now_ms)
+    _, wish = (scene.advance.wish(range_, scene.now_ms) for range_ in [(0, 1), (0, 2)])
     record = RecordedDelivery(redelivered, SEEN[1], scene.now_ms, SEEN[0], 40)
-    own = scene.advance.recorded(KEY, (0, 2), record)
+    own = scene.advance.recorded(KEY, (0, 2), record, wish.advance_id)
     assert [(r.first_offset, r.next_offset) for r in own.redelivered] == [(0, 2)]
     flags = []
     for range_ in [(2, 6), (6, 7), (8, 20), (20, 40)]:
@@ -180,8 +182,30 @@ def test_record_that_is_answered_after_the_settlement_is_no_advance() -> None:
     assert scene.advance.is_due(scene.now_ms)
     assert scene.advance.settle().advance_id == wish.advance_id
     record = RecordedDelivery((), SEEN[1], scene.now_ms, SEEN[0], wish.advance_to)
-    scene.advance.recorded(KEY, (1, 2), record)
+    scene.advance.recorded(KEY, (1, 2), record, wish.advance_id)
     assert not scene.covers(2, 3)
+
+
+def test_record_of_a_settled_advance_is_none_of_the_next_one() -> None:
+    scene = busy()
+    old = scene.advance.wish((2, 50), scene.now_ms)
+    scene.advance.settle()
+    new = scene.advance.wish((50, 51), scene.now_ms)
+    assert old.advance_id != new.advance_id
+    late = RecordedDelivery((), SEEN[1], scene.now_ms, SEEN[0], 1_000)
+    scene.advance.recorded(KEY, (2, 50), late, old.advance_id)
+    assert not scene.covers(51, 52)
+
+
+def test_record_for_acks_neither_goes_back_nor_counts_as_a_frame() -> None:
+    scene = busy()
+    scene.now_ms += 100
+    scene.advance.wish((2, 40), scene.now_ms)
+    scene.now_ms += ADVANCE_MS // 2
+    wish = scene.advance.wish((2, 30), scene.now_ms, sent=True)
+    assert wish.advance_to == 40 + OFFSETS_MIN
+    scene.now_ms += ADVANCE_MS // 2 + 1
+    assert scene.advance.wish((40, 41), scene.now_ms).advance_to == 0
 
 
 def test_advance_is_due_two_seconds_after_its_last_record() -> None:
@@ -399,4 +423,31 @@ async def test_frame_that_is_recorded_takes_the_acks_along(
         frame = await stream.frame()
         assert (frame.messages.progress_taken, frame.credit_number) == (True, 2)
         assert len(frame.messages.batches) == 1
+        assert acked(node) == [4]
+
+
+async def test_acks_without_a_token_are_ignored(etcd_endpoint: str, tmp_path: Path) -> None:
+    acks = offsets_pb.Acks(committed_offset=1)
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await node.put_gate(ownership=nameserver_pb.OWNERSHIP_OFF)
+        await gate_seen(node, None, token=0)
+        await node.append(batch(b"a"))
+        await stream.start(token=0, progress=acks)
+        assert await stream.bodies() == [b"a"]
+        await node.append(batch(b"b"))
+        frame = await stream.frame()
+        assert (len(frame.messages.batches), frame.messages.progress_taken) == (1, False)
+        assert node.offsets.items == []
+
+
+async def test_acks_pass_on_with_the_smallest_limit_of_unsent_bytes(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each frame uses up what the client may leave unread, until the stream has taken it."""
+    monkeypatch.setattr(delivery_streams, "UNSENT_BYTES_MAX", 0)
+    async with busy_delivery(etcd_endpoint, tmp_path, monkeypatch) as (node, stream):
+        await state_acks(node, stream, 4)
+        await node.append(batch(b"6"))
+        assert await stream.bodies() == [b"6"]
+        assert (await stream.frame()).messages.progress_taken
         assert acked(node) == [4]

@@ -51,11 +51,14 @@ class Stream:
         messages: int = 1_000,
         bytes_limit: int = 1 << 20,
         keeps_last_batch: bool = False,
+        progress: offsets_pb.Acks | None = None,
         **fields: Any,
     ) -> None:
         """Begin a delivery of `pull_request(**fields)`."""
         self._numbers[number] = 1
-        limits = pb.DeliveryCredit(number=1, messages_limit=messages, bytes_limit=bytes_limit)
+        limits = pb.DeliveryCredit(
+            number=1, messages_limit=messages, bytes_limit=bytes_limit, progress=progress
+        )
         pull = pull_request(**({"hold_ms": TIMEOUT_S * 1_000} | fields))
         start = pb.DeliveryStart(pull=pull, credit=limits, keeps_last_batch=keeps_last_batch)
         await self.command(pb.DeliveryCommand(delivery_id=number, start=start))

@@ -622,8 +622,8 @@ class DeliveryFrame(_message.Message):
     """Delivery that the frame belongs to."""
     credit_number: _builtins.int
     """Number of the newest credit whose statement offsets has recorded: its `progress` and
-    `received_offset`. `messages.progress_taken` says that it took the acks of this credit, or of the
-    newest one before it with acks.
+    `received_offset`. If `messages.progress_taken` is set, it took the acks of this credit, or of the
+    newest one before it with acks; other frames say nothing of acks.
     """
     messages_sent: _builtins.int
     """Messages that the delivery has sent since its start, with this frame: those that passed the filter."""
