@@ -6,7 +6,7 @@ message is acknowledged, so it survives a crash of the member:
     H <queue> <offset> <token> <redelivered> <key>     a message was handled
     E <kind> <queue> <token> <monotonic ms>            the ownership of a queue changed
 
-A queue is `<broker>/<queue id>`; all queues are of one topic.
+A queue is `<topic>/<broker>/<queue id>`: members own the queue of their retry topic, too.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Journal:
 
 
 def _name(queue: QueueRef) -> str:
-    return f"{queue.broker}/{queue.queue_id}"
+    return f"{queue.topic}/{queue.broker}/{queue.queue_id}"
 
 
 @dataclass(frozen=True, slots=True)

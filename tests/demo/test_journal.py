@@ -99,10 +99,10 @@ def test_journal_is_read_back_without_an_incomplete_line(tmp_path: Path) -> None
         journal.handled(ReceivedMessage(queue, 7, header, record, redelivered=True))
         journal.ownership(OwnershipEvent("granted", queue, 7, 1234))
     with path.open("a") as file:
-        file.write("H broker-0/3 1 7 0 k")
+        file.write("H flights/broker-0/3 1 7 0 k")
     handled, events = read([path])
-    assert handled == [HandledMessage("broker-0/3", 0, 7, True, "k0")]
-    assert events == [OwnershipRecord("member", "granted", "broker-0/3", 7, 1234)]
+    assert handled == [HandledMessage("flights/broker-0/3", 0, 7, True, "k0")]
+    assert events == [OwnershipRecord("member", "granted", "flights/broker-0/3", 7, 1234)]
 
 
 @pytest.mark.parametrize("line", ["H a/1 2 3\n", "E granted a/1\n"])
@@ -111,3 +111,14 @@ def test_damaged_line_in_the_middle_is_an_error(tmp_path: Path, line: str) -> No
     path.write_text(line)
     with pytest.raises((ValueError, IndexError)):
         read([path])
+
+
+def test_queues_of_two_topics_are_two_queues(tmp_path: Path) -> None:
+    """A member owns the queue of its retry topic, too, which has the same broker and number."""
+    path = tmp_path / "member.journal"
+    topics = ("flights", "%RETRY%desk")
+    with Journal(path) as journal:
+        for topic in topics:
+            journal.ownership(OwnershipEvent("granted", QueueRef(topic, "broker-0", 0), 1, 5))
+    _, events = read([path])
+    assert [event.queue for event in events] == [f"{topic}/broker-0/0" for topic in topics]
