@@ -117,7 +117,7 @@ class _Delivery:
     Attributes:
         queue: The queue, for the check of its permission.
         advance: What offsets has recorded in advance.
-        credit_number: Number of the newest credit whose statement was recorded.
+        credit_number: Number of the newest credit that a record included.
         sent_range: The offsets of the newest frame with messages.
         funded: Set while there is credit.
         passes_acks_on: Whether a task passes acks on.
@@ -298,6 +298,7 @@ class _DeliveryStream:
         """End all deliveries."""
         for number in list(self._deliveries):
             self._stop(number)
+        self._taken.set()  # tasks that pass acks on end
 
     def check_access(self) -> None:
         """End the deliveries that the caller may not read any more."""

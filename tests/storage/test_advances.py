@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -326,7 +327,7 @@ async def test_busy_delivery_makes_far_fewer_calls_than_frames(
 
 @asynccontextmanager
 async def busy_delivery(
-    etcd_endpoint: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    etcd_endpoint: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> AsyncIterator[tuple[RunningNode, Stream]]:
     """Run a node with a delivery that has sent six frames and has an advance.
 
@@ -335,7 +336,7 @@ async def busy_delivery(
     monkeypatch.setattr(delivery_advance, "ADVANCE_MS", 1_000_000)
     async with running_node(etcd_endpoint, folder) as node, streaming(node) as stream:
         node.offsets.advances = True
-        await stream.start()
+        await stream.start(**options)
         for number in range(6):
             await node.wait_long_polls(1)
             await node.append(batch(b"%d" % number))
@@ -451,3 +452,26 @@ async def test_acks_pass_on_with_the_smallest_limit_of_unsent_bytes(
         assert await stream.bodies() == [b"6"]
         assert (await stream.frame()).messages.progress_taken
         assert acked(node) == [4]
+
+
+async def test_task_that_waits_for_a_client_ends_with_the_stream(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery_streams, "UNSENT_BYTES_MAX", 100_000)
+    credit: dict[str, Any] = {"messages": 1 << 40, "bytes_limit": 1 << 60, "messages_max": 1}
+
+    def tasks() -> int:
+        return sum("_pass_acks_on" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+    async with busy_delivery(etcd_endpoint, tmp_path, monkeypatch, **credit) as (node, stream):
+        node.offsets.answering.clear()
+        await state_acks(node, stream, 4)
+        for _ in range(2):
+            await node.append(*(batch(b"x" * 100_000) for _ in range(200)))
+        await until(lambda: tasks() == 1)
+        await stream.raise_credit(messages=1_000, progress={"committed_offset": 5})
+        node.offsets.answering.set()
+        await until(lambda: acked(node) == [4])
+        assert tasks() == 1
+        stream.cancel()
+        await until(lambda: tasks() == 0)
