@@ -621,7 +621,7 @@ class DeliveryFrame(_message.Message):
     delivery_id: _builtins.int
     """Delivery that the frame belongs to."""
     credit_number: _builtins.int
-    """Number of the newest credit whose statement offsets has recorded: its `progress` and
+    """Number of the newest credit that a record at offsets included, with its `progress` and
     `received_offset`. If `messages.progress_taken` is set, it took the acks of this credit, or of the
     newest one before it with acks; other frames say nothing of acks.
     """
