@@ -30,6 +30,7 @@ from batonmq_server.storage.delivery_recorder import (
     RecordedDelivery,
     Settlement,
 )
+from batonmq_server.storage.delivery_streams import _DeliveryStream
 from tests.storage.batches import batch
 from tests.storage.running_node import RunningNode, running_node
 from tests.storage.test_delivery_recorder import HOLDER, recording
@@ -327,7 +328,7 @@ async def test_busy_delivery_makes_far_fewer_calls_than_frames(
 
 @asynccontextmanager
 async def busy_delivery(
-    etcd_endpoint: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+    etcd_endpoint: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[RunningNode, Stream]]:
     """Run a node with a delivery that has sent six frames and has an advance.
 
@@ -336,7 +337,7 @@ async def busy_delivery(
     monkeypatch.setattr(delivery_advance, "ADVANCE_MS", 1_000_000)
     async with running_node(etcd_endpoint, folder) as node, streaming(node) as stream:
         node.offsets.advances = True
-        await stream.start(**options)
+        await stream.start()
         for number in range(6):
             await node.wait_long_polls(1)
             await node.append(batch(b"%d" % number))
@@ -457,21 +458,24 @@ async def test_acks_pass_on_with_the_smallest_limit_of_unsent_bytes(
 async def test_task_that_waits_for_a_client_ends_with_the_stream(
     etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery_streams, "UNSENT_BYTES_MAX", 100_000)
-    credit: dict[str, Any] = {"messages": 1 << 40, "bytes_limit": 1 << 60, "messages_max": 1}
+    streams = set[_DeliveryStream]()
+    real = _DeliveryStream._pass_acks_on
 
-    def tasks() -> int:
-        return sum("_pass_acks_on" in repr(task.get_coro()) for task in asyncio.all_tasks())
+    async def pass_acks_on(self: _DeliveryStream, *delivery: Any) -> None:
+        streams.add(self)
+        await real(self, *delivery)
+        streams.remove(self)
 
-    async with busy_delivery(etcd_endpoint, tmp_path, monkeypatch, **credit) as (node, stream):
+    monkeypatch.setattr(_DeliveryStream, "_pass_acks_on", pass_acks_on)
+    async with busy_delivery(etcd_endpoint, tmp_path, monkeypatch) as (node, stream):
         node.offsets.answering.clear()
         await state_acks(node, stream, 4)
-        for _ in range(2):
-            await node.append(*(batch(b"x" * 100_000) for _ in range(200)))
-        await until(lambda: tasks() == 1)
-        await stream.raise_credit(messages=1_000, progress={"committed_offset": 5})
+        await node.append(batch(b"6"))
+        assert await stream.bodies() == [b"6"]
+        await state_acks(node, stream, 5)
+        (waiting,) = streams
+        waiting._taken = asyncio.Event()  # the client takes no more
         node.offsets.answering.set()
-        await until(lambda: acked(node) == [4])
-        assert tasks() == 1
-        stream.cancel()
-        await until(lambda: tasks() == 0)
+        assert (await stream.frame()).messages.progress_taken
+        assert (acked(node), streams) == ([4], {waiting})
+    await until(lambda: not streams)
