@@ -478,4 +478,5 @@ async def test_task_that_waits_for_a_client_ends_with_the_stream(
         node.offsets.answering.set()
         assert (await stream.frame()).messages.progress_taken
         assert (acked(node), streams) == ([4], {waiting})
-    await until(lambda: not streams)
+        stream.cancel()
+        await until(lambda: not streams)

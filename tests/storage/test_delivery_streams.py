@@ -41,6 +41,9 @@ class Stream:
         self._call, self._numbers = call, dict[int, int]()
         self._arrived: list[pb.DeliveryFrame] = []
 
+    def cancel(self) -> None:
+        self._call.cancel()
+
     async def command(self, *commands: pb.DeliveryCommand) -> None:
         await self._call.write(pb.DeliverRequest(commands=commands))
 
