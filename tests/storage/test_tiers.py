@@ -72,8 +72,11 @@ def tier(folder: Path, **more: Any) -> dict[str, Any]:
 
 def moved(data: Path) -> int:
     """Return how many segment files contain only a manifest."""
+    folder = data / "log"
+    # A follower that has copied nothing yet has no folder.
     # A file with another suffix is being replaced, and gone a moment later.
-    paths = [path for path in (data / "log").iterdir() if path.name.isdecimal()]
+    entries = folder.iterdir() if folder.exists() else ()
+    paths = [path for path in entries if path.name.isdecimal()]
     return sum(path.read_bytes()[:4] == b"BTNT" for path in paths)
 
 
