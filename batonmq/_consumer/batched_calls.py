@@ -55,12 +55,12 @@ class _PendingAcquire:
     """A queue that is to be acquired, and the future of the outcome.
 
     Attributes:
-        granted: Whether the caller got a grant; without one, a grant may have been lost.
+        grant: That the caller got; None: there is none yet, or it may have been lost.
     """
 
     queue: QueueRef
     item: lockmgr_pb.AcquireItem
-    granted: bool = False
+    grant: lockmgr_pb.Grant | None = None
     outcome: asyncio.Future[ReceivedGrant | BatonError] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -89,6 +89,8 @@ class BatchedCalls:
         self._pending: list[_PendingAcquire] = []
         self._arrived = asyncio.Event()
         self._under_way: dict[int, Sequence[_PendingAcquire]] = {}
+        self._unwanted: list[tuple[lockmgr_pb.AcquireItem, lockmgr_pb.Grant]] = []
+        self._discarded: set[QueueRef] = set()
         self._abandoned = False
         self._claimed: dict[QueueRef, lockmgr_pb.AcquireItem] = {}
 
@@ -102,9 +104,11 @@ class BatchedCalls:
                 await asyncio.sleep(0)  # tasks that the same event wakes share a call
                 self._arrived.clear()
                 pending = [one for one in self._pending if not one.outcome.done()]
-                self._pending = []
+                unwanted, self._pending, self._unwanted = self._unwanted, [], []
                 for begin in range(0, len(pending), ITEMS_MAX):
-                    tasks.create_task(self._acquire(tasks, pending[begin : begin + ITEMS_MAX]))
+                    tasks.create_task(self._acquire(pending[begin : begin + ITEMS_MAX]))
+                for item, grant in unwanted:
+                    tasks.create_task(self._release_unwanted(item, grant))
 
     # ---- requests of one queue
 
@@ -120,12 +124,17 @@ class BatchedCalls:
     async def acquire(self, queue: QueueRef, item: lockmgr_pb.AcquireItem) -> ReceivedGrant:
         """Acquire a queue; the lock manager holds the request while another member owns the queue.
 
-        If the caller is cancelled, a grant that still arrives is released.
+        If the caller is cancelled, a grant that has arrived, or still arrives, is released.
         """
         pending = _PendingAcquire(queue, item)
         self._pending.append(pending)
         self._arrived.set()
-        outcome = await pending.outcome
+        try:
+            outcome = await pending.outcome
+        except asyncio.CancelledError:
+            if pending.grant is not None:  # it came in this turn of the event loop
+                self._discard(item, pending.grant)
+            raise
         if isinstance(outcome, BatonError):
             raise outcome
         return outcome
@@ -180,14 +189,15 @@ class BatchedCalls:
         """The highest `acquire_seq` up to which all outcomes have arrived."""
         return min(self._under_way) - 1 if self._under_way else self._session.acquire_seq
 
-    def acquires(self, queue: QueueRef) -> bool:
-        """Whether an Acquire of the queue is under way, or about to be sent."""
+    def busy(self, queue: QueueRef) -> bool:
+        """Whether the queue is being acquired here, or a grant of it is being released."""
         under_way = (one for batch in self._under_way.values() for one in batch)
-        return any(one.queue == queue for one in (*self._pending, *under_way))
+        acquiring = any(one.queue == queue for one in (*self._pending, *under_way))
+        return acquiring or queue in self._discarded
 
     # ---- the calls
 
-    async def _acquire(self, tasks: asyncio.TaskGroup, pending: Sequence[_PendingAcquire]) -> None:
+    async def _acquire(self, pending: Sequence[_PendingAcquire]) -> None:
         """Acquire many queues with one stream, which ends as soon as no caller waits for it."""
         batch = self._still_assigned(pending)
         if not batch:
@@ -211,21 +221,22 @@ class BatchedCalls:
             one.outcome.add_done_callback(check)
         error: BatonError = Unreachable("the lock manager ended an Acquire without an outcome")
         try:
-            reading = self._read(tasks, request, {one.queue: one for one in batch})
-            await unless(settled, reading)
+            await unless(settled, self._read(request, {one.queue: one for one in batch}))
         except BatonError as refusal:
             error = refusal
         finally:
             del self._under_way[seq]
-            self._abandoned |= any(one.outcome.cancelled() for one in batch)
             for one in batch:
                 self._note_outcome(one)
+            if any(one.outcome.cancelled() for one in batch):
+                self._abandoned = True
+                self._session.keep_alive_soon.set()  # a grant may have been lost on its way
         for one in batch:
             one.settle(error)
 
     def _note_outcome(self, one: _PendingAcquire) -> None:
         """Remember what a request claimed if a grant for it may arrive late or never."""
-        if one.granted:
+        if one.grant is not None:
             return
         before = self._claimed.get(one.queue)
         resume = list(one.item.resume)
@@ -254,10 +265,7 @@ class BatchedCalls:
         return [one for one in pending if not one.outcome.done()]
 
     async def _read(
-        self,
-        tasks: asyncio.TaskGroup,
-        request: lockmgr_pb.AcquireRequest,
-        batch: Mapping[QueueRef, _PendingAcquire],
+        self, request: lockmgr_pb.AcquireRequest, batch: Mapping[QueueRef, _PendingAcquire]
     ) -> None:
         session = self._session
         stub = await session.directory.lockmgr()
@@ -269,28 +277,40 @@ class BatchedCalls:
                 if answer.HasField("error"):
                     pending.settle(error_from_pb(answer.error))
                 elif pending.outcome.done():
-                    tasks.create_task(self._release_unwanted(pending.item, answer.grant))
+                    self._discard(pending.item, answer.grant)
                 else:
                     session.epochs.observe(answer.grant.offsets_set, answer.grant.offsets_epoch)
-                    pending.granted = True
+                    pending.grant = answer.grant
                     self._claimed.pop(pending.queue, None)
                     pending.settle(ReceivedGrant(answer.grant, sent_ms))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+
+    def _discard(self, item: lockmgr_pb.AcquireItem, grant: lockmgr_pb.Grant) -> None:
+        """Have the grant of a cancelled caller released."""
+        self._abandoned = True
+        self._discarded.add(queue_of(item.queue))
+        self._unwanted.append((item, grant))
+        self._arrived.set()
 
     async def _release_unwanted(
         self, item: lockmgr_pb.AcquireItem, grant: lockmgr_pb.Grant
     ) -> None:
         """Release the grant of a cancelled caller.
 
-        If a call fails, the next keep-alive reports the grant as an orphan. Other grants do not
-        wait for this.
+        Until it is done, no keep-alive releases it as an orphan: the service refuses calls with two
+        items of a queue. If a call fails, the next keep-alive reports it. Other grants do not wait
+        for this.
         """
+        queue = queue_of(item.queue)
         try:
             await self._close_unused(item, grant.token, grant.reset_epoch)
             await self.release(lockmgr_pb.Hold(queue=item.queue, token=grant.token))
         except BatonError as error:
-            log.debug("unwanted grant not released queue=%s error=%s", item.queue, error)
+            log.info("unwanted grant not released queue=%s error=%s", queue, error)
+            self._session.keep_alive_soon.set()
+        finally:
+            self._discarded.discard(queue)
 
     async def _close_unused(
         self, item: lockmgr_pb.AcquireItem, token: int, reset_epoch: int

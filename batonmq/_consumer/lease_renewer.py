@@ -88,7 +88,7 @@ class LeaseRenewer:
             queue = self._queues.get(ref)
             if report.state == lockmgr_pb.HOLD_STATE_ORPHAN:
                 unused = queue is None or not (queue.token or queue.assigned)
-                if unused and not self._calls.acquires(ref):
+                if unused and not self._calls.busy(ref):
                     orphans.append(lockmgr_pb.Hold(queue=report.queue, token=report.token))
             elif queue is None or queue.token != tokens.get(ref):
                 continue

@@ -29,6 +29,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_to_pb
 from batonmq._connection.directory import Directory
+from batonmq._consumer import batched_calls
 from batonmq._consumer.batched_calls import BatchedCalls
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.group_view import GroupView
@@ -123,9 +124,14 @@ class Nameserver(nameserver_grpc.NameserverServiceServicer):
 
 
 class Offsets(offsets_grpc.OffsetsServiceServicer):
-    """An offsets service that closes every queue, and records the number of items of each call."""
+    """An offsets service that closes every queue, and records the number of items of each call.
+
+    Attributes:
+        failing: Whether Close fails.
+    """
 
     def __init__(self) -> None:
+        self.failing = False
         self.closes: list[int] = []
         self.items: list[offsets_pb.CloseItem] = []
 
@@ -134,6 +140,8 @@ class Offsets(offsets_grpc.OffsetsServiceServicer):
     ) -> offsets_pb.CloseResponse:
         self.closes.append(len(request.items))
         self.items += request.items
+        if self.failing:
+            raise Unreachable("offsets is about to be another node")
         closed = offsets_pb.Committed(committed_offset=1)
         return offsets_pb.CloseResponse(
             offsets_epoch=1,
@@ -235,10 +243,10 @@ async def test_outcome_does_not_wait_for_the_others() -> None:
         late = tasks.create_task(acquired(calls, 1))
         assert await acquired(calls, 0) == 70
         assert not late.done()
-        assert calls.acquires(queue(1))
+        assert calls.busy(queue(1))
         lockmgr.answer({1: 71})
         assert await late == 71
-        await until(lambda: not calls.acquires(queue(1)))
+        await until(lambda: not calls.busy(queue(1)))
 
 
 async def test_each_acquire_has_a_higher_number_and_counts_as_seen_when_it_ends() -> None:
@@ -263,7 +271,7 @@ async def test_acquire_ends_when_no_caller_waits_for_it() -> None:
         for task in acquiring:
             task.cancel()
         await until(lambda: lockmgr.ended == 1)
-        await until(lambda: not calls.acquires(queue(0)))
+        await until(lambda: not calls.busy(queue(0)))
 
 
 @asynccontextmanager
@@ -290,12 +298,59 @@ async def test_grant_whose_caller_was_cancelled_is_released() -> None:
         await until(lambda: lockmgr.releases == [[70]])
 
 
+async def test_grant_that_arrives_as_its_caller_is_cancelled_is_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody would release it: the next owner would wait until the queue counts as quiet."""
+    settle = batched_calls._PendingAcquire.settle
+
+    def settle_and_cancel(pending: Any, outcome: Any) -> None:
+        settle(pending, outcome)
+        waiting.cancel()
+
+    monkeypatch.setattr(batched_calls._PendingAcquire, "settle", settle_and_cancel)
+    async with scene() as (calls, lockmgr, others), asyncio.TaskGroup() as tasks:
+        resume = queue_pb2.OffsetRange(first_offset=3, next_offset=5)
+        waiting = tasks.create_task(acquired(calls, 0, resume))
+        lockmgr.answer({0: 70})
+        await asyncio.wait({waiting})
+        assert waiting.cancelled()
+        await until(lambda: lockmgr.releases == [[70]])
+        (closed,) = others.offsets.items
+        assert (closed.token, list(closed.unfinished)) == (70, [resume])
+        await calls.release_rest()
+        assert lockmgr.released_all == [GROUP], "the release may have failed"
+
+
 async def test_grant_does_not_wait_for_the_release_of_an_unwanted_one() -> None:
     async with scene() as (calls, lockmgr, _):
         lockmgr.mute = asyncio.Event()
         async with unwanted_grant(calls, lockmgr):
             await until(lambda: lockmgr.releases == [[70]])
         lockmgr.mute.set()
+
+
+async def test_unwanted_grant_is_busy_until_its_release_has_ended() -> None:
+    """A keep-alive reports it as an orphan meanwhile. Offsets refuses calls that close it twice."""
+    async with scene() as (calls, lockmgr, _):
+        lockmgr.mute = asyncio.Event()
+        async with unwanted_grant(calls, lockmgr):
+            await until(lambda: lockmgr.releases == [[70]])
+        await until(lambda: not calls.busy(queue(1)))
+        assert calls.busy(queue(0))
+        lockmgr.mute.set()
+        await until(lambda: not calls.busy(queue(0)))
+        assert calls._session.keep_alive_soon.is_set(), "a grant may have been lost on its way"
+
+
+async def test_keep_alive_follows_a_release_that_fails() -> None:
+    async with scene() as (calls, lockmgr, others):
+        others.offsets.failing = True
+        async with unwanted_grant(calls, lockmgr):
+            await until(lambda: others.offsets.closes == [1])
+            await until(calls._session.keep_alive_soon.is_set)
+        await until(lambda: not calls.busy(queue(0)))
+        assert lockmgr.releases == []
 
 
 async def test_queue_that_the_record_does_not_assign_is_not_requested() -> None:
