@@ -21,6 +21,7 @@ from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.backoff import Backoff
 from batonmq._common.clock import Clock
+from batonmq._common.large_messages import storage_stub
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.channels import Connect, connect, connector
 from batonmq._connection.security import Security
@@ -233,8 +234,7 @@ class Directory:
         """Return a stub for the storage node at an address: always the same one."""
         stub = self._storage_stubs.get(address)
         if stub is None:
-            stub = storage_grpc.StorageServiceStub(self._channel(address))
-            self._storage_stubs[address] = stub
+            stub = self._storage_stubs[address] = storage_stub(self._channel(address))
         return stub
 
     def next_reader(self, broker: str, node_id: str) -> str:

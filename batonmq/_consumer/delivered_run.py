@@ -11,10 +11,11 @@ from batonmq._consumer.stored_batch import StoredBatch
 from batonmq._core.ordering_key import find_ordering_key
 from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import Range, of_sorted
-from batonmq._core.records import RECORD, Header
+from batonmq._core.records import BARE, RECORD, Header
 from batonmq._core.subscription import Filter, TagFilter
 
 Prepare = Callable[[ReceivedMessage], None]
+_BARE_BYTES = len(BARE)
 
 
 class DeliveredRun:
@@ -117,16 +118,26 @@ class DeliveredRun:
             properties = records[begin : begin + properties_bytes]
             yield find_ordering_key(properties) if properties else None
 
-    def bodies(self) -> Iterator[bytes]:
+    def bodies(self) -> list[bytes]:
         """Return the bodies without creating the other parts of the messages."""
         if self._messages:
-            yield from (message.body for message in self._messages)
-            return
-        records, begins = self.columns.records, self.columns.begins
-        unpack_from, head_bytes = RECORD.unpack_from, RECORD.size
-        for index in self.indexes:
-            begin = begins[index]
-            yield records[begin + head_bytes + sum(unpack_from(records, begin)) : begins[index + 1]]
+            return [message.body for message in self._messages]
+        records, begins, indexes = self.columns.records, self.columns.begins, self.indexes
+        if isinstance(indexes, range):  # with a step of one
+            first, end = indexes.start, indexes.stop
+            extents = zip(begins[first:end], begins[first + 1 : end + 1], strict=True)
+        else:
+            extents = zip(
+                [begins[index] for index in indexes],
+                [begins[index + 1] for index in indexes],
+                strict=True,
+            )
+        return [
+            records[body_at:end]
+            if records[begin : (body_at := begin + _BARE_BYTES)] == BARE
+            else records[body_at + sum(RECORD.unpack_from(records, begin)) : end]
+            for begin, end in extents
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import grpc.aio
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.clock import Clock
+from batonmq._common.large_messages import append_request
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import Directory
 from batonmq._core.queue_sender import MAYBE_STORED, Batch, QueueSender, maybe_stored
@@ -199,7 +200,7 @@ class BrokerSender:
         except BatonError as error:
             not_sent = NotSent(error.message, retry_after_ms=error.retry_after_ms)
             return [not_sent] * len(batches)
-        request = pb.AppendRequest(batches=batches, durability=self._settings.durability.value)
+        request = append_request(batches, self._settings.durability.value)
         begin_ms = self._clock.monotonic_ms()
         try:
             answer = await stub.Append(request, timeout=timeout_s)

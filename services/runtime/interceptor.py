@@ -28,7 +28,7 @@ from batonmq_server.runtime.request_decoding import (
     decoder_of,
     with_decoding,
 )
-from batonmq_server.runtime.response_stream import write_responses
+from batonmq_server.runtime.response_stream import encoder_of, write_responses
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
     def _wrap(
         self, handler: grpc.RpcMethodHandler[Any, Any], service: str, method: str
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        codec = (decoder_of(handler), handler.response_serializer)
+        codec = (decoder_of(handler), encoder_of(handler))
         path = f"/{service}/{method}"
         admission = self._admission_of(path)
         open_ended = (

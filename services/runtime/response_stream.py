@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Any
 
+import grpc
 import grpc.aio
+
+
+def encoder_of(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[Any], bytes] | None:
+    """Return the encoder of the responses of a handler, which may encode some of them itself."""
+    encode: Callable[[Any], bytes] | None = handler.response_serializer
+    if encode is None or not handler.response_streaming:
+        return encode
+    known = encode
+    return lambda response: response if isinstance(response, bytes) else known(response)
 
 
 async def write_responses(

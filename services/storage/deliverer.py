@@ -37,7 +37,8 @@ class Delivered(NamedTuple):
     """Messages that may be sent now.
 
     Attributes:
-        reading: What was read for the response; None if there was no message.
+        response: The response, without its batches.
+        reading: What was read for it; None if there was no message.
         recorded: Whether a record was made for them.
         covered: Whether an advance covers them.
     """
@@ -210,7 +211,7 @@ class Deliverer:
         *,
         taken: bool,
     ) -> None:
-        """Fill an empty response.
+        """Fill an empty response, except for its batches.
 
         Args:
             reading: The messages; None for none.
@@ -228,7 +229,6 @@ class Deliverer:
             answer.offsets_set = pull.offsets_set
         answer.next_offset = pull.spec.offset
         if reading is not None:
-            answer.batches.extend(reading.batches)
             answer.next_offset = reading.next_offset
             answer.filtered_count, answer.lost_count = reading.filtered_count, reading.lost_count
         answer.queue_first_offset = visible.first_offset

@@ -9,7 +9,7 @@ task passes the acks of the caller on (protocol 6.8).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import grpc.aio
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.aio import wait_until
+from batonmq._common.large_messages import LARGE_BYTES, encode_frames
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, InvalidArgument, Overloaded
@@ -87,8 +88,8 @@ class DeliveryStreams:
 
     async def serve(
         self, requests: AsyncIterator[pb.DeliverRequest], context: Context
-    ) -> AsyncIterator[pb.DeliverResponse]:
-        """See Deliver in the proto."""
+    ) -> AsyncIterator[pb.DeliverResponse | bytes]:
+        """See Deliver in the proto. A response with many bytes is encoded already."""
         stream = _DeliveryStream(self, context)
         reading = self.tasks.spawn(stream.read(requests))
         self._open[stream] = None
@@ -247,8 +248,8 @@ class _DeliveryStream:
         self._owner, self._parts = owner, owner.parts
         self.access = owner.parts.access_of(context)
         self._deliveries: dict[int, _Delivery] = {}
-        self._ready_responses: list[pb.DeliverResponse] = []
-        self._bytes = self._unsent_bytes = 0
+        self._ready_responses: list[_Response] = []
+        self._unsent_bytes = 0
         self._taken = asyncio.Event()
         self._taken.set()
         self._ready = asyncio.Event()
@@ -267,7 +268,7 @@ class _DeliveryStream:
         except Exception as error:  # noqa: BLE001  it ends the stream
             self.fail(error)
 
-    async def responses(self) -> AsyncIterator[pb.DeliverResponse]:
+    async def responses(self) -> AsyncIterator[pb.DeliverResponse | bytes]:
         """Yield the frames that are ready, until the stream ends.
 
         Raises:
@@ -282,7 +283,7 @@ class _DeliveryStream:
             self._unsent_bytes = 0
             self._taken.set()
             for response in responses:
-                yield response
+                yield response.content()
             if self._error is not None:
                 raise self._error
             if self._read_all:
@@ -404,7 +405,7 @@ class _DeliveryStream:
         )
         (frame,), reading, byte_count = frames, delivered.reading, 0
         if reading is not None:
-            byte_count = sum(map(len, reading.batches))
+            byte_count = self._ready_responses[-1].add_batches(reading.batches)
             frame.continues_batch = reading.continues_batch
         delivery.sent(delivered, byte_count)
         access.charge_read(byte_count)
@@ -423,7 +424,6 @@ class _DeliveryStream:
         Returns:
             Whether it is the last frame of the delivery.
         """
-        self._bytes += FRAME_BYTES + byte_count
         self._unsent_bytes += FRAME_BYTES + byte_count
         if self._unsent_bytes > UNSENT_BYTES_MAX:
             self._taken.clear()
@@ -481,11 +481,44 @@ class _DeliveryStream:
 
     def _new_frame(self, number: int) -> pb.DeliveryFrame:
         """Return a frame of the response that leaves next; fill it in this turn of the loop."""
-        if not self._ready_responses or self._bytes > RESPONSE_BYTES_MAX:
-            self._ready_responses.append(pb.DeliverResponse())
-            self._bytes = 0
+        if not self._ready_responses or self._ready_responses[-1].size > RESPONSE_BYTES_MAX:
+            self._ready_responses.append(_Response())
         self._ready.set()
-        return self._ready_responses[-1].frames.add(delivery_id=number)
+        return self._ready_responses[-1].new_frame(number)
+
+
+class _Response:
+    """A response that is about to leave.
+
+    Attributes:
+        size: Bytes of its frames, about.
+    """
+
+    def __init__(self) -> None:
+        self._frames, self._batches = pb.DeliverResponse(), list[Sequence[bytes]]()
+        self.size = 0
+
+    def new_frame(self, number: int) -> pb.DeliveryFrame:
+        """Add a frame, and return it."""
+        self._batches.append(())
+        self.size += FRAME_BYTES
+        return self._frames.frames.add(delivery_id=number)
+
+    def add_batches(self, batches: Sequence[bytes]) -> int:
+        """Add batches to the newest frame; return their size."""
+        self._batches[-1] = batches
+        size = sum(map(len, batches))
+        self.size += size
+        return size
+
+    def content(self) -> pb.DeliverResponse | bytes:
+        """Return the response; encoded if it is large."""
+        if self.size >= LARGE_BYTES:
+            return encode_frames(zip(self._frames.frames, self._batches, strict=True))
+        for frame, batches in zip(self._frames.frames, self._batches, strict=True):
+            if batches:
+                frame.messages.batches.extend(batches)
+        return self._frames
 
 
 def _aligned(time_ms: int) -> int:

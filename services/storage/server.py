@@ -70,13 +70,16 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         """See the proto."""
         pull = validation.parse_pull(request, self._parts.broker)
         end_ms = self._parts.clock.monotonic_ms() + pull.hold_ms
-        answer = (await self.deliverer.deliver(pull, end_ms)).response
+        delivered = await self.deliverer.deliver(pull, end_ms)
+        answer = delivered.response
+        if delivered.reading is not None:
+            answer.batches.extend(delivered.reading.batches)
         answer.pull_id = request.pull_id
         return answer
 
-    def Deliver(
+    def Deliver(  # type: ignore[override]  # a response may be encoded
         self, requests: AsyncIterator[pb.DeliverRequest], context: Context
-    ) -> AsyncIterator[pb.DeliverResponse]:
+    ) -> AsyncIterator[pb.DeliverResponse | bytes]:
         """See the proto."""
         return self.streams.serve(requests, context)
 

@@ -145,6 +145,22 @@ async def test_stream_delivers_what_is_there_and_what_arrives(
         assert node.offsets.recorded == [(GROUP, 0, 0, 2), (GROUP, 0, 2, 3)]
 
 
+async def test_large_responses_are_those_of_the_contract(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """The stub of the test is generated, as that of a client in another language."""
+    bodies = [bytes([number]) * 300_000 for number in range(3)]
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await node.append(*(batch(body) for body in bodies))
+        await stream.start(bytes_limit=1 << 30)
+        frame = await stream.frame()
+        sent = [body for raw in frame.messages.batches for body in _bodies(raw)]
+        assert sent == bodies
+        assert frame.bytes_sent == sum(map(len, frame.messages.batches))
+        assert (frame.messages.next_offset, frame.messages.queue_next_offset) == (3, 3)
+        assert (frame.messages_sent, frame.credit_number) == (3, 1)
+
+
 async def test_one_stream_delivers_many_queues(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
         for queue_id in range(8):
