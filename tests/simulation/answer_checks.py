@@ -10,6 +10,7 @@ from baton.storage.v1 import storage_service_pb2 as storage_pb
 from batonmq._common.rpc import error_from_pb
 from batonmq._core.queues import Incarnation
 from batonmq.errors import BatonError, Internal, Paused
+from batonmq_server.lockmgr.core.lock_entry import LockPolicy
 from batonmq_server.offsets.core.ranges import RangeSet
 from tests.simulation.expected_state import ExpectedState, done, holder_of, key_of
 
@@ -141,12 +142,18 @@ class AnswerChecks:
             )
 
     def _disowned(self, node: str, owner: Incarnation, hold: lockmgr_pb.Hold) -> None:
-        """Check that no lock manager loses a lock, also after a failover (section 12)."""
+        """Check that no lock manager loses a lock, also after a failover (section 12).
+
+        An owner that has left its group is renewed only for a while (section 5).
+        """
         key = key_of(hold.queue)
         queue = self._expected.queues[key]
         if queue.durable is None or queue.owner != owner or queue.etcd_token != hold.token:
             return
-        if self._expected.in_force(key, queue.durable) == hold.token:
+        now_ms = self._expected.now_ms()
+        left_ms = now_ms - self._expected.group.left_ms.get(owner, now_ms)
+        overdue = left_ms > LockPolicy().evicted_renewal_ms
+        if self._expected.in_force(key, queue.durable) == hold.token and not overdue:
             self._expected.fail(
                 "section 12", f"{key}: {node} tells {owner} that it does not own {hold.token}"
             )

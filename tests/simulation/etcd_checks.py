@@ -112,6 +112,13 @@ class EtcdChecks:
                 )
 
     def _group_written(self, group: StoredGroup) -> None:
+        expected = self._expected.group
+        members = frozenset(holder_of(member.incarnation) for member in group.members)
+        for left in expected.members - members:
+            expected.left_ms[left] = self._expected.now_ms()
+        for member in members:
+            expected.left_ms.pop(member, None)
+        expected.members = members
         expression = {s.topic: s.expression for s in group.subscriptions}.get(self._topic)
         if expression is None:
             return

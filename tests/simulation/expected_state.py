@@ -116,6 +116,7 @@ class ExpectedGroup:
         pause_known_ms: Time since which a storage node has seen the pause, by node; absent if it
             may not have.
         served: Newest generation with an accepted delivery.
+        members: Incarnations in the record; `left_ms`: since when others are not any more.
     """
 
     filters: dict[int, TagFilter] = field(default_factory=dict)
@@ -125,6 +126,8 @@ class ExpectedGroup:
     paused: str = ""
     pause_known_ms: dict[str, int] = field(default_factory=dict)
     served: int = 0
+    members: frozenset[Incarnation] = frozenset()
+    left_ms: dict[Incarnation, int] = field(default_factory=dict)
 
     def wants(self, tag: str, generations: Iterable[int]) -> bool:
         """Return whether a message that passed the filters of `generations` had to be handled.

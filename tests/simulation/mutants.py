@@ -62,7 +62,9 @@ DEAF = RunOptions(steps=60, deaf=12, pause_ms_max=40_000)
 CROWDED = RunOptions(
     steps=60, queues=6, consumers=4, joins=8, leaves=4, deaf=10, pause_ms_max=30_000
 )
-CROWDED_AND_LATE = replace(CROWDED, steps=160, queues=8, faults=Faults(slow=0.5, slow_ms_max=1_800))
+CROWDED_AND_LATE = replace(
+    CROWDED, steps=160, queues=16, joins=12, deaf=24, faults=Faults(slow=0.5, slow_ms_max=1_800)
+)
 LATE = RunOptions(
     steps=100, queues=6, consumers=4, joins=12, leaves=12, resets=4,
     faults=Faults(duplicate=0.8, slow=0.1, slow_ms_max=3_000),
@@ -163,7 +165,7 @@ MUTANTS = (
         broken_offsets.fence_without_its_offset,
         CROWDED_AND_LATE,
         ("section 7",),
-        first_run=18,
+        first_run=25,
     ),
     Mutant("grant before it is persisted", broken_lockmgr.grant_before_persist, CALM, ("V11",)),
     Mutant("answer before it is durable", broken_offsets.answer_before_durable, CALM, ("V8", "V9")),
