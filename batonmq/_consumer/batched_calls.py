@@ -148,7 +148,7 @@ class BatchedCalls:
         await self._releases.call(hold)
 
     async def release_rest(self) -> None:
-        """Release, at the end, the grants that may have arrived after their caller was cancelled.
+        """Release, at the end, grants that may have been lost, or whose caller was cancelled.
 
         A call that fails is repeated for up to `REST_MS`. If all fail, their queues are free when
         the leases expire.
@@ -228,9 +228,9 @@ class BatchedCalls:
             del self._under_way[seq]
             for one in batch:
                 self._note_outcome(one)
-            if any(one.outcome.cancelled() for one in batch):
+            if any(not one.outcome.done() or one.outcome.cancelled() for one in batch):
                 self._abandoned = True
-                self._session.keep_alive_soon.set()  # a grant may have been lost on its way
+                self._session.keep_alive_soon.set()  # it reports grants that were lost
         for one in batch:
             one.settle(error)
 

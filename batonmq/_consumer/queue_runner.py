@@ -60,6 +60,7 @@ class QueueRunner:
         acquirer = self._acquirer
         acquired = await (acquirer.acquire() if queue.with_ownership else acquirer.look_up())
         if acquired is None:
+            self._session.keep_alive_soon.set()  # a grant may have been lost on its way
             queue.withdraw()
             return False
         queue.begin(acquired)

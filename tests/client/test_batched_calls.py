@@ -410,6 +410,9 @@ async def test_acquire_that_ends_without_outcomes_fails_all_waiting_requests() -
         lockmgr.failing = True
         outcome = await acquired(calls, 0)
         assert isinstance(outcome, Unreachable)
+        assert calls._session.keep_alive_soon.is_set(), "a grant may have been lost on its way"
+        await calls.release_rest()
+        assert lockmgr.released_all == [GROUP]
 
 
 async def test_grants_that_may_be_left_are_released_at_the_end() -> None:

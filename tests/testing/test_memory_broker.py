@@ -181,6 +181,21 @@ def test_scheduled_message_is_delivered_when_due() -> None:
     run_virtual(run())
 
 
+async def test_large_messages_arrive() -> None:
+    """Clients and storage encode them in another way than small ones."""
+    bodies = [bytes([number]) * 300_000 for number in range(4)]
+    async with MemoryBroker() as broker, broker.producer() as producer:
+        await broker.create_topic("orders", queues=1)
+        await producer.send_many("orders", bodies)
+        received: list[bytes] = []
+        async with broker.consumer("billing", {"orders": "*"}) as consumer:
+            async for message in consumer:
+                received.append(message.body)
+                if len(received) == len(bodies):
+                    break
+    assert received == bodies
+
+
 async def test_other_subscription_is_rejected_with_both_clients_named() -> None:
     async with MemoryBroker() as broker:
         await broker.create_topic("orders")
