@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 from batonmq.errors import Overloaded
@@ -21,6 +21,7 @@ class Batcher(Generic[Item, Outcome]):
             is raised in every caller of that batch.
         items_max: Largest number of items in a batch.
         waiting_max: Largest number of waiting items; more are rejected with `Overloaded`.
+        key: Items with the same key go into different batches; None: any may share one.
     """
 
     def __init__(
@@ -29,7 +30,9 @@ class Batcher(Generic[Item, Outcome]):
         *,
         items_max: int = 256,
         waiting_max: int = 100_000,
+        key: Callable[[Item], Hashable] | None = None,
     ) -> None:
+        self._key = key
         self._send, self._items_max, self._waiting_max = send, items_max, waiting_max
         self._waiting: deque[tuple[Item, asyncio.Future[Outcome]]] = deque()
         self._arrived = asyncio.Event()
@@ -72,9 +75,20 @@ class Batcher(Generic[Item, Outcome]):
                 future.cancel()
             self._waiting.clear()
 
-    async def _send_next(self) -> None:
+    def _take(self) -> list[tuple[Item, asyncio.Future[Outcome]]]:
+        """Return the next batch."""
         size = min(len(self._waiting), self._items_max)
-        batch = [self._waiting.popleft() for _ in range(size)]
+        taken = [self._waiting.popleft() for _ in range(size)]
+        if self._key is None:
+            return taken
+        first: dict[Hashable, tuple[Item, asyncio.Future[Outcome]]] = {}
+        key = self._key
+        later = [entry for entry in taken if first.setdefault(key(entry[0]), entry) is not entry]
+        self._waiting.extendleft(reversed(later))
+        return list(first.values())
+
+    async def _send_next(self) -> None:
+        batch = self._take()
         try:
             outcomes = await self._send([item for item, _ in batch])
         except asyncio.CancelledError:

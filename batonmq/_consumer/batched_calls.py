@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ import grpc.aio
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
-from batonmq._common.aio import unless
+from batonmq._common.aio import unless, wait_until
 from batonmq._common.batcher import Batcher
 from batonmq._common.rpc import answered, error_from_pb, from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
@@ -82,15 +83,20 @@ class BatchedCalls:
         self._extents: Batcher[QueueRef, storage_pb.QueryOffsetsOutcome | BatonError] = Batcher(
             self._query_extents, items_max=ITEMS_MAX
         )
+        # The services refuse calls with two items of one queue.
         self._closes: Batcher[offsets_pb.CloseItem, offsets_pb.CloseOutcome] = Batcher(
-            self._close, items_max=ITEMS_MAX
+            self._close, items_max=ITEMS_MAX, key=_queue_of_item
         )
-        self._releases: Batcher[lockmgr_pb.Hold, None] = Batcher(self._release, items_max=ITEMS_MAX)
+        self._releases: Batcher[lockmgr_pb.Hold, None] = Batcher(
+            self._release, items_max=ITEMS_MAX, key=_queue_of_item
+        )
         self._pending: list[_PendingAcquire] = []
         self._arrived = asyncio.Event()
         self._under_way: dict[int, Sequence[_PendingAcquire]] = {}
         self._unwanted: list[tuple[lockmgr_pb.AcquireItem, lockmgr_pb.Grant]] = []
-        self._discarded: set[QueueRef] = set()
+        self._discarded: Counter[QueueRef] = Counter()
+        self._none_discarded = asyncio.Event()
+        self._none_discarded.set()
         self._abandoned = False
         self._claimed: dict[QueueRef, lockmgr_pb.AcquireItem] = {}
 
@@ -124,7 +130,8 @@ class BatchedCalls:
     async def acquire(self, queue: QueueRef, item: lockmgr_pb.AcquireItem) -> ReceivedGrant:
         """Acquire a queue; the lock manager holds the request while another member owns the queue.
 
-        If the caller is cancelled, a grant that has arrived, or still arrives, is released.
+        If the caller is cancelled, a grant that still arrives is released. One that has arrived
+        in the same turn of the event loop is returned in spite of the cancellation.
         """
         pending = _PendingAcquire(queue, item)
         self._pending.append(pending)
@@ -132,9 +139,9 @@ class BatchedCalls:
         try:
             outcome = await pending.outcome
         except asyncio.CancelledError:
-            if pending.grant is not None:  # it came in this turn of the event loop
-                self._discard(item, pending.grant)
-            raise
+            if pending.grant is None:
+                raise
+            outcome = pending.outcome.result()
         if isinstance(outcome, BatonError):
             raise outcome
         return outcome
@@ -160,6 +167,7 @@ class BatchedCalls:
             incarnation=session.incarnation, group=session.group, drained=True
         )
         end_ms = session.clock.monotonic_ms() + REST_MS
+        await wait_until(self._none_discarded, REST_MS)
         failures = 0
         while True:
             try:
@@ -228,8 +236,9 @@ class BatchedCalls:
             del self._under_way[seq]
             for one in batch:
                 self._note_outcome(one)
-            if any(not one.outcome.done() or one.outcome.cancelled() for one in batch):
-                self._abandoned = True
+            cancelled = any(one.outcome.cancelled() for one in batch)
+            self._abandoned |= cancelled or not all(one.outcome.done() for one in batch)
+            if cancelled:
                 self._session.keep_alive_soon.set()  # it reports grants that were lost
         for one in batch:
             one.settle(error)
@@ -289,7 +298,8 @@ class BatchedCalls:
     def _discard(self, item: lockmgr_pb.AcquireItem, grant: lockmgr_pb.Grant) -> None:
         """Have the grant of a cancelled caller released."""
         self._abandoned = True
-        self._discarded.add(queue_of(item.queue))
+        self._discarded[queue_of(item.queue)] += 1
+        self._none_discarded.clear()
         self._unwanted.append((item, grant))
         self._arrived.set()
 
@@ -298,9 +308,9 @@ class BatchedCalls:
     ) -> None:
         """Release the grant of a cancelled caller.
 
-        Until it is done, no keep-alive releases it as an orphan: the service refuses calls with two
-        items of a queue. If a call fails, the next keep-alive reports it. Other grants do not wait
-        for this.
+        Until it is done, no keep-alive releases it as an orphan. If a call fails, a keep-alive
+        reports it, once the consumer has no other token of the queue. Other grants do not wait for
+        this.
         """
         queue = queue_of(item.queue)
         try:
@@ -310,7 +320,11 @@ class BatchedCalls:
             log.info("unwanted grant not released queue=%s error=%s", queue, error)
             self._session.keep_alive_soon.set()
         finally:
-            self._discarded.discard(queue)
+            self._discarded[queue] -= 1
+            if not self._discarded[queue]:
+                del self._discarded[queue]
+            if not self._discarded:
+                self._none_discarded.set()
 
     async def _close_unused(
         self, item: lockmgr_pb.AcquireItem, token: int, reset_epoch: int
@@ -368,3 +382,7 @@ class BatchedCalls:
         stub = await self._session.directory.lockmgr()
         await answered(stub.Release(request, timeout=CALL_TIMEOUT_S))
         return [None] * len(holds)
+
+
+def _queue_of_item(item: offsets_pb.CloseItem | lockmgr_pb.Hold) -> QueueRef:
+    return queue_of(item.queue)

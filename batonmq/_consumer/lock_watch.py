@@ -52,7 +52,10 @@ class LockWatch:
         and the copy that this consumer has may be old. So a heartbeat fetches the record.
         """
         queue = self._queues.get(ref)
-        if queue is None or queue.token != token:
+        if queue is None or not (queue.token or queue.assigned):
+            self._session.keep_alive_soon.set()  # it reports the grant, which was lost
+            return
+        if queue.token != token:
             return
         if reason == pb.WANTED_REASON_SUBSCRIPTION:
             for each in self._queues.values():

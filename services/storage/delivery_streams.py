@@ -18,7 +18,7 @@ import grpc.aio
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.aio import wait_until
-from batonmq._common.large_messages import LARGE_BYTES, encode_frames
+from batonmq._common.large_messages import encode_frames, is_large
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, InvalidArgument, Overloaded
@@ -488,32 +488,32 @@ class _DeliveryStream:
 
 
 class _Response:
-    """A response that is about to leave.
-
-    Attributes:
-        size: Bytes of its frames, about.
-    """
+    """A response that is about to leave."""
 
     def __init__(self) -> None:
         self._frames, self._batches = pb.DeliverResponse(), list[Sequence[bytes]]()
-        self.size = 0
+        self._batches_bytes = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the frames, at most."""
+        return FRAME_BYTES * len(self._batches) + self._batches_bytes
 
     def new_frame(self, number: int) -> pb.DeliveryFrame:
         """Add a frame, and return it."""
         self._batches.append(())
-        self.size += FRAME_BYTES
         return self._frames.frames.add(delivery_id=number)
 
     def add_batches(self, batches: Sequence[bytes]) -> int:
         """Add batches to the newest frame; return their size."""
         self._batches[-1] = batches
         size = sum(map(len, batches))
-        self.size += size
+        self._batches_bytes += size
         return size
 
     def content(self) -> pb.DeliverResponse | bytes:
         """Return the response; encoded if it is large."""
-        if self.size >= LARGE_BYTES:
+        if is_large(self._batches_bytes, sum(map(len, self._batches))):
             return encode_frames(zip(self._frames.frames, self._batches, strict=True))
         for frame, batches in zip(self._frames.frames, self._batches, strict=True):
             if batches:

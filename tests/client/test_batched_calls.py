@@ -26,6 +26,7 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
+from batonmq._common.aio import unless
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_to_pb
 from batonmq._connection.directory import Directory
@@ -128,10 +129,12 @@ class Offsets(offsets_grpc.OffsetsServiceServicer):
 
     Attributes:
         failing: Whether Close fails.
+        gate: Close waits for it.
     """
 
     def __init__(self) -> None:
-        self.failing = False
+        self.failing, self.gate = False, asyncio.Event()
+        self.gate.set()
         self.closes: list[int] = []
         self.items: list[offsets_pb.CloseItem] = []
 
@@ -140,6 +143,7 @@ class Offsets(offsets_grpc.OffsetsServiceServicer):
     ) -> offsets_pb.CloseResponse:
         self.closes.append(len(request.items))
         self.items += request.items
+        await self.gate.wait()
         if self.failing:
             raise Unreachable("offsets is about to be another node")
         closed = offsets_pb.Committed(committed_offset=1)
@@ -298,10 +302,10 @@ async def test_grant_whose_caller_was_cancelled_is_released() -> None:
         await until(lambda: lockmgr.releases == [[70]])
 
 
-async def test_grant_that_arrives_as_its_caller_is_cancelled_is_released(
+async def test_caller_that_is_cancelled_as_its_grant_arrives_gets_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody would release it: the next owner would wait until the queue counts as quiet."""
+    """Nobody else would release it: the next owner would wait until the queue counts as quiet."""
     settle = batched_calls._PendingAcquire.settle
 
     def settle_and_cancel(pending: Any, outcome: Any) -> None:
@@ -309,17 +313,27 @@ async def test_grant_that_arrives_as_its_caller_is_cancelled_is_released(
         waiting.cancel()
 
     monkeypatch.setattr(batched_calls._PendingAcquire, "settle", settle_and_cancel)
-    async with scene() as (calls, lockmgr, others), asyncio.TaskGroup() as tasks:
-        resume = queue_pb2.OffsetRange(first_offset=3, next_offset=5)
-        waiting = tasks.create_task(acquired(calls, 0, resume))
+    async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(acquired(calls, 0))
         lockmgr.answer({0: 70})
-        await asyncio.wait({waiting})
-        assert waiting.cancelled()
-        await until(lambda: lockmgr.releases == [[70]])
-        (closed,) = others.offsets.items
-        assert (closed.token, list(closed.unfinished)) == (70, [resume])
-        await calls.release_rest()
-        assert lockmgr.released_all == [GROUP], "the release may have failed"
+        assert await waiting == 70
+        assert lockmgr.releases == []
+
+
+async def test_result_of_acquire_is_not_lost_to_a_revocation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As above, by the helper that the queues use."""
+    settle, revoked = batched_calls._PendingAcquire.settle, asyncio.Event()
+
+    def settle_and_revoke(pending: Any, outcome: Any) -> None:
+        settle(pending, outcome)
+        revoked.set()
+
+    monkeypatch.setattr(batched_calls._PendingAcquire, "settle", settle_and_revoke)
+    async with scene() as (calls, lockmgr, _):
+        lockmgr.answer({0: 70})
+        assert await unless(revoked, acquired(calls, 0)) == 70
 
 
 async def test_grant_does_not_wait_for_the_release_of_an_unwanted_one() -> None:
@@ -341,6 +355,45 @@ async def test_unwanted_grant_is_busy_until_its_release_has_ended() -> None:
         lockmgr.mute.set()
         await until(lambda: not calls.busy(queue(0)))
         assert calls._session.keep_alive_soon.is_set(), "a grant may have been lost on its way"
+
+
+async def test_two_unwanted_grants_of_one_queue_are_closed_in_calls_of_their_own() -> None:
+    async with scene() as (calls, lockmgr, others), asyncio.TaskGroup() as tasks:
+        others.offsets.gate.clear()
+        first = tasks.create_task(calls.close(offsets_pb.CloseItem(queue=_key(1), token=1)))
+        await until(lambda: others.offsets.closes == [1])
+        closes = [
+            tasks.create_task(calls.close(offsets_pb.CloseItem(queue=_key(queue_id), token=token)))
+            for queue_id, token in ((0, 70), (2, 5), (0, 71))
+        ]
+        await asyncio.sleep(0)
+        others.offsets.gate.set()
+        await asyncio.wait([first, *closes])
+        assert [item.token for item in others.offsets.items] == [1, 70, 5, 71]
+        assert others.offsets.closes == [1, 2, 1]
+        lockmgr.mute = asyncio.Event()
+        releases = [
+            tasks.create_task(calls.release(pb.Hold(queue=_key(0), token=token)))
+            for token in (70, 71)
+        ]
+        await until(lambda: lockmgr.releases == [[70]])
+        lockmgr.mute.set()
+        await asyncio.wait(releases)
+        assert lockmgr.releases == [[70], [71]]
+
+
+async def test_end_waits_for_the_release_of_unwanted_grants() -> None:
+    """A ReleaseAll before their Close would leave the queue taken until the lease expires."""
+    async with scene() as (calls, lockmgr, others), asyncio.TaskGroup() as tasks:
+        others.offsets.gate.clear()
+        async with unwanted_grant(calls, lockmgr):
+            await until(lambda: others.offsets.closes == [1])
+        leaving = tasks.create_task(calls.release_rest())
+        await asyncio.sleep(0)
+        assert lockmgr.released_all == []
+        others.offsets.gate.set()
+        await leaving
+        assert (lockmgr.releases, lockmgr.released_all) == ([[70]], [GROUP])
 
 
 async def test_keep_alive_follows_a_release_that_fails() -> None:
@@ -410,9 +463,8 @@ async def test_acquire_that_ends_without_outcomes_fails_all_waiting_requests() -
         lockmgr.failing = True
         outcome = await acquired(calls, 0)
         assert isinstance(outcome, Unreachable)
-        assert calls._session.keep_alive_soon.is_set(), "a grant may have been lost on its way"
         await calls.release_rest()
-        assert lockmgr.released_all == [GROUP]
+        assert lockmgr.released_all == [GROUP], "a grant may have been lost on its way"
 
 
 async def test_grants_that_may_be_left_are_released_at_the_end() -> None:

@@ -36,6 +36,18 @@ class Server:
             self.gate.release()
 
 
+async def test_items_with_one_key_go_into_different_batches_in_order() -> None:
+    server = Server()
+    batcher = Batcher(server.send, items_max=4, key=lambda number: number % 10)
+    async with running(batcher) as callers:
+        (first,) = await callers.call(0)
+        await until(lambda: server.batches == [[0]])
+        others = await callers.call(11, 2, 21, 31, 3, 1)
+        server.release(5)
+        assert [await each for each in (first, *others)] == [0, 22, 4, 42, 62, 6, 2]
+    assert server.batches == [[0], [11, 2], [21, 3], [31], [1]]
+
+
 class Callers:
     """Starts tasks that each call with one item."""
 

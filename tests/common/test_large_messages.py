@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from baton.common.v1 import error_pb2, queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
-from batonmq._common.large_messages import LARGE_BYTES, append_request, encode_frames
+from batonmq._common.large_messages import LARGE_BYTES, append_request, encode_frames, is_large
 
 RANDOM = Random(16)
 BATCHES = [RANDOM.randbytes(size) for size in (0, 1, 127, 128, 20_000, LARGE_BYTES)]
@@ -52,6 +52,15 @@ def test_encoded_frames_are_the_response_of_the_contract() -> None:
     ]
     encoded = encode_frames(frames)
     assert pb.DeliverResponse.FromString(encoded) == pb.DeliverResponse(frames=expected)
+
+
+def test_messages_of_small_batches_are_left_to_the_runtime() -> None:
+    assert is_large(LARGE_BYTES, 16)
+    assert not is_large(LARGE_BYTES, 17)
+    assert not is_large(LARGE_BYTES - 1, 1)
+    many = [bytes(1_024)] * 300
+    request = append_request(many, pb.DURABILITY_MEMORY)
+    assert request == pb.AppendRequest(batches=many, durability=pb.DURABILITY_MEMORY)
 
 
 def test_append_request_is_that_of_the_contract() -> None:
