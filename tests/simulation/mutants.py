@@ -165,7 +165,7 @@ MUTANTS = (
         broken_offsets.fence_without_its_offset,
         CROWDED_AND_LATE,
         ("section 7",),
-        first_run=25,
+        first_run=28,
     ),
     Mutant("grant before it is persisted", broken_lockmgr.grant_before_persist, CALM, ("V11",)),
     Mutant("answer before it is durable", broken_offsets.answer_before_durable, CALM, ("V8", "V9")),
@@ -226,11 +226,11 @@ MUTANTS = (
         broken_clients.gap_after_a_dropped_frame,
         FRAMES_OF_TWO_EPOCHS,
         ("V1", "V4", "L1", "L2"),
-        first_run=17,
+        first_run=3,
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
     Mutant("renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",)),
-    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",)),
+    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8", "V3")),
     Mutant(
         "position of any epoch",
         broken_offsets.position_of_any_epoch,
@@ -246,6 +246,7 @@ MUTANTS = (
         broken_clients.answer_of_an_older_epoch,
         OLD_CALLS,
         ("V6", "V7", "V8"),
+        first_run=68,
     ),
     Mutant("advance not in flight", broken_offsets.advance_not_in_flight, FORCES, ("V8", "V7")),
     Mutant(
@@ -303,6 +304,7 @@ MUTANTS = (
         broken_offsets.riding_acks_without_token,
         RIDING,
         ("V3",),
+        first_run=76,
     ),
     Mutant(
         "delivery of any generation",
