@@ -34,9 +34,9 @@ class Waitable(Protocol):
 async def unless(event: Waitable, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of `work`; cancel `work` and return None if `event` happens first.
 
-    If both happen, the result is returned. What `work` would only learn in its next step is lost:
-    if it must not be, `work` handles its cancellation. Exceptions of `work` are raised without a
-    group.
+    If both happen, the result is returned. If what `work` waits for happens in the same turn of
+    the event loop as `event`, `work` is cancelled before it learns of it. Exceptions of `work` are
+    raised without a group.
     """
     results: list[T] = []
     errors: list[Exception] = []

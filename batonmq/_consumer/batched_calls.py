@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ import grpc.aio
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
-from batonmq._common.aio import unless, wait_until
+from batonmq._common.aio import unless
 from batonmq._common.batcher import Batcher
 from batonmq._common.rpc import answered, error_from_pb, from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
@@ -93,10 +92,7 @@ class BatchedCalls:
         self._pending: list[_PendingAcquire] = []
         self._arrived = asyncio.Event()
         self._under_way: dict[int, Sequence[_PendingAcquire]] = {}
-        self._unwanted: list[tuple[lockmgr_pb.AcquireItem, lockmgr_pb.Grant]] = []
-        self._discarded: Counter[QueueRef] = Counter()
-        self._none_discarded = asyncio.Event()
-        self._none_discarded.set()
+        self._releasing: dict[asyncio.Task[None], QueueRef] = {}
         self._abandoned = False
         self._claimed: dict[QueueRef, lockmgr_pb.AcquireItem] = {}
 
@@ -110,11 +106,9 @@ class BatchedCalls:
                 await asyncio.sleep(0)  # tasks that the same event wakes share a call
                 self._arrived.clear()
                 pending = [one for one in self._pending if not one.outcome.done()]
-                unwanted, self._pending, self._unwanted = self._unwanted, [], []
+                self._pending = []
                 for begin in range(0, len(pending), ITEMS_MAX):
-                    tasks.create_task(self._acquire(pending[begin : begin + ITEMS_MAX]))
-                for item, grant in unwanted:
-                    tasks.create_task(self._release_unwanted(item, grant))
+                    tasks.create_task(self._acquire(tasks, pending[begin : begin + ITEMS_MAX]))
 
     # ---- requests of one queue
 
@@ -155,7 +149,7 @@ class BatchedCalls:
         await self._releases.call(hold)
 
     async def release_rest(self) -> None:
-        """Release, at the end, grants that may have been lost, or whose caller was cancelled.
+        """At the end, release grants that may have been lost, or whose caller was cancelled.
 
         A call that fails is repeated for up to `REST_MS`. If all fail, their queues are free when
         the leases expire.
@@ -167,7 +161,8 @@ class BatchedCalls:
             incarnation=session.incarnation, group=session.group, drained=True
         )
         end_ms = session.clock.monotonic_ms() + REST_MS
-        await wait_until(self._none_discarded, REST_MS)
+        if self._releasing:
+            await asyncio.wait(self._releasing, timeout=REST_MS / 1000)
         failures = 0
         while True:
             try:
@@ -201,11 +196,11 @@ class BatchedCalls:
         """Whether the queue is being acquired here, or a grant of it is being released."""
         under_way = (one for batch in self._under_way.values() for one in batch)
         acquiring = any(one.queue == queue for one in (*self._pending, *under_way))
-        return acquiring or queue in self._discarded
+        return acquiring or queue in self._releasing.values()
 
     # ---- the calls
 
-    async def _acquire(self, pending: Sequence[_PendingAcquire]) -> None:
+    async def _acquire(self, tasks: asyncio.TaskGroup, pending: Sequence[_PendingAcquire]) -> None:
         """Acquire many queues with one stream, which ends as soon as no caller waits for it."""
         batch = self._still_assigned(pending)
         if not batch:
@@ -229,7 +224,8 @@ class BatchedCalls:
             one.outcome.add_done_callback(check)
         error: BatonError = Unreachable("the lock manager ended an Acquire without an outcome")
         try:
-            await unless(settled, self._read(request, {one.queue: one for one in batch}))
+            reading = self._read(tasks, request, {one.queue: one for one in batch})
+            await unless(settled, reading)
         except BatonError as refusal:
             error = refusal
         finally:
@@ -274,7 +270,10 @@ class BatchedCalls:
         return [one for one in pending if not one.outcome.done()]
 
     async def _read(
-        self, request: lockmgr_pb.AcquireRequest, batch: Mapping[QueueRef, _PendingAcquire]
+        self,
+        tasks: asyncio.TaskGroup,
+        request: lockmgr_pb.AcquireRequest,
+        batch: Mapping[QueueRef, _PendingAcquire],
     ) -> None:
         session = self._session
         stub = await session.directory.lockmgr()
@@ -286,7 +285,11 @@ class BatchedCalls:
                 if answer.HasField("error"):
                     pending.settle(error_from_pb(answer.error))
                 elif pending.outcome.done():
-                    self._discard(pending.item, answer.grant)
+                    releasing = self._release_unwanted(pending.item, answer.grant)
+                    task = tasks.create_task(releasing)
+                    self._releasing[task] = pending.queue
+                    task.add_done_callback(self._releasing.pop)
+                    self._abandoned = True
                 else:
                     session.epochs.observe(answer.grant.offsets_set, answer.grant.offsets_epoch)
                     pending.grant = answer.grant
@@ -294,14 +297,6 @@ class BatchedCalls:
                     pending.settle(ReceivedGrant(answer.grant, sent_ms))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
-
-    def _discard(self, item: lockmgr_pb.AcquireItem, grant: lockmgr_pb.Grant) -> None:
-        """Have the grant of a cancelled caller released."""
-        self._abandoned = True
-        self._discarded[queue_of(item.queue)] += 1
-        self._none_discarded.clear()
-        self._unwanted.append((item, grant))
-        self._arrived.set()
 
     async def _release_unwanted(
         self, item: lockmgr_pb.AcquireItem, grant: lockmgr_pb.Grant
@@ -312,19 +307,12 @@ class BatchedCalls:
         reports it, once the consumer has no other token of the queue. Other grants do not wait for
         this.
         """
-        queue = queue_of(item.queue)
         try:
             await self._close_unused(item, grant.token, grant.reset_epoch)
             await self.release(lockmgr_pb.Hold(queue=item.queue, token=grant.token))
         except BatonError as error:
-            log.info("unwanted grant not released queue=%s error=%s", queue, error)
+            log.info("unwanted grant not released queue=%s error=%s", queue_of(item.queue), error)
             self._session.keep_alive_soon.set()
-        finally:
-            self._discarded[queue] -= 1
-            if not self._discarded[queue]:
-                del self._discarded[queue]
-            if not self._discarded:
-                self._none_discarded.set()
 
     async def _close_unused(
         self, item: lockmgr_pb.AcquireItem, token: int, reset_epoch: int

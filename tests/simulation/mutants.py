@@ -226,11 +226,11 @@ MUTANTS = (
         broken_clients.gap_after_a_dropped_frame,
         FRAMES_OF_TWO_EPOCHS,
         ("V1", "V4", "L1", "L2"),
-        first_run=3,
+        first_run=29,
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
     Mutant("renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",)),
-    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8", "V3")),
+    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",), first_run=8),
     Mutant(
         "position of any epoch",
         broken_offsets.position_of_any_epoch,
