@@ -28,6 +28,9 @@ async def write_responses(
     gRPC ends a call without a status if it is cancelled while gRPC writes what a generator has
     yielded, and its client would wait on. Here the cancellation of a write is raised in
     `responses`, which may turn it into an error with a reason.
+
+    Raises:
+        asyncio.CancelledError: the call was cancelled, or its client is gone.
     """
     begun = False
     async with aclosing(responses):
@@ -37,10 +40,12 @@ async def write_responses(
                     begun = True
                     await _send_initial_metadata(context)
                 await context.write(response)
-            except asyncio.CancelledError as cancelled:
+            except (asyncio.CancelledError, grpc.aio.InternalError) as error:
+                # A write fails if the connection was lost and gRPC has not cancelled the call yet.
+                cancelled = _cancelled(error)
                 with suppress(StopAsyncIteration):
                     await responses.athrow(cancelled)
-                raise
+                raise cancelled from None
 
 
 async def _send_initial_metadata(context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -57,3 +62,9 @@ async def _send_initial_metadata(context: grpc.aio.ServicerContext[Any, Any]) ->
     except asyncio.CancelledError:
         await asyncio.wait({sent})
         raise
+
+
+def _cancelled(error: asyncio.CancelledError | grpc.aio.InternalError) -> asyncio.CancelledError:
+    if isinstance(error, asyncio.CancelledError):
+        return error
+    return asyncio.CancelledError(f"the client is gone: {error}")
