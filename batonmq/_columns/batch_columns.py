@@ -47,9 +47,10 @@ def key_hashes(
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint32]]:
     """Return the record index and the hash of every key, first keys before extra keys."""
     starts = column_starts(header)
-    column = np.frombuffer(batch, ">u4", header.count, starts.keys)
-    if not column.any():  # no message has a key
+    raw = bytes(batch[starts.keys : starts.keys + 4 * header.count])
+    if raw == bytes(len(raw)):  # no message has a key
         return _NO_KEYS
+    column = np.frombuffer(raw, ">u4")
     indexes = column.nonzero()[0]
     hashes = column[indexes]
     if header.extra_key_count:

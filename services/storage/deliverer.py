@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 from baton.storage.v1 import storage_service_pb2 as pb
@@ -30,7 +29,7 @@ FOLLOWER_HOLD_MS = 1_000
 
 def without_progress(pull: ParsedPull) -> ParsedPull:
     """Return a pull that has waited: its acks are outdated (protocol 6.6)."""
-    return replace(pull, progress=None)
+    return pull._replace(progress=None)
 
 
 class Delivered(NamedTuple):

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import grpc.aio
 
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
-from batonmq._common.aio import wait_until
 from batonmq._common.large_messages import encode_frames, is_large
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.records import read_header
@@ -26,6 +24,7 @@ from batonmq_server.runtime.access.rules import queue_permissions
 from batonmq_server.runtime.call_tasks import CallTasks
 from batonmq_server.storage import validation
 from batonmq_server.storage.advance_settler import AdvanceSettler
+from batonmq_server.storage.core.queue_reader import ReadSpec
 from batonmq_server.storage.deliverer import Delivered, Deliverer
 from batonmq_server.storage.delivery_advance import DeliveryAdvance
 from batonmq_server.storage.long_polls import QueueOwner
@@ -136,7 +135,7 @@ class _Delivery:
         self.queue, self._credit, self.advance = queue, credit, advance
         self._keeps_last_batch = keeps_last_batch
         self._last_batch = NO_BATCH
-        self._pull = replace(pull, advance=advance)
+        self._pull, self._offset = pull._replace(advance=advance), pull.spec.offset
         self._stated = self._named = 0
         self.messages_sent = self.bytes_sent = self.credit_number = 0
         self.sent_range = (pull.spec.offset, pull.spec.offset)
@@ -151,8 +150,7 @@ class _Delivery:
                 f"credit {credit.number} follows credit {self._credit.number}",
                 facts={"field": "number"},
             )
-        self._credit = replace(
-            credit,
+        self._credit = credit._replace(
             messages_limit=max(credit.messages_limit, self._credit.messages_limit),
             bytes_limit=max(credit.bytes_limit, self._credit.bytes_limit),
         )
@@ -166,20 +164,19 @@ class _Delivery:
         Args:
             bytes_max: Limit of the caller's quota; None for none.
         """
-        pull, credit = self.stated_pull(), self._credit
-        spec, self._named = pull.spec, credit.number
+        spec, credit = self._pull.spec, self._credit
+        self._named = credit.number
         messages_max = min(spec.messages_max, credit.messages_limit - self.messages_sent)
         limit = min(spec.bytes_max, credit.bytes_limit - self.bytes_sent)
         if bytes_max is not None:
             limit = min(limit, bytes_max)
-        return replace(
-            pull,
-            spec=replace(
-                spec,
+        return self._state(
+            spec._replace(
+                offset=self._offset,
                 messages_max=max(1, messages_max),
                 bytes_max=max(1, limit),
-                kept_position=self._kept_position(spec.offset),
-            ),
+                kept_position=self._kept_position(),
+            )
         )
 
     @property
@@ -194,33 +191,37 @@ class _Delivery:
 
     def stated_pull(self) -> ParsedPull:
         """Return a pull from the next offset, with the newest statement of the caller."""
+        return self._state(self._pull.spec._replace(offset=self._offset))
+
+    def _state(self, spec: ReadSpec) -> ParsedPull:
+        """Return a pull of `spec` with the newest statement of the caller."""
         credit = self._credit
-        return replace(
-            self._pull,
+        return self._pull._replace(
+            spec=spec,
             offsets_epoch=credit.offsets_epoch,
             offsets_set=credit.offsets_set,
             progress=credit.progress if self.has_acks else None,
             received_offset=credit.received_offset,
         )
 
-    def _kept_position(self, offset: int) -> int:
-        """Return the position of the batch with `offset` if the caller still has it, else -1."""
+    def _kept_position(self) -> int:
+        """Return the position of the batch that goes on if the caller still has it, else -1."""
         last = self._last_batch
-        return last.position if self._keeps_last_batch and offset < last.next_offset else -1
+        return last.position if self._keeps_last_batch and self._offset < last.next_offset else -1
 
     def sent(self, delivered: Delivered, byte_count: int) -> None:
         """Note that a frame is sent."""
         answer, reading = delivered.response, delivered.reading
         if reading is not None:
             self.messages_sent += reading.message_count
-            self.sent_range = self._pull.spec.offset, answer.next_offset
+            self.sent_range = self._offset, answer.next_offset
             if reading.batches:
                 header = read_header(reading.batches[-1])
                 self._last_batch = LastBatch(header.position, header.next_offset)
         if delivered.recorded:
             self.recorded(self._named, taken=answer.progress_taken)
         self.bytes_sent += byte_count
-        self._pull = replace(self._pull, spec=replace(self._pull.spec, offset=answer.next_offset))
+        self._offset = answer.next_offset
         self._note_credit()
 
     def recorded(self, credit_number: int, *, taken: bool) -> None:
@@ -274,12 +275,17 @@ class _DeliveryStream:
         Raises:
             Exception: the error that ended the stream.
         """
+        call_later = asyncio.get_running_loop().call_later
         while True:
-            if not await wait_until(self._ready, SILENCE_MS_MAX):
-                yield pb.DeliverResponse()
-                continue
+            silence = call_later(SILENCE_MS_MAX / 1000, self._ready.set)
+            try:
+                await self._ready.wait()
+            finally:
+                silence.cancel()
             self._ready.clear()
             responses, self._ready_responses = self._ready_responses, []
+            if not responses and self._error is None and not self._read_all:
+                yield pb.DeliverResponse()
             self._unsent_bytes = 0
             self._taken.set()
             for response in responses:

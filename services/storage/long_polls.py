@@ -88,12 +88,11 @@ class LongPolls:
         others = self._by_queue.setdefault(key, {})
         others[poll] = None
         self._count += 1
+        end = asyncio.get_running_loop().call_later(hold_ms / 1000, _wake, poll)
         try:
-            async with asyncio.timeout(hold_ms / 1000):
-                rejection = await poll.woken
-        except TimeoutError:
-            return
+            rejection = await poll.woken
         finally:
+            end.cancel()
             self._count -= 1
             del others[poll]
             if not others and self._by_queue.get(key) is others:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
@@ -32,8 +32,7 @@ QUERY_COUNTS_MAX = 100_000
 QUEUE_ID_MAX = 65_535
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedPull:
+class ParsedPull(NamedTuple):
     """A pull request with valid fields.
 
     Attributes:
@@ -55,8 +54,7 @@ class ParsedPull:
     advance: DeliveryAdvance | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedCredit:
+class ParsedCredit(NamedTuple):
     """What a delivery may send since its start, and what its caller states.
 
     Attributes:
@@ -143,7 +141,7 @@ def parse_delivery(start: pb.DeliveryStart, broker: str) -> ParsedPull:
         BatonError: as `parse_pull`.
     """
     pull = parse_pull(start.pull, broker)
-    return replace(pull, hold_ms=pull.hold_ms or DELIVERY_HOLD_MS, progress=None)
+    return pull._replace(hold_ms=pull.hold_ms or DELIVERY_HOLD_MS, progress=None)
 
 
 def parse_credit(credit: pb.DeliveryCredit) -> ParsedCredit:

@@ -64,6 +64,11 @@ class Entries:
     def __len__(self) -> int:
         return len(self.positions)
 
+    @property
+    def in_one_batch(self) -> bool:
+        """Whether all entries are of the same batch; False if there is none."""
+        return len(self.positions) > 0 and bool(self.positions[0] == self.positions[-1])
+
 
 @dataclass(frozen=True, slots=True)
 class LastEntry:
@@ -192,14 +197,16 @@ class ConsumeQueue:
     def read(self, first_offset: int, next_offset: int) -> Entries:
         """Return the entries of [first_offset, next_offset), which must be visible.
 
-        Ends before the first entry that no batch can have: a filter would skip it as a message
-        with another tag.
+        Ends before the first entry of a file that no batch can have: a filter would skip it as a
+        message with another tag.
 
         Raises:
             DataLoss: that is the first entry, or a file can't be read.
         """
         assert self.first_offset <= first_offset <= next_offset <= self.visible_offset
         entries = self._read(first_offset, next_offset)
+        if first_offset >= self._flushed_offset:
+            return entries
         bad = (entries.sizes <= 0) | (entries.tags != entries.tags.astype(np.int32))
         count = int(bad.argmax()) if bad.any() else len(entries)
         if count == len(entries):

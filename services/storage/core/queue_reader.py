@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,8 +33,7 @@ GAP_BYTES_MAX = 64 * 1024
 READ_BYTES_MAX = 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class ReadSpec:
+class ReadSpec(NamedTuple):
     """What to read from a queue.
 
     Attributes:

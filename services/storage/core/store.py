@@ -186,7 +186,7 @@ class MessageStore:
         lost_count = kept_from - spec.offset
         if not lost_count:
             return self.read(key, spec)
-        reading = self.read(key, replace(spec, offset=kept_from))
+        reading = self.read(key, spec._replace(offset=kept_from))
         return replace(reading or ReadResult([], kept_from, 0, 0), lost_count=lost_count)
 
     def offsets(self, key: QueueKey) -> VisibleRange:

@@ -68,6 +68,10 @@ def select(
         messages_max: Maximum number of entries that pass the filter.
     """
     scanned_count = len(entries)
+    if filter_.keeps_all and scanned_count <= messages_max and entries.in_one_batch:
+        # Most frames of a queue with few messages: an eighth of the time of what follows.
+        position, size = int(entries.positions[0]), int(entries.sizes[0])
+        return Selection([position], [size], scanned_count, scanned_count)
     kept = filter_.kept(entries.tags)
     if len(kept) > messages_max:
         scanned_count = int(kept[messages_max])
