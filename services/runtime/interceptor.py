@@ -222,14 +222,14 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         """
         return _CountedCall(self, service, method, waits=waits)
 
-    def begin(self, task: asyncio.Task[Any], service: str, method: str, *, waits: bool) -> int:
+    def call_begun(self, task: asyncio.Task[Any], service: str, method: str, *, waits: bool) -> int:
         """Count the start of a call in a task; return its monotonic time, in milliseconds."""
         if waits:
             self._waiting.add(task)
         self._by_method(service, method)[0].inc()
         return self._clock.monotonic_ms()
 
-    def end(
+    def call_ended(
         self, task: asyncio.Task[Any], service: str, method: str, reason: str, start_ms: int
     ) -> None:
         """Count the end of a call."""
@@ -256,13 +256,13 @@ class _CountedCall:
     def __enter__(self) -> _CountedCall:
         # The end of an abandoned stream runs in another task than the one that runs it now.
         self._task = _this_task()
-        self._start_ms = self._owner.begin(
+        self._start_ms = self._owner.call_begun(
             self._task, self._service, self._method, waits=self._waits
         )
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._owner.end(self._task, self._service, self._method, self.reason, self._start_ms)
+        self._owner.call_ended(self._task, self._service, self._method, self.reason, self._start_ms)
 
 
 class _Edge:

@@ -10,6 +10,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
+CANCELLED_WITHIN_S = 1.0
+"""Time that a failed write waits for the cancellation of its call. gRPC does both when a connection
+is lost, in any order."""
+
 
 def encoder_of(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[Any], bytes] | None:
     """Return the encoder of the responses of a handler, which may encode some of them itself."""
@@ -30,22 +34,36 @@ async def write_responses(
     `responses`, which may turn it into an error with a reason.
 
     Raises:
-        asyncio.CancelledError: the call was cancelled, or its client is gone.
+        asyncio.CancelledError: the call was cancelled, or its connection was lost.
+        grpc.aio.InternalError: gRPC can't write a response.
     """
     begun = False
     async with aclosing(responses):
         async for response in responses:
             try:
-                if not begun:
-                    begun = True
-                    await _send_initial_metadata(context)
-                await context.write(response)
-            except (asyncio.CancelledError, grpc.aio.InternalError) as error:
-                # A write fails if the connection was lost and gRPC has not cancelled the call yet.
-                cancelled = _cancelled(error)
+                await _write(response, context, first=not begun)
+                begun = True
+            except asyncio.CancelledError as cancelled:
                 with suppress(StopAsyncIteration):
                     await responses.athrow(cancelled)
-                raise cancelled from None
+                raise
+
+
+async def _write(
+    response: Any, context: grpc.aio.ServicerContext[Any, Any], *, first: bool
+) -> None:
+    """Write a response, and first the initial metadata if it is the first one.
+
+    Raises:
+        asyncio.CancelledError, grpc.aio.InternalError: as `write_responses`.
+    """
+    try:
+        if first:
+            await _send_initial_metadata(context)
+        await context.write(response)
+    except grpc.aio.InternalError:
+        await asyncio.sleep(CANCELLED_WITHIN_S)
+        raise
 
 
 async def _send_initial_metadata(context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -61,10 +79,6 @@ async def _send_initial_metadata(context: grpc.aio.ServicerContext[Any, Any]) ->
         await asyncio.shield(sent)
     except asyncio.CancelledError:
         await asyncio.wait({sent})
+        if not sent.cancelled():
+            sent.exception()  # else asyncio logs the error of a lost connection
         raise
-
-
-def _cancelled(error: asyncio.CancelledError | grpc.aio.InternalError) -> asyncio.CancelledError:
-    if isinstance(error, asyncio.CancelledError):
-        return error
-    return asyncio.CancelledError(f"the client is gone: {error}")
