@@ -286,6 +286,7 @@ class _DeliveryStream:
             responses, self._ready_responses = self._ready_responses, []
             if not responses and self._error is None and not self._read_all:
                 yield pb.DeliverResponse()
+                continue
             self._unsent_bytes = 0
             self._taken.set()
             for response in responses:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -423,3 +424,21 @@ async def test_client_that_does_not_read_stops_its_deliveries(
         assert unread_count < count / 2, "the windows of HTTP/2 and the limit are full"
         for _ in range(count):
             assert len(await unread.bodies()) == 1
+
+
+async def test_frames_that_become_ready_during_an_empty_response_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delivery_streams, "SILENCE_MS_MAX", 1)
+    parts = SimpleNamespace(access_of=lambda _: None)
+    stream = delivery_streams._DeliveryStream(SimpleNamespace(parts=parts), None)  # type: ignore[arg-type]
+    responses = stream.responses()
+    silent = await anext(responses)
+    assert isinstance(silent, pb.DeliverResponse) and not silent.frames
+    stream._put_error(1, Paused("the group is paused"))
+    stream.fail(Overloaded("the node is busy"))
+    response = await anext(responses)
+    assert isinstance(response, pb.DeliverResponse)
+    assert [frame.delivery_id for frame in response.frames] == [1]
+    with pytest.raises(Overloaded):
+        await anext(responses)

@@ -69,7 +69,7 @@ def select(
     """
     scanned_count = len(entries)
     if filter_.keeps_all and scanned_count <= messages_max and entries.in_one_batch:
-        # Most frames of a queue with few messages: an eighth of the time of what follows.
+        # The usual case in a queue with few messages; it takes an eighth of the time of the rest.
         position, size = int(entries.positions[0]), int(entries.sizes[0])
         return Selection([position], [size], scanned_count, scanned_count)
     kept = filter_.kept(entries.tags)
