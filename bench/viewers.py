@@ -18,8 +18,8 @@ from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.console import LocalConsole
 from batonmq_server.local.layout import ClusterOptions
 from bench.figures import Figure, Goal, figure
+from bench.measured_process import process_cpu_s
 from bench.setup import TOPIC, Setup
-from bench.trickle import process_cpu_s
 
 START_S = 120
 GROUP, QUEUES, RATE = "bench-viewers", 8, 50
