@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Literal, SupportsIndex
+from typing import Literal, SupportsIndex, TypeVar
 
 from batonmq._common.aio import only_error
-from batonmq._connection.directory import ClientEnvironment, Directory
+from batonmq._connection.directory import CALL_TIMEOUT_S, ClientEnvironment, Directory
 from batonmq._connection.routes import query_route, queues_of
 from batonmq._connection.security import Security
 from batonmq._consumer.message import ReceivedMessage
@@ -20,6 +21,7 @@ from batonmq._consumer.prefetched_queue import (
     OutOfRangePolicy,
     PrefetchedQueue,
 )
+from batonmq._consumer.queue_puller import NODE_UNAVAILABLE
 from batonmq._consumer.reader_calls import FetchLimits, ReaderCalls, ReadProgress
 from batonmq._core.flow_control import ByteBudget, FlowLimits
 from batonmq._core.names import check_group
@@ -32,6 +34,7 @@ from batonmq.errors import (
     QueueNotFound,
 )
 
+T = TypeVar("T")
 _OFFSET_MAX = (1 << 63) - 1
 
 
@@ -210,13 +213,14 @@ class Puller:
         Raises:
             TopicNotFound, QueueNotFound: the queue does not exist any more.
             InvalidArgument: `to` is not a valid offset, time or name; or the queue is not assigned.
-            Unreachable: storage did not answer.
+            Unreachable, NotLeader, NotServing: no node of storage has answered for 5 s.
         """
         assigned = self._assigned(queue)
         if isinstance(to, AtTime):
-            offset = await self._calls.search(queue, _checked_number(to.unix_ms))
+            unix_ms = _checked_number(to.unix_ms)
+            offset = await self._repeated(lambda: self._calls.search(queue, unix_ms))
         elif to in ("begin", "end"):
-            kept = await self._calls.kept(queue)
+            kept = await self._repeated(lambda: self._calls.kept(queue))
             offset = kept.first_offset if to == "begin" else kept.next_offset
         else:
             offset = _checked_number(to)
@@ -299,9 +303,12 @@ class Puller:
 
         Raises:
             InvalidArgument: the puller has no group.
-            Unreachable: offsets did not answer.
+            Unreachable, NotLeader, NotServing: no node of offsets has answered for 5 s.
         """
         self._need_group()
+        return await self._repeated(lambda: self._committed(queue))
+
+    async def _committed(self, queue: QueueRef) -> int | None:
         committed, self._reset_epochs[queue] = await self._calls.committed(queue)
         return committed
 
@@ -321,7 +328,8 @@ class Puller:
                 be committed.
             ModeChanged: the group has ownership on, or is broadcasting.
             GroupNotFound: the group does not exist.
-            Unreachable: offsets did not answer; the commit may be repeated.
+            Unreachable, NotLeader, NotServing: no node has answered for 5 s; the commit may be
+                repeated.
         """
         self._need_group()
         if offsets is None:
@@ -331,12 +339,11 @@ class Puller:
         await self._check_not_ahead(offsets)
         for queue in offsets.keys() - self._reset_epochs.keys():
             await self.committed(queue)
-        await self._calls.commit(
-            [
-                (queue, ReadProgress(offset, self._reset_epochs[queue]))
-                for queue, offset in offsets.items()
-            ]
-        )
+        progress = [
+            (queue, ReadProgress(offset, self._reset_epochs[queue]))
+            for queue, offset in offsets.items()
+        ]
+        await self._repeated(lambda: self._calls.commit(progress))
 
     async def _check_not_ahead(self, offsets: Mapping[QueueRef, int]) -> None:
         """Raise if an offset is beyond the end of its queue.
@@ -358,7 +365,7 @@ class Puller:
                         facts={"topic": topic, "queue_id": queue.queue_id, "queue_count": count},
                     )
         for queue in unseen:
-            end = (await self._calls.kept(queue)).next_offset
+            end = (await self._repeated(partial(self._calls.kept, queue))).next_offset
             if offsets[queue] > end:
                 raise OffsetAheadOfLog(
                     f"offset {offsets[queue]} of queue {queue} is beyond its end, {end}",
@@ -376,10 +383,27 @@ class Puller:
                 facts={"field": "group"},
             )
 
+    async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return the answer of a call, which is repeated while no node serves it.
+
+        Raises:
+            Unreachable, NotLeader, NotServing: none does for `CALL_TIMEOUT_S`.
+        """
+        now_s, failures = asyncio.get_running_loop().time, 0
+        end_s = now_s() + CALL_TIMEOUT_S
+        while True:
+            try:
+                return await call()
+            except NODE_UNAVAILABLE as error:
+                if now_s() >= end_s:
+                    raise
+                await self._directory.pause(error, failures)
+                failures += 1
+
     # ---- storage
 
     async def _start(self, queue: QueueRef) -> int:
-        committed = await self.committed(queue) if self._group else None
+        committed = await self._committed(queue) if self._group else None
         if committed is not None:
             return committed
         start, searched_offset = self._settings.consume_from, 0
