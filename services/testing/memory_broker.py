@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Self, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -223,7 +224,7 @@ class MemoryBroker:
             ends = await self._ends(queues)
             await puller.assign(queue for queue, end in ends.items() if end)
             for queue in puller.assignment:
-                await puller.seek(queue, "begin")
+                await _retry(partial(puller.seek, queue, "begin"))
             left = dict.fromkeys(puller.assignment)
             while left:
                 for queue, messages in (await puller.poll()).items():

@@ -313,17 +313,11 @@ class CompactionRun:
             counts["logs with a removed begin"] += log.first_position > 0
 
     async def _readable(self) -> dict[QueueRef, Messages]:
-        """Return what a client reads, by queue; a call may be lost and is repeated."""
-        while True:
-            try:
-                messages = await self._broker.messages(TOPIC)
-            except Unreachable:
-                await asyncio.sleep(1)
-                continue
-            readable: dict[QueueRef, dict[int, Entry]] = {queue: {} for queue in self._queues}
-            for one in messages:
-                readable[one.queue][one.offset] = _entry(one)
-            return dict(readable)
+        """Return what a client reads, by queue."""
+        readable: dict[QueueRef, dict[int, Entry]] = {queue: {} for queue in self._queues}
+        for one in await self._broker.messages(TOPIC):
+            readable[one.queue][one.offset] = _entry(one)
+        return dict(readable)
 
 
 class _Members:

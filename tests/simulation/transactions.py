@@ -15,14 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
-from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.names import UNRESOLVED_TOPIC
 from batonmq._core.transactions import CommitReceipt, PendingTransaction, TransactionState
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.admin.transactions import Transactions
-from batonmq.errors import BatonError, TopicNotFound, TransactionEnded, Unreachable
+from batonmq.errors import BatonError, TopicNotFound, TransactionEnded
 from batonmq_server.testing import MemoryBroker, run_virtual
 from batonmq_server.testing.memory_network import Faults
 from tests.support.conditions import until
@@ -244,11 +243,11 @@ async def _play(run: TransactionRun, random: Random, brokers: MemoryBroker) -> N
                 run.fail("limit", f"transactions are open after {END_S} s")
                 return
         found: dict[int, list[tuple[str, int, int]]] = {}
-        for one in await _messages(broker, TOPIC):
+        for one in await broker.messages(TOPIC):
             place = one.queue.broker, one.queue.queue_id, one.offset
             found.setdefault(int(one.body), []).append(place)
         try:
-            lost = Counter(int(one.body) for one in await _messages(broker, UNRESOLVED_TOPIC))
+            lost = Counter(int(one.body) for one in await broker.messages(UNRESOLVED_TOPIC))
         except TopicNotFound:
             lost = Counter()
         if isinstance(broker, BrokerSet):
@@ -256,15 +255,6 @@ async def _play(run: TransactionRun, random: Random, brokers: MemoryBroker) -> N
         run.counts["messages"] += len(found)
         run.counts["discarded"] += len(lost)
         run.judge(found, lost)
-
-
-async def _messages(broker: MemoryBroker, topic: str) -> list[ReceivedMessage]:
-    """Return the messages of a topic; a call may be lost and is repeated."""
-    while True:
-        try:
-            return await broker.messages(topic)
-        except Unreachable:
-            await asyncio.sleep(1)
 
 
 async def _all_ended(admin: Admin) -> bool:

@@ -246,7 +246,7 @@ async def _play(run: TransformRun, random: Random, brokers: MemoryBroker) -> Non
         except TimeoutError as error:
             run.fail("settled", str(error))
         await members.end()
-        inputs, items, audit = [await _messages(broker, name) for name in (NUMBERS, ITEMS, AUDIT)]
+        inputs, items, audit = [await broker.messages(name) for name in (NUMBERS, ITEMS, AUDIT)]
         run.judge(inputs, items, audit)
         if isinstance(broker, BrokerSet):
             run.counts["takeovers"] += broker.takeovers
@@ -300,12 +300,3 @@ async def _disturb_services(
         else:
             await broker.kill(f"broker-{random.randrange(BROKERS)}")
             run.counts["broker kills"] += 1
-
-
-async def _messages(broker: MemoryBroker, topic: str) -> list[ReceivedMessage]:
-    """Return the messages of a topic; a call may be lost and is repeated."""
-    while True:
-        try:
-            return await broker.messages(topic)
-        except Unreachable:
-            await asyncio.sleep(1)
