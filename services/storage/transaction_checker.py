@@ -13,6 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
+from zlib import crc32
 
 from baton.storage.v1 import transaction_service_pb2 as pb
 from batonmq._core.names import UNRESOLVED_TOPIC
@@ -237,7 +238,7 @@ class TransactionChecker:
                 begin_unix_ms=half.begin_unix_ms,
                 check=one.checks + 1,
             )
-            if self._streams.ask(one.group, topic, check):
+            if self._streams.ask(one.group, topic, check, _turn(one.transaction_id, check.check)):
                 self._appender.metrics.transaction_checks.inc()
                 self._appender.stream.transactions.add("checked", one.group, topic)
 
@@ -352,3 +353,8 @@ class TransactionChecker:
 def _begin_unix_ms(half: HalfMessage | DataLoss) -> int:
     """Return when a transaction began; 0 if its half message is damaged."""
     return half.begin_unix_ms if isinstance(half, HalfMessage) else 0
+
+
+def _turn(transaction_id: int, check: int) -> int:
+    """Return the turn of a check: any for the first one, then one more for each."""
+    return crc32(transaction_id.to_bytes(8, "little")) + check

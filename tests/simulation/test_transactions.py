@@ -128,10 +128,10 @@ def checks_are_never_sent(patch: pytest.MonkeyPatch) -> None:
 def two_are_asked_at_once(patch: pytest.MonkeyPatch) -> None:
     """A check goes to all producers of the group."""
 
-    def broken(self: Any, group: str, topic: str, check: Any) -> bool:
+    def broken(self: Any, group: str, topic: str, check: Any, turn: int) -> bool:
         streams = [one for one in self._groups.get(group, ()) if one.may_ask(topic)]
         for one in streams:
-            one.waiting.append((topic, check))
+            one.waiting.append((topic, check, turn))
             one.notify()
         return bool(streams)
 

@@ -464,7 +464,8 @@ async def test_unsent_checks_of_a_closed_stream_go_to_another_one() -> None:
         second = scene.streams.open("shop", lambda _: True, lambda: None)
         scene.clock.pass_ms(10_000)
         await scene.checker.check()
-        assert (len(first.waiting), len(second.waiting)) == (3, 3)
+        assert first.waiting
+        assert len(first.waiting) + len(second.waiting) == len(names)
         scene.streams.close(first)
         assert sorted(check.transaction_id for check in second.take()) == sorted(names)
 

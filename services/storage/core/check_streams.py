@@ -21,27 +21,27 @@ class CheckStream(Generic[Check]):
     Attributes:
         may_ask: Whether the producer may be asked about a message of a topic.
         notify: Called when a check was added.
-        waiting: Checks that were not sent yet.
+        waiting: Checks that were not sent yet, with topic and turn.
     """
 
     def __init__(
         self, group: str, may_ask: Callable[[str], bool], notify: Callable[[], None]
     ) -> None:
         self.group, self.may_ask, self.notify = group, may_ask, notify
-        self.waiting: deque[tuple[str, Check]] = deque()
+        self.waiting: deque[tuple[str, Check, int]] = deque()
 
     def take(self) -> list[Check]:
         """Return the waiting checks and remove them."""
-        checks = [check for _, check in self.waiting]
+        checks = [check for _, check, _ in self.waiting]
         self.waiting.clear()
         return checks
 
 
 class CheckStreams(Generic[Check]):
-    """The open streams of a leader by producer group. The streams of a group are used in turn."""
+    """The open streams of a leader by producer group."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, deque[CheckStream[Check]]] = {}
+        self._groups: dict[str, list[CheckStream[Check]]] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class CheckStreams(Generic[Check]):
                 facts={"limit": STREAMS_MAX},
             )
         stream: CheckStream[Check] = CheckStream(group, may_ask, notify)
-        self._groups.setdefault(group, deque()).append(stream)
+        self._groups.setdefault(group, []).append(stream)
         self._count += 1
         return stream
 
@@ -78,8 +78,8 @@ class CheckStreams(Generic[Check]):
         self._count -= 1
         if not streams:
             del self._groups[stream.group]
-        for topic, check in stream.waiting:
-            self.ask(stream.group, topic, check)
+        for waiting in stream.waiting:
+            self.ask(stream.group, *waiting)
         stream.waiting.clear()
 
     def with_room(self) -> set[str]:
@@ -94,14 +94,18 @@ class CheckStreams(Generic[Check]):
         """Return whether a producer of a group may be asked about a message of a topic."""
         return any(stream.may_ask(topic) for stream in self._groups.get(group, ()))
 
-    def ask(self, group: str, topic: str, check: Check) -> bool:
-        """Put a check on the next stream of a group that may be asked; False if there is none."""
-        streams = self._groups.get(group, deque())
-        for _ in range(len(streams)):
-            stream = streams[0]
-            streams.rotate(-1)
+    def ask(self, group: str, topic: str, check: Check, turn: int) -> bool:
+        """Put a check on a stream of a group that may be asked; False if there is none.
+
+        Args:
+            turn: Which stream is the first choice. Consecutive checks of a transaction have
+                consecutive numbers, so that one producer that does not answer gets only some.
+        """
+        streams = self._groups.get(group, [])
+        for number in range(turn, turn + len(streams)):
+            stream = streams[number % len(streams)]
             if stream.may_ask(topic):
-                stream.waiting.append((topic, check))
+                stream.waiting.append((topic, check, turn))
                 stream.notify()
                 return True
         return False
