@@ -21,7 +21,6 @@ from batonmq._consumer.prefetched_queue import (
     OutOfRangePolicy,
     PrefetchedQueue,
 )
-from batonmq._consumer.queue_puller import NODE_UNAVAILABLE
 from batonmq._consumer.reader_calls import FetchLimits, ReaderCalls, ReadProgress
 from batonmq._core.flow_control import ByteBudget, FlowLimits
 from batonmq._core.names import check_group
@@ -29,13 +28,18 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.start_offset import TIMESTAMP_AGE_MS, ConsumeFrom, start_offset
 from batonmq._core.subscription import Filter, TagFilter, parse_filter
 from batonmq.errors import (
+    BatonError,
     InvalidArgument,
+    NotLeader,
     OffsetAheadOfLog,
     QueueNotFound,
+    Retry,
 )
 
 T = TypeVar("T")
 _OFFSET_MAX = (1 << 63) - 1
+_REPEAT_S = 2 * CALL_TIMEOUT_S
+"""How long a call is repeated while no node serves it: also after one that has timed out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +169,9 @@ class Puller:
 
         Raises:
             TopicNotFound: the topic does not exist.
+            Unreachable: no nameserver has answered for 10 s.
         """
-        return queues_of(await query_route(self._directory, topic))
+        return queues_of(await self._repeated(lambda: query_route(self._directory, topic)))
 
     @property
     def assignment(self) -> tuple[QueueRef, ...]:
@@ -213,9 +218,11 @@ class Puller:
         Raises:
             TopicNotFound, QueueNotFound: the queue does not exist any more.
             InvalidArgument: `to` is not a valid offset, time or name; or the queue is not assigned.
-            Unreachable, NotLeader, NotServing: no node of storage has answered for 5 s.
+            Unreachable, NotLeader, NotServing, NoQuorum: no node has served it for 10 s.
         """
         assigned = self._assigned(queue)
+        if self._group and queue not in self._reset_epochs:
+            await self.committed(queue)  # so that a commit after a reset from now on is refused
         if isinstance(to, AtTime):
             unix_ms = _checked_number(to.unix_ms)
             offset = await self._repeated(lambda: self._calls.search(queue, unix_ms))
@@ -303,7 +310,7 @@ class Puller:
 
         Raises:
             InvalidArgument: the puller has no group.
-            Unreachable, NotLeader, NotServing: no node of offsets has answered for 5 s.
+            Unreachable, NotLeader, NotServing, NoQuorum: no node of offsets has served it for 10 s.
         """
         self._need_group()
         return await self._repeated(lambda: self._committed(queue))
@@ -328,8 +335,8 @@ class Puller:
                 be committed.
             ModeChanged: the group has ownership on, or is broadcasting.
             GroupNotFound: the group does not exist.
-            Unreachable, NotLeader, NotServing: no node has answered for 5 s; the commit may be
-                repeated.
+            Unreachable, NotLeader, NotServing, NoQuorum: no node has served it for 10 s; the commit
+                may be repeated.
         """
         self._need_group()
         if offsets is None:
@@ -387,15 +394,16 @@ class Puller:
         """Return the answer of a call, which is repeated while no node serves it.
 
         Raises:
-            Unreachable, NotLeader, NotServing: none does for `CALL_TIMEOUT_S`.
+            BatonError: The call was refused, or no node has served it for `_REPEAT_S`.
         """
         now_s, failures = asyncio.get_running_loop().time, 0
-        end_s = now_s() + CALL_TIMEOUT_S
+        end_s = now_s() + _REPEAT_S
         while True:
             try:
                 return await call()
-            except NODE_UNAVAILABLE as error:
-                if now_s() >= end_s:
+            except BatonError as error:
+                unserved = error.retry is Retry.SAME_CALL or isinstance(error, NotLeader)
+                if not unserved or now_s() >= end_s:
                     raise
                 await self._directory.pause(error, failures)
                 failures += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batonmq.errors import GroupInUse, ModeChanged, NotServing
+from batonmq.errors import GroupInUse, ModeChanged
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.group_gates import GroupGates
 
@@ -29,8 +29,6 @@ class GroupModes:
         if token:
             self._gates.check_owned(group)
             return
-        if not self._mirror.revision:
-            raise NotServing("the groups have not been read from etcd yet", retry_after_ms=500)
         if self._gates.check_unowned(group).broadcasting:
             raise ModeChanged(
                 f"group {group} is broadcasting: its members keep their progress",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_gate_pb2 import StoredGate
-from batonmq.errors import GroupNotFound, ModeChanged, Paused
+from batonmq.errors import GroupNotFound, ModeChanged, NotServing, Paused
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
 GATES_PREFIX = "gates/"
@@ -78,8 +78,11 @@ class GroupGates:
         Raises:
             GroupNotFound: the group is unknown.
             ModeChanged: its queues have owners.
+            NotServing: the groups have not been read from etcd yet.
         """
         gate = self.get(group)
+        if not self._mirror.revision:
+            raise NotServing("the groups have not been read from etcd yet", retry_after_ms=500)
         if gate is None:
             raise GroupNotFound(f"group {group} is not known", facts={"group": group})
         if gate.owned:

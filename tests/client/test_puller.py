@@ -151,6 +151,25 @@ async def test_commit_after_a_reset_is_refused_with_a_remedy(nameserver: str) ->
 
 
 @pytest.mark.e2e
+async def test_first_commit_after_a_seek_is_refused_if_a_reset_came_between(
+    nameserver: str,
+) -> None:
+    async with unowned_group(nameserver, 1) as at:
+        await at.send(numbers(10))
+        async with puller(at) as pulling:
+            (queue,) = await pulling.queues(at.topic)
+            await pulling.commit({queue: 5})
+        async with puller(at) as pulling:
+            await pulling.assign([queue])
+            await pulling.seek(queue, "begin")  # before the puller asked where to begin
+            await poll_messages(pulling, 10)
+            await reset(at, 3)
+            with pytest.raises(Fenced):
+                await pulling.commit()
+            assert await pulling.committed(queue) == 3
+
+
+@pytest.mark.e2e
 async def test_commit_of_an_unknown_queue_or_offset_is_refused_and_changes_nothing(
     nameserver: str,
 ) -> None:

@@ -169,7 +169,8 @@ class BrokerSet(MemoryBroker):
         """Kill, freeze or cut off a node for a while, mostly the leader; return what was done."""
         random = self._draws
         leader = self.leader()
-        name = leader if random.random() < 0.8 else f"broker-{random.randrange(NODES)}"
+        failing_leader = random.random() < 0.8 and leader
+        name = failing_leader or f"broker-{random.randrange(NODES)}"
         process, while_s = self._running[name], random.uniform(0.5, FAULT_S_MAX)
         kind = random.choice(("killed", "frozen", "cut off"))
         if kind == "killed":
