@@ -81,8 +81,7 @@ class GroupGates:
             NotServing: the groups have not been read from etcd yet.
         """
         gate = self.get(group)
-        if not self._mirror.revision:
-            raise NotServing("the groups have not been read from etcd yet", retry_after_ms=500)
+        self._check_read()
         if gate is None:
             raise GroupNotFound(f"group {group} is not known", facts={"group": group})
         if gate.owned:
@@ -94,8 +93,10 @@ class GroupGates:
 
         Raises:
             Paused: the group is paused.
+            NotServing: the groups have not been read from etcd yet.
         """
         gate = self.get(group)
+        self._check_read()
         if gate is not None and gate.paused:
             by, reason = gate.paused
             raise Paused(
@@ -103,6 +104,10 @@ class GroupGates:
                 retry_after_ms=1_000,
                 facts={"group": group, "by": by, "reason": reason},
             )
+
+    def _check_read(self) -> None:
+        if not self._mirror.revision:
+            raise NotServing("the groups have not been read from etcd yet", retry_after_ms=500)
 
 
 def _gate(value: bytes, revision: int) -> GroupGate:

@@ -82,6 +82,7 @@ async def reader_at_start(
         Puller(nameserver.address, group=group) as puller,
     ):
         await puller.assign([queue])
+        puller._reset_epochs[queue] = 0  # this cluster has no offsets
         await puller.seek(queue, 0)
         yield puller
 
