@@ -88,7 +88,7 @@ class Membership:
             SubscriptionConflict, TopicNotFound, InvalidName: the nameserver refused, and a
                 repetition would not help.
             ClientIdInUse: another process has the client id, for the whole time if it is limited.
-            Unreachable: no nameserver answered in time.
+            Unreachable, NoQuorum: no nameserver served it in time.
         """
         clock, failures, waited = self._session.clock, 0, False
         deadline_ms = None if timeout_ms is None else clock.monotonic_ms() + timeout_ms

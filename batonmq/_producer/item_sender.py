@@ -99,8 +99,8 @@ class ItemSender(Generic[Item, Stored]):
                 unsure = refused.unsure
                 if unsure or not isinstance(refused.error, QueueNotFound | NotWritable):
                     raise refused.error from None
-                before, queue = queue, sending.choose()
-                if queue == before:
+                other = sending.choose()
+                if other == queue:
                     raise refused.error from None
             else:
                 unsure = False
@@ -111,6 +111,7 @@ class ItemSender(Generic[Item, Stored]):
                     lane.skip_sequence()
                 if not sending.once:
                     self._lanes[queue].append(lane)
+            queue = other
 
     def _take_lane(self, queue: QueueRef, once: int) -> _Lane:
         if once:

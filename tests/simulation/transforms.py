@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -21,11 +21,11 @@ from batonmq._consumer.consumer_settings import ConsumerSettings, MessageOrder
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.outputs import Output
 from batonmq._producer.producer_settings import ProducerSettings
-from batonmq.errors import BatonError, Unreachable
+from batonmq.errors import BatonError
 from batonmq_server.testing import MemoryBroker, run_virtual
 from batonmq_server.testing.memory_network import Faults
 from batonmq_server.testing.processes import SimulatedProcess
-from tests.simulation.other_tasks import cancel_other_tasks
+from tests.simulation.member_processes import MemberProcesses, bury
 from tests.simulation.transactions import BrokerSet
 
 NUMBERS, ITEMS, AUDIT, GROUP = "numbers", "items", "audit", "doubler"
@@ -36,7 +36,6 @@ FAULTS = Faults(loss=0.01, duplicate=0.03, slow=0.02, slow_ms_max=6_000)
 STORAGE: Mapping[str, object] = {"segment_bytes": 65_536}
 
 Place = tuple[str, str, int]
-Stop = Callable[[], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -105,114 +104,50 @@ def transform(message: ReceivedMessage) -> list[Output]:
     ]
 
 
-class _Members:
-    """The transformers of a run."""
+def _members(run: TransformRun, broker: MemoryBroker, random: Random) -> MemberProcesses:
+    """Return the transformers of a run."""
+    settings = ConsumerSettings(
+        consume_from="first",
+        order=run.order,
+        send_back=False,
+        queue_concurrency=random.choice((1, 4)),
+        buffer_messages_max=random.choice((5, 100)),
+        pull_messages_max=20,
+        span_max=60,
+        commit_interval_ms=1_000,
+        keep_alive_ms=2_000,
+        drain_timeout_ms=random.choice((500, 5_000)),
+        retry_first_ms=200,
+        retry_ms_max=2_000,
+    )
 
-    def __init__(self, run: TransformRun, broker: MemoryBroker, random: Random) -> None:
-        self._run, self._broker, self._random = run, broker, random
-        self._processes: list[SimulatedProcess] = []
-        self._count = 0
-        self._settings = ConsumerSettings(
-            consume_from="first",
-            order=run.order,
-            send_back=False,
-            queue_concurrency=random.choice((1, 4)),
-            buffer_messages_max=random.choice((5, 100)),
-            pull_messages_max=20,
-            span_max=60,
-            commit_interval_ms=1_000,
-            keep_alive_ms=2_000,
-            drain_timeout_ms=random.choice((500, 5_000)),
-            retry_first_ms=200,
-            retry_ms_max=2_000,
+    def make(process: SimulatedProcess) -> Consumer:
+        environment = process.client_environment()
+        return Consumer(
+            broker.nameserver,
+            GROUP,
+            {NUMBERS: "*"},
+            settings,
+            client_id=process.name,
+            environment=environment,
         )
 
-    def alive(self) -> list[SimulatedProcess]:
-        """Return the processes that run."""
-        return [one for one in self._processes if one.alive and not one.frozen]
-
-    def start(self) -> None:
-        """Start a transformer."""
-        self._count += 1
-        name = f"member-{self._count}"
-        process = SimulatedProcess(self._broker._environment, name, 0)
-        draws = Random(f"{self._run.seed}/{name}")
-        self._processes.append(process)
-
+    async def work(consumer: Consumer, draws: Random) -> None:
         waits = draws.random() < 0.5
 
         async def handle(message: ReceivedMessage) -> list[Output]:
             if waits:
                 await asyncio.sleep(draws.choice((0, 0, 0.01, 0.3)) * draws.random())
             else:
-                self._run.counts["calls that do not wait"] += 1
+                run.counts["calls that do not wait"] += 1
             if draws.random() < 0.02:
-                self._run.counts["handler errors"] += 1
+                run.counts["handler errors"] += 1
                 raise ValueError("a handler fails")
             return transform(message)
 
-        async def main() -> None:
-            while not process.stopping.is_set():
-                try:
-                    await work()
-                except Unreachable:
-                    self._run.counts["starts that failed"] += 1
+        await consumer.transform(handle, to=(ITEMS, AUDIT))
 
-        async def work() -> None:
-            consumer = Consumer(
-                self._broker.nameserver,
-                GROUP,
-                {NUMBERS: "*"},
-                self._settings,
-                client_id=name,
-                environment=process.client_environment(),
-            )
-            async with consumer, asyncio.TaskGroup() as tasks:
-                running = tasks.create_task(consumer.transform(handle, to=(ITEMS, AUDIT)))
-                await process.stopping.wait()
-                consumer.stop()
-                await running
-
-        process.run(main)
-
-    async def disturb(self) -> str:
-        """Kill, freeze or stop a transformer, and start another one; return what was done."""
-        alive, random = self.alive(), self._random
-        if len(alive) < MEMBERS:
-            self.start()
-            return "starts"
-        process = random.choice(alive)
-        kind = random.choice(("kill", "kill", "freeze", "stop"))
-        if kind == "kill":
-            process.kill(noticed=random.random() < 0.7)
-        elif kind == "freeze":
-            process.freeze()
-            await asyncio.sleep(random.choice((2, 20, 45)) * random.random())
-            process.thaw()
-        else:
-            process.stop()
-        return f"{kind}s"
-
-    def settle(self) -> None:
-        """Let every transformer run that can, and at least one."""
-        for process in self._processes:
-            if process.frozen:
-                process.thaw()
-        if not self.alive():
-            self.start()
-
-    async def end(self) -> None:
-        """Stop all transformers."""
-        for process in self._processes:
-            if process.alive:
-                process.stop()
-                await process.ended()
-
-    async def bury(self) -> None:
-        """Cancel the tasks of killed transformers, so that the loop can close."""
-        for process in self._processes:
-            process.host.thaw()
-        await cancel_other_tasks()
+    return MemberProcesses(broker, run.seed, "member", MEMBERS, make, work)
 
 
 def play_transforms(seed: str, *, replicated: bool = False) -> TransformRun:
@@ -233,7 +168,7 @@ async def _play(run: TransformRun, random: Random, brokers: MemoryBroker) -> Non
     async with brokers as broker:
         for topic in (NUMBERS, ITEMS, AUDIT):
             await broker.create_topic(topic, QUEUES)
-        members = _Members(run, broker, random)
+        members = _members(run, broker, random)
         loop = asyncio.get_running_loop()
         end_s = loop.time() + FAULTS_S
         async with asyncio.TaskGroup() as tasks:
@@ -250,7 +185,7 @@ async def _play(run: TransformRun, random: Random, brokers: MemoryBroker) -> Non
         run.judge(inputs, items, audit)
         if isinstance(broker, BrokerSet):
             run.counts["takeovers"] += broker.takeovers
-    await members.bury()
+    await bury(members)
 
 
 async def _produce(run: TransformRun, broker: MemoryBroker, end_s: float) -> None:
@@ -267,13 +202,13 @@ async def _produce(run: TransformRun, broker: MemoryBroker, end_s: float) -> Non
 
 
 async def _disturb_members(
-    run: TransformRun, members: _Members, random: Random, end_s: float
+    run: TransformRun, members: MemberProcesses, random: Random, end_s: float
 ) -> None:
     for _ in range(MEMBERS):
         members.start()
     while asyncio.get_running_loop().time() < end_s:
         await asyncio.sleep(random.uniform(0.5, 8))
-        run.counts[await members.disturb()] += 1
+        run.counts[await members.disturb(random)] += 1
 
 
 async def _disturb_services(

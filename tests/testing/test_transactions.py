@@ -284,7 +284,7 @@ def test_checks_are_not_repeated_within_the_interval_by_a_broker_that_restarts()
     in_broker(scene)
 
 
-def test_producers_of_a_group_are_asked_in_turn_and_those_of_other_groups_never() -> None:
+def test_producers_of_a_group_are_all_asked_and_those_of_other_groups_never() -> None:
     async def scene(broker: MemoryBroker) -> None:
         checkers = [always(COMMIT) for _ in range(3)]
         stranger = always(ROLLBACK)
@@ -297,7 +297,9 @@ def test_producers_of_a_group_are_asked_in_turn_and_those_of_other_groups_never(
             for number in range(30):
                 await left_open(producer, b"%d" % number)
             await asyncio.sleep(12)
-        assert [len(one.checks) for one in checkers] == [10, 10, 10]
+        asked = [len(one.checks) for one in checkers]
+        assert sum(asked) == 30
+        assert min(asked) >= 5
         assert stranger.checks == []
         assert sorted(map(int, await bodies(broker))) == list(range(30))
 
