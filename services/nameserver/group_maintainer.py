@@ -35,7 +35,7 @@ class GroupMaintainer:
     ) -> None:
         self._catalog, self._store = catalog, store
         self._random, self._check_interval_ms = random, check_interval_ms
-        self._pending: set[str] = set()
+        self._pending: dict[str, None] = {}  # first in, first out: none waits for ever
         self._has_pending = asyncio.Event()
         catalog.live.on_change.append(self._live_changed)
         catalog.locks.on_change.append(self._check_groups_of_keys)
@@ -100,7 +100,7 @@ class GroupMaintainer:
 
     def _add_pending(self, names: set[str]) -> None:
         if names:
-            self._pending |= names
+            self._pending.update(dict.fromkeys(sorted(names)))
             self._has_pending.set()
 
     def _needs_maintenance(self, name: str) -> bool:
@@ -115,13 +115,14 @@ class GroupMaintainer:
     async def _maintain_pending(self) -> None:
         failures = 0
         while self._pending:
-            group = self._pending.pop()
+            group = next(iter(self._pending))
+            del self._pending[group]
             try:
                 await self._store.maintain(group)
                 failures = 0
             except (NoQuorum, Overloaded) as error:
                 log.warning("group maintenance is retried group=%s error=%s", group, error)
-                self._pending.add(group)
+                self._pending[group] = None
                 await asyncio.sleep(_BACKOFF.delay_ms(failures, self._random) / 1000)
                 failures += 1
             except BatonError as error:
