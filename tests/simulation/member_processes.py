@@ -86,11 +86,11 @@ class MemberProcesses:
         return f"{kind}s"
 
     def settle(self) -> None:
-        """Let every member run that can, and at least one."""
+        """Let every member run that can, and at least one that does not leave."""
         for process in self._processes:
             if process.frozen:
                 process.thaw()
-        if not self.alive():
+        if all(process.leaving for process in self.alive()):
             self.start()
 
     async def end(self) -> None:

@@ -3,7 +3,7 @@
 Producers send numbers: some at once, some for later, some in a transaction. Two groups handle
 them. An operator moves queues between brokers, closes brokers, and changes the number of queues;
 retiring queues are removed once they are read. Members, brokers and the other services are killed
-and frozen; the network loses, repeats and delays calls.
+and frozen; the network loses and delays calls.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from tests.support.conditions import until
 TOPIC, GROUPS, SHOP = "numbers", ("readers", "auditors"), "shop"
 BROKERS, MEMBERS, KEYS, QUEUES = 3, 2, 9, 6
 FAULTS_S, END_S = 30, 600
-PRODUCER = ProducerSettings(request_timeout_ms=2_000)
-FAULTS = Faults(loss=0.01, duplicate=0.03, slow=0.02, slow_ms_max=6_000)
+PRODUCER = ProducerSettings(request_timeout_ms=7_000)
+FAULTS = Faults(loss=0.01, slow=0.02, slow_ms_max=6_000)
+"""No call arrives after its producer has given it up: see the limits of decision 0056."""
 SETTINGS: Mapping[str, Mapping[str, object]] = {
     "storage": {
         "segment_bytes": 65_536,
@@ -203,10 +204,10 @@ async def _send(run: MovesRun, producer: Producer, draws: Random) -> None:
     number, kind = run.next_number(), draws.random()
     body, wait_s = b"%d" % number, draws.choice((0, 0.01, 1))
     try:
-        if kind < 0.1:
-            await producer.send(TOPIC, body, delay_ms=draws.randrange(1, 20_000))
+        if kind < 0.15:
+            await producer.send(TOPIC, body, delay_ms=draws.randrange(1, 40_000))
             run.counts["scheduled"] += 1
-        elif kind < 0.2:
+        elif kind < 0.25:
             async with producer.transaction(TOPIC, body):
                 await asyncio.sleep(wait_s)
                 run.booked.add(number)
@@ -226,7 +227,7 @@ async def _move(run: MovesRun, admin: Admin, draws: Random, end_s: float) -> Non
         kind = draws.random()
         source, target = draws.sample([f"broker-{number}" for number in range(BROKERS)], 2)
         try:
-            if kind < 0.4:
+            if kind < 0.3:
                 await move_queues(admin, TOPIC, source, target, 1, by="operator")
             elif kind < 0.7:
                 await move_queues(admin, TOPIC, source, target, by="operator")
