@@ -29,9 +29,11 @@ from batonmq._core.start_offset import TIMESTAMP_AGE_MS, ConsumeFrom, start_offs
 from batonmq._core.subscription import Filter, TagFilter, parse_filter
 from batonmq.errors import (
     BatonError,
+    GroupMoved,
     InvalidArgument,
     NotLeader,
     OffsetAheadOfLog,
+    OldEpoch,
     QueueNotFound,
     Retry,
 )
@@ -39,7 +41,10 @@ from batonmq.errors import (
 T = TypeVar("T")
 _OFFSET_MAX = (1 << 63) - 1
 _REPEAT_S = 2 * CALL_TIMEOUT_S
-"""How long a call is repeated while no node serves it: also after one that has timed out."""
+"""How long calls are repeated while no node serves them: also after one that has timed out."""
+_OTHER_NODE = (NotLeader, OldEpoch, GroupMoved)
+"""Refusals after which another node may serve the call."""
+_ENDS = ("begin", "end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,34 @@ class PullerSettings:
     pull_hold_ms: int = 15_000
     read_idle_ms: int = 100
     security: Security | None = None
+
+
+class _RepeatedCalls:
+    """Repeats the calls of one call of a puller, while no node serves them.
+
+    Until `_REPEAT_S` after the start; a call that is under way then still ends.
+    """
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory, self._now_s = directory, asyncio.get_running_loop().time
+        self._end_s = self._now_s() + _REPEAT_S
+
+    async def answer(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return the answer of a call.
+
+        Raises:
+            BatonError: The call was refused; or the error of the last try.
+        """
+        failures = 0
+        while True:
+            try:
+                return await call()
+            except BatonError as error:
+                unserved = error.retry is Retry.SAME_CALL or isinstance(error, _OTHER_NODE)
+                if not unserved or self._now_s() >= self._end_s:
+                    raise
+                await self._directory.pause(error, failures)
+                failures += 1
 
 
 class Puller:
@@ -169,9 +202,9 @@ class Puller:
 
         Raises:
             TopicNotFound: the topic does not exist.
-            Unreachable: no nameserver has answered for 10 s.
+            Unreachable: no nameserver has answered for about 10 s.
         """
-        return queues_of(await self._repeated(lambda: query_route(self._directory, topic)))
+        return queues_of(await self._calling().answer(partial(query_route, self._directory, topic)))
 
     @property
     def assignment(self) -> tuple[QueueRef, ...]:
@@ -197,6 +230,7 @@ class Puller:
                 self._available.set,
             )
             self._queues[queue] = prefetched
+            self._reset_epochs.pop(queue, None)
             self._tasks_by_queue[queue] = self._tasks.create_task(
                 prefetched.run(self._source, self._limits, self._directory)
             )
@@ -215,23 +249,28 @@ class Puller:
     async def seek(self, queue: QueueRef, to: SeekTarget) -> int:
         """Move the position of an assigned queue; return the new offset.
 
+        With a group, the first seek of a queue after `assign` asks offsets, so that a commit is
+        refused if an operator resets the group after it.
+
         Raises:
             TopicNotFound, QueueNotFound: the queue does not exist any more.
             InvalidArgument: `to` is not a valid offset, time or name; or the queue is not assigned.
-            Unreachable, NotLeader, NotServing, NoQuorum: no node has served it for 10 s.
+            Unreachable: no node has served it for about 10 s; or the error of the last one, such as
+                NotLeader, NotServing, NoQuorum, OldEpoch or Throttled.
         """
-        assigned = self._assigned(queue)
+        self._assigned(queue)
+        offset = None if isinstance(to, AtTime) or to in _ENDS else _checked_number(to)
+        unix_ms = _checked_number(to.unix_ms) if isinstance(to, AtTime) else 0
+        calling = self._calling()
         if self._group and queue not in self._reset_epochs:
-            await self.committed(queue)  # so that a commit after a reset from now on is refused
+            # so that a commit is refused if there is a reset from now on
+            await calling.answer(partial(self._committed, queue))
         if isinstance(to, AtTime):
-            unix_ms = _checked_number(to.unix_ms)
-            offset = await self._repeated(lambda: self._calls.search(queue, unix_ms))
-        elif to in ("begin", "end"):
-            kept = await self._repeated(lambda: self._calls.kept(queue))
+            offset = await calling.answer(partial(self._calls.search, queue, unix_ms))
+        elif offset is None:
+            kept = await calling.answer(partial(self._calls.kept, queue))
             offset = kept.first_offset if to == "begin" else kept.next_offset
-        else:
-            offset = _checked_number(to)
-        assigned.move(offset)
+        self._assigned(queue).move(offset)
         self._notify_queues()
         return offset
 
@@ -310,10 +349,11 @@ class Puller:
 
         Raises:
             InvalidArgument: the puller has no group.
-            Unreachable, NotLeader, NotServing, NoQuorum: no node of offsets has served it for 10 s.
+            Unreachable: no node has served it for about 10 s; or the error of the last one, such as
+                NotServing, NoQuorum, OldEpoch or Throttled.
         """
         self._need_group()
-        return await self._repeated(lambda: self._committed(queue))
+        return await self._calling().answer(partial(self._committed, queue))
 
     async def _committed(self, queue: QueueRef) -> int | None:
         committed, self._reset_epochs[queue] = await self._calls.committed(queue)
@@ -335,24 +375,27 @@ class Puller:
                 be committed.
             ModeChanged: the group has ownership on, or is broadcasting.
             GroupNotFound: the group does not exist.
-            Unreachable, NotLeader, NotServing, NoQuorum: no node has served it for 10 s; the commit
-                may be repeated.
+            Unreachable: no node has served it for about 10 s; or the error of the last one, such as
+                NotServing, NoQuorum, OldEpoch or DiskFull. The commit may be repeated.
         """
         self._need_group()
         if offsets is None:
             known = {queue: assigned.position for queue, assigned in self._queues.items()}
             offsets = {queue: offset for queue, offset in known.items() if offset is not None}
         offsets = {queue: _checked_number(offset) for queue, offset in offsets.items()}
-        await self._check_not_ahead(offsets)
+        calling = self._calling()
+        await self._check_not_ahead(offsets, calling)
         for queue in offsets.keys() - self._reset_epochs.keys():
-            await self.committed(queue)
+            await calling.answer(partial(self._committed, queue))
         progress = [
             (queue, ReadProgress(offset, self._reset_epochs[queue]))
             for queue, offset in offsets.items()
         ]
-        await self._repeated(lambda: self._calls.commit(progress))
+        await calling.answer(partial(self._calls.commit, progress))
 
-    async def _check_not_ahead(self, offsets: Mapping[QueueRef, int]) -> None:
+    async def _check_not_ahead(
+        self, offsets: Mapping[QueueRef, int], calling: _RepeatedCalls
+    ) -> None:
         """Raise if an offset is beyond the end of its queue.
 
         Storage is asked only about offsets that no fetch has seen.
@@ -372,7 +415,7 @@ class Puller:
                         facts={"topic": topic, "queue_id": queue.queue_id, "queue_count": count},
                     )
         for queue in unseen:
-            end = (await self._repeated(partial(self._calls.kept, queue))).next_offset
+            end = (await calling.answer(partial(self._calls.kept, queue))).next_offset
             if offsets[queue] > end:
                 raise OffsetAheadOfLog(
                     f"offset {offsets[queue]} of queue {queue} is beyond its end, {end}",
@@ -390,23 +433,8 @@ class Puller:
                 facts={"field": "group"},
             )
 
-    async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the answer of a call, which is repeated while no node serves it.
-
-        Raises:
-            BatonError: The call was refused, or no node has served it for `_REPEAT_S`.
-        """
-        now_s, failures = asyncio.get_running_loop().time, 0
-        end_s = now_s() + _REPEAT_S
-        while True:
-            try:
-                return await call()
-            except BatonError as error:
-                unserved = error.retry is Retry.SAME_CALL or isinstance(error, NotLeader)
-                if not unserved or now_s() >= end_s:
-                    raise
-                await self._directory.pause(error, failures)
-                failures += 1
+    def _calling(self) -> _RepeatedCalls:
+        return _RepeatedCalls(self._directory)
 
     # ---- storage
 

@@ -22,6 +22,8 @@ from batonmq.errors import BatonError, DuplicateSequence, NotWritable, QueueNotF
 
 REQUEST_ITEMS_MAX = 1_024
 REQUEST_BYTES_MAX = 8 * 1024 * 1024
+_OF_THE_QUEUE = (NotWritable, QueueNotFound)
+"""Refusals after which another queue may take the message; they prove that it is not stored."""
 
 
 class BatchItem(Protocol):
@@ -89,6 +91,7 @@ class ItemSender(Generic[Item, Stored]):
         Raises:
             BatonError: The message is not stored, or it is unknown whether it is.
         """
+        refusals = 0
         while True:
             lane = self._take_lane(queue, sending.once)
             item = sending.item(self._encode(sending.builder, queue, lane))
@@ -97,11 +100,13 @@ class ItemSender(Generic[Item, Stored]):
                 stored = await self._repeat(sending, queue, item)
             except _Rejected as refused:
                 unsure = refused.unsure
-                if unsure or not isinstance(refused.error, QueueNotFound | NotWritable):
-                    raise refused.error from None
+                error = refused.error
+                if unsure or not isinstance(error, _OF_THE_QUEUE):
+                    raise error from None
                 other = sending.choose()
-                if other == queue:
-                    raise refused.error from None
+                stays = other == queue and isinstance(error, NotWritable)
+                if stays or self._clock.monotonic_ms() >= sending.late_ms:
+                    raise error from None
             else:
                 unsure = False
                 lane.stored()
@@ -111,7 +116,10 @@ class ItemSender(Generic[Item, Stored]):
                     lane.skip_sequence()
                 if not sending.once:
                     self._lanes[queue].append(lane)
+            if refusals or other == queue:  # the route or the broker may not know of a change yet
+                await self._directory.pause(error, refusals)
             queue = other
+            refusals += 1
 
     def _take_lane(self, queue: QueueRef, once: int) -> _Lane:
         if once:
@@ -141,7 +149,7 @@ class ItemSender(Generic[Item, Stored]):
                 return outcome
             doubt = unsure and not isinstance(outcome, DuplicateSequence)
             unsure = unsure or outcome.kind in ("UNAVAILABLE", "INTERNAL")
-            moved = isinstance(outcome, NotWritable) and not unsure
+            moved = isinstance(outcome, _OF_THE_QUEUE) and not unsure
             over = self._clock.monotonic_ms() >= sending.late_ms
             if over or moved or outcome.retry is Retry.NEVER:
                 raise _Rejected(maybe_stored(outcome) if doubt else outcome, unsure)

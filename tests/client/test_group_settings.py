@@ -24,13 +24,13 @@ from tests.support.conditions import until
 pytestmark = pytest.mark.e2e
 
 
-async def reset(at: Scene, to: int) -> None:
+async def reset(at: Scene, to: int, op_id: str = "r1") -> None:
     """Reset the group on queue 0 of its topic."""
     queue = queue_pb2.QueueRef(topic=at.topic, broker="broker-0", queue_id=0)
     item = offsets_pb.ResetItem(
         queue=queue_pb2.GroupQueue(group=at.group, queue=queue), to_offset=to
     )
-    request = offsets_pb.ResetRequest(op_id="r1", by="test", reason="replay", items=[item])
+    request = offsets_pb.ResetRequest(op_id=op_id, by="test", reason="replay", items=[item])
     directory = Directory(at.nameserver, Random(1))
     stub = await directory.offsets(at.group)
     (outcome,) = (await stub.Reset(request, timeout=10)).outcomes

@@ -167,6 +167,13 @@ async def test_first_commit_after_a_seek_is_refused_if_a_reset_came_between(
             with pytest.raises(Fenced):
                 await pulling.commit()
             assert await pulling.committed(queue) == 3
+            await pulling.assign([])
+            await reset(at, 2, op_id="r2")
+            await pulling.assign([queue])
+            await pulling.seek(queue, "begin")  # newer than the reset
+            await poll_messages(pulling, 10)
+            await pulling.commit()
+            assert await pulling.committed(queue) == 10
 
 
 @pytest.mark.e2e

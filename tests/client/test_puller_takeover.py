@@ -14,7 +14,7 @@ import pytest
 
 from batonmq._consumer.puller import AtTime, Puller, PullerSettings
 from batonmq._core.queues import QueueRef
-from batonmq.errors import NotLeader, NotServing, Unreachable
+from batonmq.errors import InvalidArgument, NotLeader, NotServing, Unreachable
 from batonmq_server.testing import MemoryBroker, run_virtual
 from tests.simulation.transactions import NODES, BrokerSet
 from tests.support.conditions import until
@@ -62,6 +62,49 @@ def test_call_is_repeated_at_the_new_leader(name: str) -> None:
 
     expected = {"seek to the begin": 0, "seek to the end": COUNT, "seek to a time": 0}
     assert run_virtual(main()) == expected.get(name)
+
+
+OFFSETS_CALLS: dict[str, Call] = {
+    "committed": lambda puller, queue: puller.committed(queue),
+    "commit": lambda puller, queue: puller.commit({queue: COUNT}),
+    "first seek": lambda puller, queue: puller.seek(queue, 3),
+}
+
+
+@pytest.mark.parametrize("name", OFFSETS_CALLS)
+def test_call_is_repeated_until_offsets_is_back(name: str) -> None:
+    async def main() -> object:
+        async with MemoryBroker(seed="offsets") as broker:
+            await _stored(broker)
+            async with broker.puller(GROUP) as puller, asyncio.TaskGroup() as tasks:
+                (queue,) = await puller.queues(TOPIC)
+                await puller.assign([queue])
+                service = broker._running["offsets-0"].service
+                await broker._kill(["offsets-0"])
+                calling = tasks.create_task(_result(OFFSETS_CALLS[name](puller, queue)))
+                await asyncio.sleep(4)
+                assert not calling.done()
+                broker._start(service)
+                return await calling
+
+    assert run_virtual(main()) == {"committed": None, "commit": None, "first seek": 3}[name]
+
+
+async def _result(call: Awaitable[object]) -> object:
+    return await call
+
+
+def test_invalid_seek_is_refused_without_offsets() -> None:
+    async def main() -> None:
+        async with MemoryBroker(seed="invalid") as broker:
+            await _stored(broker)
+            async with broker.puller(GROUP) as puller:
+                (queue,) = await puller.queues(TOPIC)
+                await puller.assign([queue])
+                with broker.cut_off(puller), pytest.raises(InvalidArgument):
+                    await puller.seek(queue, -1)
+
+    run_virtual(main())
 
 
 def test_call_fails_when_no_node_has_served_it_for_its_time() -> None:

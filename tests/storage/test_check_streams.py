@@ -38,6 +38,29 @@ def test_stream_that_may_not_be_asked_is_left_out() -> None:
     assert not streams.ask("another group", TOPIC, "check", 0)
 
 
+def test_streams_that_may_not_be_asked_take_no_turns() -> None:
+    streams = CheckStreams[str]()
+    answers = _open(streams)
+    others = [_open(streams, "another") for _ in range(14)]
+    hangs = _open(streams)
+    for turn in range(1_000, 1_015):
+        assert streams.ask(GROUP, TOPIC, "check", turn)
+    assert sorted((len(answers.take()), len(hangs.take()))) == [7, 8]
+    assert not any(other.take() for other in others)
+
+
+def test_full_stream_gets_no_check_while_another_one_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(check_streams, "WAITING_MAX", 2)
+    streams = CheckStreams[str]()
+    hangs, answers = _open(streams), _open(streams)
+    for turn in range(10):
+        assert streams.ask(GROUP, TOPIC, "check", turn)
+        answers.take()
+    assert len(hangs.waiting) == 2
+
+
 def test_checks_of_a_closed_stream_go_to_another_one() -> None:
     streams = CheckStreams[str]()
     first, second = _open(streams), _open(streams)

@@ -98,17 +98,17 @@ class CheckStreams(Generic[Check]):
         """Put a check on a stream of a group that may be asked; False if there is none.
 
         Args:
-            turn: Which stream is the first choice. Consecutive checks of a transaction have
-                consecutive numbers, so that one producer that does not answer gets only some.
+            turn: Which of these streams. Consecutive checks of a transaction have consecutive
+                numbers, so that one producer that does not answer gets only some.
         """
-        streams = self._groups.get(group, [])
-        for number in range(turn, turn + len(streams)):
-            stream = streams[number % len(streams)]
-            if stream.may_ask(topic):
-                stream.waiting.append((topic, check, turn))
-                stream.notify()
-                return True
-        return False
+        able = [one for one in self._groups.get(group, ()) if one.may_ask(topic)]
+        if not able:
+            return False
+        with_room = [one for one in able if len(one.waiting) < WAITING_MAX] or able
+        stream = with_room[turn % len(with_room)]
+        stream.waiting.append((topic, check, turn))
+        stream.notify()
+        return True
 
     def end_all(self) -> None:
         """Wake every stream: the caller ends them."""
