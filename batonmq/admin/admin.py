@@ -28,7 +28,7 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
-from batonmq._common.rpc import from_rpc_error
+from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import (
     CALL_TIMEOUT_S,
     ClientEnvironment,
@@ -618,7 +618,9 @@ class Admin:
                 limit_s: float, request: storage_pb.QueryOffsetsRequest = request
             ) -> storage_pb.QueryOffsetsResponse:
                 stub = await self.directory.storage(broker)
-                return await stub.QueryOffsets(request, timeout=limit_s)
+                answer = await stub.QueryOffsets(request, timeout=limit_s)
+                _raise_if_repeatable(answer.outcomes)
+                return answer
 
             outcomes = (await self.ask(ask)).outcomes
             for queue, outcome in zip(part, outcomes, strict=True):
@@ -659,6 +661,18 @@ class Admin:
                     failures += 1
         except TimeoutError:
             raise error from error.__cause__
+
+
+def _raise_if_repeatable(outcomes: Iterable[storage_pb.QueryOffsetsOutcome]) -> None:
+    """Raise if a broker can't answer for a queue now, such as one that has just started.
+
+    A queue that does not exist, or is damaged, is a result.
+    """
+    for outcome in outcomes:
+        if outcome.HasField("error"):
+            error = error_from_pb(outcome.error)
+            if error.retry is Retry.SAME_CALL:
+                raise error
 
 
 async def _or_problem(
