@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from random import Random
 from typing import Any
 
@@ -52,18 +53,17 @@ class MemberProcesses:
 
         async def main() -> None:
             while not process.stopping.is_set():
-                try:
-                    await work()
-                except (Unreachable, NoQuorum):
-                    self.failed_starts += 1
-
-        async def work() -> None:
-            consumer = self._make(process)
-            async with consumer, asyncio.TaskGroup() as tasks:
-                running = tasks.create_task(self._run(consumer, draws))
-                await process.stopping.wait()
-                consumer.stop()
-                await running
+                async with AsyncExitStack() as stack:
+                    try:
+                        consumer = await stack.enter_async_context(self._make(process))
+                    except (Unreachable, NoQuorum):
+                        self.failed_starts += 1
+                        continue
+                    tasks = await stack.enter_async_context(asyncio.TaskGroup())
+                    running = tasks.create_task(self._run(consumer, draws))
+                    await process.stopping.wait()
+                    consumer.stop()
+                    await running
 
         process.run(main)
 

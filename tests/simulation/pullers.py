@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any, TypeVar
 
 from batonmq._consumer.puller import AtTime, Puller, PullerSettings, SeekTarget
 from batonmq._core.queues import QueueRef
@@ -29,15 +30,17 @@ from batonmq.errors import (
     NoQuorum,
     NotLeader,
     NotServing,
+    Retry,
     Unreachable,
 )
 from batonmq_server.testing import MemoryBroker, run_virtual
 from batonmq_server.testing.memory_network import Faults
 from tests.simulation.transactions import BrokerSet
 
+T = TypeVar("T")
 TOPIC, GROUP = "numbers", "readers"
 BROKERS, PROGRAMS, QUEUES = 2, 2, 6
-FAULTS_S, END_S = 30, 240
+FAULTS_S, END_S, REPEAT_S = 30, 240, 10
 PRODUCER = ProducerSettings(request_timeout_ms=2_000)
 FAULTS = Faults(loss=0.01, duplicate=0.03, slow=0.02, slow_ms_max=6_000)
 STORAGE: Mapping[str, object] = {"segment_bytes": 16_384}
@@ -53,7 +56,7 @@ class QueueProgress:
         floor: The committed offset is at least this,
         ceiling: and at most this: nobody has asked for more since a reset began.
         resets: Number of the operator's resets that are confirmed.
-        resetting: Whether one is under way, or ended without an answer and may come yet.
+        resetting: Whether one is under way.
     """
 
     floor: int = 0
@@ -113,17 +116,19 @@ class _Program:
     ) -> None:
         self._run, self._puller, self._queues, self._random = run, puller, queues, random
         self._expected: dict[QueueRef, int] = {}
-        self._learnt = dict.fromkeys(queues, 0)
+        self._learnt: dict[QueueRef, tuple[int, int]] = {}  # number of resets, from and to
 
     async def start(self) -> None:
         """Assign the queues; on some of them seek before the start is known."""
         before = {queue: replace(self._run.progress[queue]) for queue in self._queues}
         await self._puller.assign(self._queues)
         for queue in self._queues:
-            if self._random.random() < 0.3:
+            if self._random.random() < 0.5:
                 await self._seek(queue)
             else:
                 await self._begin(queue, before[queue])
+            # `assign`, or the first seek, has learnt of resets; later seeks don't.
+            self._learnt[queue] = before[queue].resets, self._run.progress[queue].begun
 
     async def step(self) -> None:
         """Do one thing."""
@@ -170,7 +175,7 @@ class _Program:
         if certain and not before.floor <= offset <= known.ceiling:
             text = f"at {offset} of {queue}, not from {before.floor} to {known.ceiling}"
             self._run.fail("begin", text)
-        self._expected[queue], self._learnt[queue] = offset, known.begun
+        self._expected[queue] = offset
 
     async def _seek(self, queue: QueueRef) -> None:
         random, counts = self._random, self._run.counts
@@ -180,12 +185,11 @@ class _Program:
         )
         while True:
             try:
-                self._expected[queue] = await self._puller.seek(queue, target)
+                self._expected[queue] = await self._served(self._puller.seek(queue, target))
             except LOST_CALL:
                 counts["seeks that failed"] += 1
             else:
                 break
-        self._learnt[queue] = self._run.progress[queue].begun
         counts["seeks"] += 1
 
     async def _commit(self) -> None:
@@ -194,15 +198,16 @@ class _Program:
         for queue, offset in asked.items():
             known[queue].ceiling = max(known[queue].ceiling, offset)
         before = {queue: each.resets for queue, each in known.items()}
-        outdated = [queue for queue in asked if self._learnt[queue] < before[queue]]
+        outdated = [queue for queue in asked if self._learnt[queue][1] < before[queue]]
+        call = self._puller.commit(None if self._random.random() < 0.5 else asked)
         try:
-            await self._puller.commit(None if self._random.random() < 0.5 else asked)
+            await self._served(call)
         except LOST_CALL:
             self._run.counts["commits that failed"] += 1
             return
         except Fenced:
             self._run.counts["commits that were fenced"] += 1
-            if not any(each.resets or each.resetting for each in known.values()):
+            if all(each.begun <= self._learnt[queue][0] for queue, each in known.items()):
                 self._run.fail("fenced", "without a reset")
             for queue in asked:
                 await self._ask(queue, then_seek=True)
@@ -222,7 +227,7 @@ class _Program:
         while True:
             resets = self._run.progress[queue].resets
             try:
-                committed = await self._puller.committed(queue)
+                committed = await self._served(self._puller.committed(queue))
             except LOST_CALL:
                 self._run.counts["queries that failed"] += 1
                 continue
@@ -230,9 +235,20 @@ class _Program:
             if resets == self._run.progress[queue].resets:
                 break
         self._run.judge_committed(queue, committed)
-        if then_seek or begun > self._learnt[queue]:
+        if then_seek or begun > self._learnt[queue][0]:
             self._expected[queue] = await self._puller.seek(queue, committed or 0)
-        self._learnt[queue] = begun
+        self._learnt[queue] = resets, begun
+
+    async def _served(self, call: Coroutine[Any, Any, T]) -> T:
+        """Return the answer of a call of the puller, which it repeats for some time."""
+        clock = asyncio.get_running_loop().time
+        begin_s = clock()
+        try:
+            return await call
+        except LOST_CALL as error:
+            if clock() < begin_s + REPEAT_S:
+                self._run.fail("repeated", f"{error!r} after {clock() - begin_s:.1f} s")
+            raise
 
 
 def play_pullers(seed: str, *, replicated: bool = False) -> PullerRun:
@@ -347,25 +363,34 @@ async def _reset(run: PullerRun, broker: MemoryBroker, random: Random, end_s: fl
     async with broker.admin() as admin:
         resets = Resets(admin)
         while asyncio.get_running_loop().time() < end_s:
-            await asyncio.sleep(random.uniform(2, 12))
+            await asyncio.sleep(random.uniform(0.5, 5))
             queue = random.choice(list(run.progress))
-            if run.progress[queue].resetting:
-                continue
             progress, operation = run.progress[queue], Operation("operator", "a test")
-            target = random.randint(0, progress.ceiling)
+            target, ceiling = random.randint(0, progress.ceiling), progress.ceiling
             progress.resetting, progress.ceiling = True, 0
-            try:
-                plan = await resets.plan_offsets(GROUP, {queue: target}, operation.op_id)
-                done = bool((await resets.reset(plan, operation)).steps)
-            except BatonError:
-                done = False
+            done = await _moved(run, resets, operation, queue, target)
+            progress.resetting = False
             if done:
                 progress.floor, progress.ceiling = target, max(target, progress.ceiling)
                 progress.resets += 1
-                progress.resetting = False
                 run.counts["resets"] += 1
             else:
-                run.counts["resets without answer"] += 1
+                progress.ceiling = max(ceiling, progress.ceiling)
+
+
+async def _moved(
+    run: PullerRun, resets: Resets, operation: Operation, queue: QueueRef, target: int
+) -> bool:
+    """Repeat a reset until it is answered; return whether it has moved the queue."""
+    while True:
+        try:
+            plan = await resets.plan_offsets(GROUP, {queue: target}, operation.op_id)
+            return bool((await resets.reset(plan, operation)).steps)
+        except BatonError as error:
+            if error.retry is Retry.NEVER:
+                return False
+            run.counts["resets without answer"] += 1
+            await asyncio.sleep(0.5)
 
 
 async def _prepared(admin: Admin, broker: MemoryBroker) -> tuple[QueueRef, ...]:

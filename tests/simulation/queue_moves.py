@@ -17,6 +17,7 @@ from random import Random
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._core.queues import QueueRef
 from batonmq._core.transactions import PendingTransaction, TransactionState
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
@@ -45,19 +46,29 @@ SETTINGS: Mapping[str, Mapping[str, object]] = {
 }
 
 
+class Refused(Exception):
+    """A number that is not booked."""
+
+
 @dataclass(slots=True)
 class MovesRun:
     """What is known of a run outside the cluster.
 
     Attributes:
-        sent: Numbers whose sending or commit was confirmed.
+        plain: Numbers that were sent without a transaction.
         booked: Numbers whose transactions are to be committed.
+        sent: Numbers whose sending or commit was confirmed.
+        places: Queues and offsets of each number that was handled.
         handled: Times that a group has handled a number, flagged as redelivered or not.
     """
 
     seed: str
-    sent: set[int] = field(default_factory=set)
+    plain: set[int] = field(default_factory=set)
     booked: set[int] = field(default_factory=set)
+    sent: set[int] = field(default_factory=set)
+    places: defaultdict[int, set[tuple[QueueRef, int]]] = field(
+        default_factory=lambda: defaultdict(set)
+    )
     handled: dict[str, defaultdict[int, list[bool]]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
@@ -74,10 +85,17 @@ class MovesRun:
 
     def note_handled(self, group: str, message: ReceivedMessage) -> None:
         """Note that a handler has got a message."""
-        self.handled[group][int(message.body)].append(message.redelivered)
+        number = int(message.body)
+        self.handled[group][number].append(message.redelivered)
+        self.places[number].add((message.queue, message.offset))
 
     def judge(self) -> None:
         """Compare what was handled with what was sent."""
+        for number, places in sorted(self.places.items()):
+            if len(places) > 1:
+                self.fail("stored once", f"{number} is at {places}")
+            if number not in self.plain | self.booked:
+                self.fail("rolled back", f"{number} was not booked, and is at {places}")
         for group, handled in self.handled.items():
             for number in sorted(self.sent - handled.keys()):
                 self.fail("handled", f"{number} was stored, and {group} has not handled it")
@@ -155,6 +173,7 @@ async def _play(run: MovesRun, random: Random, brokers: MemoryBroker) -> None:
                 await _settle(run, broker, admin)
         for members in groups:
             await members.end()
+            run.counts["starts that failed"] += members.failed_starts
         run.judge()
     await bury(*groups)
 
@@ -204,18 +223,24 @@ async def _send(run: MovesRun, producer: Producer, draws: Random) -> None:
     number, kind = run.next_number(), draws.random()
     body, wait_s = b"%d" % number, draws.choice((0, 0.01, 1))
     try:
+        if not 0.15 <= kind < 0.25:
+            run.plain.add(number)
         if kind < 0.15:
             await producer.send(TOPIC, body, delay_ms=draws.randrange(1, 40_000))
             run.counts["scheduled"] += 1
         elif kind < 0.25:
             async with producer.transaction(TOPIC, body):
                 await asyncio.sleep(wait_s)
+                if draws.random() < 0.2:
+                    raise Refused
                 run.booked.add(number)
             run.counts["transactions"] += 1
         else:
             key = f"key-{draws.randrange(KEYS)}" if kind < 0.5 else None
             await producer.send(TOPIC, body, ordering_key=key)
         run.sent.add(number)
+    except Refused:
+        run.counts["refused"] += 1
     except BatonError:
         run.counts["send errors"] += 1
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 
 import pytest
 
-from batonmq._consumer import prefetched_queue
+from batonmq._consumer import prefetched_queue, puller
 from batonmq._consumer.prefetched_queue import PrefetchedQueue
-from batonmq._consumer.puller import Puller
+from batonmq._consumer.puller import Puller, SeekTarget
 from batonmq._consumer.reader_calls import ReaderCalls, ReadProgress
 from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, GroupNotFound
@@ -96,6 +96,25 @@ def commits_continue_after_a_reset(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Puller, "commit", broken)
 
 
+def seeks_do_not_note_the_resets(patch: pytest.MonkeyPatch) -> None:
+    """A program that seeks before its start is known learns of resets at its first commit."""
+    seek = Puller.seek
+
+    async def broken(self: Puller, queue: QueueRef, to: SeekTarget) -> int:
+        known = queue in self._reset_epochs
+        offset = await seek(self, queue, to)
+        if not known:
+            self._reset_epochs.pop(queue, None)
+        return offset
+
+    patch.setattr(Puller, "seek", broken)
+
+
+def calls_are_not_repeated(patch: pytest.MonkeyPatch) -> None:
+    """A call fails as soon as one node does not serve it."""
+    patch.setattr(puller, "_REPEAT_S", 0)
+
+
 def commits_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
     """A commit returns although offsets did not answer."""
     commit = ReaderCalls.commit
@@ -123,6 +142,8 @@ MUTANTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], set[str]], ...] = (
     (fetch_under_way_survives_a_seek, {"order"}),
     (messages_survive_a_seek, {"order"}),
     (commits_continue_after_a_reset, {"fenced"}),
+    (seeks_do_not_note_the_resets, {"fenced"}),
+    (calls_are_not_repeated, {"repeated"}),
     (commits_are_not_awaited, {"committed", "begin", "fenced"}),
     (groups_are_unknown_until_they_are_read, {"poll", "commit"}),
 )

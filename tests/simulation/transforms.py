@@ -181,6 +181,7 @@ async def _play(run: TransformRun, random: Random, brokers: MemoryBroker) -> Non
         except TimeoutError as error:
             run.fail("settled", str(error))
         await members.end()
+        run.counts["starts that failed"] += members.failed_starts
         inputs, items, audit = [await broker.messages(name) for name in (NUMBERS, ITEMS, AUDIT)]
         run.judge(inputs, items, audit)
         if isinstance(broker, BrokerSet):
