@@ -20,9 +20,9 @@ from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.clock import Clock
-from batonmq._common.rpc import answered
+from batonmq._common.rpc import answered, error_from_pb
 from batonmq._core.queues import GroupQueue
-from batonmq.errors import BatonError
+from batonmq.errors import BatonError, Retry
 from batonmq_server.offsets.core.progress_table import ProgressTable
 
 log = logging.getLogger(__name__)
@@ -90,9 +90,10 @@ class LogEndReader:
                 log.info("ends of queues not read broker=%s: its leader may be deposed", broker)
                 return
             for key, outcome in zip(chunk, outcomes, strict=True):
-                token = unread.pop(key)
                 if outcome.HasField("offsets"):
-                    self._table.note_log_end(key, token, outcome.offsets.next_offset)
+                    self._table.note_log_end(key, unread.pop(key), outcome.offsets.next_offset)
+                elif error_from_pb(outcome.error).retry is not Retry.SAME_CALL:
+                    del unread[key]  # the queue was removed, or is damaged
 
     async def _query(
         self, broker: str, keys: Sequence[GroupQueue]

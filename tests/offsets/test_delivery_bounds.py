@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from baton.storage.v1 import storage_service_pb2 as storage_pb
+from batonmq._common.rpc import error_to_pb
 from batonmq._core.epochs import SeenEpochs
-from batonmq.errors import Unreachable
+from batonmq.errors import BatonError, NoQuorum, QueueNotFound, Unreachable
 from batonmq_server.offsets import log_end_reader
 from batonmq_server.offsets.codec import decode_progress
 from batonmq_server.offsets.core.values import HolderPosition
@@ -164,9 +165,12 @@ class SetClock:
 
 
 class Broker:
-    """The leader of a broker; each call gets the next answer: an error, or an age and an end."""
+    """The leader of a broker.
 
-    def __init__(self, answers: Sequence[BaseException | tuple[int, int]]) -> None:
+    Each call gets the next answer: an error, or an age and the end, or the error, of each queue.
+    """
+
+    def __init__(self, answers: Sequence[BaseException | tuple[int, int | BatonError]]) -> None:
         self.answers, self.queue_counts = list(answers), list[int]()
 
     async def QueryOffsets(
@@ -176,9 +180,16 @@ class Broker:
         answer = self.answers.pop(0)
         if isinstance(answer, BaseException):
             raise answer
-        queue_offsets = storage_pb.QueueOffsets(next_offset=answer[1])
-        outcomes = [storage_pb.QueryOffsetsOutcome(offsets=queue_offsets) for _ in request.queues]
-        return storage_pb.QueryOffsetsResponse(outcomes=outcomes, leader_age_ms=answer[0])
+        age_ms, end = answer
+        if isinstance(end, BatonError):
+            outcome = storage_pb.QueryOffsetsOutcome(error=error_to_pb(end))
+        else:
+            outcome = storage_pb.QueryOffsetsOutcome(
+                offsets=storage_pb.QueueOffsets(next_offset=end)
+            )
+        return storage_pb.QueryOffsetsResponse(
+            outcomes=[outcome for _ in request.queues], leader_age_ms=age_ms
+        )
 
 
 @pytest.fixture
@@ -244,6 +255,24 @@ async def test_reader_repeats_the_call_to_a_broker_that_did_not_answer(
     scene = restarted()
     await read(scene, Broker([Unreachable("no leader"), (0, 20)]), pauses[0], 0)
     assert scene.queue.drained
+
+
+async def test_reader_asks_again_for_a_queue_that_its_broker_does_not_know_yet(
+    pauses: tuple[SetClock, list[float]],
+) -> None:
+    scene, broker = restarted(), Broker([(0, NoQuorum("etcd: no answer")), (0, 20)])
+    await read(scene, broker, pauses[0], 0)
+    assert scene.queue.drained
+    assert broker.queue_counts == [1, 1]
+
+
+async def test_reader_leaves_out_a_queue_that_was_removed(
+    pauses: tuple[SetClock, list[float]],
+) -> None:
+    scene, broker = restarted(), Broker([(0, QueueNotFound("removed"))])
+    await read(scene, broker, pauses[0], 0)
+    assert not scene.queue.exact
+    assert broker.queue_counts == [1]
 
 
 async def test_reader_ends_when_the_holder_has_sent_its_position(
