@@ -1,7 +1,7 @@
-"""Goal: a puller goes on while another node takes over; the caller repeats nothing.
+"""Goal: a puller repeats its calls during a take-over and a restart; the caller repeats nothing.
 
-Method: a replica set of storage in virtual time, whose leader is killed and stays down; one call
-of the puller at once after that. A broker without any node is the other case.
+Method: in virtual time, the leader of a replica set of storage is killed, and one call of the
+puller follows at once; the same while offsets is down. A broker without any node is the last case.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from batonmq._consumer.puller import AtTime, Puller, PullerSettings
 from batonmq._core.queues import QueueRef
 from batonmq.errors import InvalidArgument, NotLeader, NotServing, Unreachable
 from batonmq_server.testing import MemoryBroker, run_virtual
-from tests.simulation.transactions import NODES, BrokerSet
+from tests.simulation.broker_set import NODES, BrokerSet
 from tests.support.conditions import until
 
 TOPIC, GROUP, COUNT = "numbers", "readers", 5
@@ -48,7 +48,7 @@ async def _stored(broker: MemoryBroker) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_call_is_repeated_at_the_new_leader(name: str) -> None:
     async def main() -> object:
-        async with BrokerSet("puller-takeover", Random(1)) as broker:
+        async with BrokerSet("puller-takeover", Random(1), {}) as broker:
             await _stored(broker)
             async with broker.puller(GROUP, PullerSettings(consume_from="first")) as puller:
                 (queue,) = await puller.queues(TOPIC)
@@ -109,7 +109,7 @@ def test_invalid_seek_is_refused_without_offsets() -> None:
 
 def test_call_fails_when_no_node_has_served_it_for_its_time() -> None:
     async def main() -> None:
-        async with BrokerSet("puller-alone", Random(1)) as broker:
+        async with BrokerSet("puller-alone", Random(1), {}) as broker:
             await _stored(broker)
             async with broker.puller(GROUP) as puller:
                 (queue,) = await puller.queues(TOPIC)

@@ -1,4 +1,4 @@
-"""Goal: a group whose maintenance fails does not keep the other groups waiting."""
+"""Goal: other groups are maintained while the maintenance of one group fails."""
 
 from __future__ import annotations
 

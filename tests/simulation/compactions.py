@@ -33,10 +33,10 @@ from batonmq_server.storage.node import recover_directory
 from batonmq_server.testing import MemoryBroker, run_virtual
 from batonmq_server.testing.memory_network import Faults
 from batonmq_server.testing.processes import SimulatedProcess
+from tests.simulation.broker_set import NODES, BrokerSet
 from tests.simulation.other_tasks import cancel_other_tasks
 from tests.simulation.table_ledger import NUMBER, Entry, Messages, TableLedger
 from tests.simulation.table_reader import TableReader, contents
-from tests.simulation.transactions import NODES, BrokerSet
 
 TOPIC, GROUP = "prices", "tables"
 BROKERS, QUEUES, WRITERS, KEYS_EACH, READERS, MEMBERS = 2, 2, 3, 6, 2, 2

@@ -9,12 +9,12 @@ from random import Random
 from typing import Any
 
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq.errors import NoQuorum, Unreachable
 from batonmq_server.testing import MemoryBroker
 from batonmq_server.testing.processes import SimulatedProcess
 from tests.simulation.other_tasks import cancel_other_tasks
 
-Make = Callable[[SimulatedProcess], Consumer]
 Run = Callable[[Consumer, Random], Coroutine[Any, Any, None]]
 
 
@@ -23,20 +23,28 @@ class MemberProcesses:
 
     Args:
         seed: Seed of what the members draw.
-        name: Begin of the names of the processes; different for two groups of a run.
-        usual_count: Number of members that `disturb` keeps about.
-        make: Returns the consumer of a process.
-        run: Runs a consumer until it is stopped.
+        group: Group of the consumers, which subscribe to all messages of `topic`.
+        usual_count: With fewer members than that, `disturb` starts one.
+        run: Runs a consumer until it is stopped; gets what the member draws from.
 
     Attributes:
         failed_starts: Number of starts that failed because no service answered.
     """
 
     def __init__(
-        self, broker: MemoryBroker, seed: str, name: str, usual_count: int, make: Make, run: Run
+        self,
+        broker: MemoryBroker,
+        *,
+        seed: str,
+        group: str,
+        topic: str,
+        settings: ConsumerSettings,
+        usual_count: int,
+        run: Run,
     ) -> None:
-        self._broker, self._seed, self._name, self._usual_count = broker, seed, name, usual_count
-        self._make, self._run = make, run
+        self._broker, self._seed, self._run = broker, seed, run
+        self._group, self._topic, self._settings = group, topic, settings
+        self._usual_count = usual_count
         self._processes: list[SimulatedProcess] = []
         self.failed_starts = 0
 
@@ -46,7 +54,7 @@ class MemberProcesses:
 
     def start(self) -> None:
         """Start a member."""
-        name = f"{self._name}-{len(self._processes) + 1}"
+        name = f"{self._group}-{len(self._processes) + 1}"
         process = SimulatedProcess(self._broker._environment, name, 0)
         draws = Random(f"{self._seed}/{name}")
         self._processes.append(process)
@@ -55,7 +63,7 @@ class MemberProcesses:
             while not process.stopping.is_set():
                 async with AsyncExitStack() as stack:
                     try:
-                        consumer = await stack.enter_async_context(self._make(process))
+                        consumer = await stack.enter_async_context(self._consumer(process))
                     except (Unreachable, NoQuorum):
                         self.failed_starts += 1
                         continue
@@ -66,6 +74,16 @@ class MemberProcesses:
                     await running
 
         process.run(main)
+
+    def _consumer(self, process: SimulatedProcess) -> Consumer:
+        return Consumer(
+            self._broker.nameserver,
+            self._group,
+            {self._topic: "*"},
+            self._settings,
+            client_id=process.name,
+            environment=process.client_environment(),
+        )
 
     async def disturb(self, random: Random) -> str:
         """Kill, freeze or stop a member, or start one if there are few; return what was done."""

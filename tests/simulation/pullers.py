@@ -10,7 +10,6 @@ or cut off, and a follower takes over. Nothing is removed, so a reader sees each
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -35,7 +34,8 @@ from batonmq.errors import (
 )
 from batonmq_server.testing import MemoryBroker, run_virtual
 from batonmq_server.testing.memory_network import Faults
-from tests.simulation.transactions import BrokerSet
+from tests.simulation.broker_set import BrokerSet
+from tests.simulation.run_record import RunRecord
 
 T = TypeVar("T")
 TOPIC, GROUP = "numbers", "readers"
@@ -53,8 +53,8 @@ class QueueProgress:
     """What the outside knows of a group's progress on a queue.
 
     Attributes:
-        floor: The committed offset is at least this,
-        ceiling: and at most this: nobody has asked for more since a reset began.
+        floor: Lower bound of the committed offset.
+        ceiling: Upper bound: the highest commit that was requested since the last reset began.
         resets: Number of the operator's resets that are confirmed.
         resetting: Whether one is under way.
     """
@@ -71,20 +71,13 @@ class QueueProgress:
 
 
 @dataclass(slots=True)
-class PullerRun:
+class PullerRun(RunRecord):
     """What is known of a run outside the cluster."""
 
-    seed: str
     group: str = ""
     sent: dict[tuple[QueueRef, int], int] = field(default_factory=dict)
     read: dict[tuple[QueueRef, int], int] = field(default_factory=dict)
     progress: dict[QueueRef, QueueProgress] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
-    violations: list[str] = field(default_factory=list)
-
-    def fail(self, rule: str, text: str) -> None:
-        """Note a broken promise."""
-        self.violations.append(f"{rule}: {text}")
 
     def note_read(self, queue: QueueRef, offset: int, number: int) -> None:
         """Note a message; every reader gets the same one."""
@@ -396,7 +389,7 @@ async def _moved(
 async def _prepared(admin: Admin, broker: MemoryBroker) -> tuple[QueueRef, ...]:
     """Create topic and group; return the queues, or none if a call failed.
 
-    A node whose connection to etcd is disturbed learns of a new group late.
+    A service learns of a new group late if its connection to etcd is disturbed.
     """
     await broker.create_topic(TOPIC, QUEUES)
     try:

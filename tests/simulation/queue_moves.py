@@ -9,7 +9,7 @@ and frozen; the network loses and delays calls.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -26,8 +26,8 @@ from batonmq.admin.queue_moves import move_queues, spread_queues
 from batonmq.errors import BatonError
 from batonmq_server.testing import MemoryBroker, run_virtual
 from batonmq_server.testing.memory_network import Faults
-from batonmq_server.testing.processes import SimulatedProcess
 from tests.simulation.member_processes import MemberProcesses, bury
+from tests.simulation.run_record import RunRecord
 from tests.support.conditions import until
 
 TOPIC, GROUPS, SHOP = "numbers", ("readers", "auditors"), "shop"
@@ -51,7 +51,7 @@ class Refused(Exception):
 
 
 @dataclass(slots=True)
-class MovesRun:
+class MovesRun(RunRecord):
     """What is known of a run outside the cluster.
 
     Attributes:
@@ -62,7 +62,6 @@ class MovesRun:
         handled: Times that a group has handled a number, flagged as redelivered or not.
     """
 
-    seed: str
     plain: set[int] = field(default_factory=set)
     booked: set[int] = field(default_factory=set)
     sent: set[int] = field(default_factory=set)
@@ -70,18 +69,6 @@ class MovesRun:
         default_factory=lambda: defaultdict(set)
     )
     handled: dict[str, defaultdict[int, list[bool]]] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
-    violations: list[str] = field(default_factory=list)
-    _last: int = 0
-
-    def next_number(self) -> int:
-        """Return a number that was not used."""
-        self._last += 1
-        return self._last
-
-    def fail(self, rule: str, text: str) -> None:
-        """Note a broken promise."""
-        self.violations.append(f"{rule}: {text}")
 
     def note_handled(self, group: str, message: ReceivedMessage) -> None:
         """Note that a handler has got a message."""
@@ -122,17 +109,6 @@ def _members(run: MovesRun, broker: MemoryBroker, random: Random, group: str) ->
     )
     run.handled[group] = defaultdict(list)
 
-    def make(process: SimulatedProcess) -> Consumer:
-        environment = process.client_environment()
-        return Consumer(
-            broker.nameserver,
-            group,
-            {TOPIC: "*"},
-            settings,
-            client_id=process.name,
-            environment=environment,
-        )
-
     async def work(consumer: Consumer, draws: Random) -> None:
         async def handle(message: ReceivedMessage) -> None:
             await asyncio.sleep(draws.choice((0, 0, 0.01, 0.2)) * draws.random())
@@ -140,7 +116,15 @@ def _members(run: MovesRun, broker: MemoryBroker, random: Random, group: str) ->
 
         await consumer.run(handle)
 
-    return MemberProcesses(broker, run.seed, group, MEMBERS, make, work)
+    return MemberProcesses(
+        broker,
+        seed=run.seed,
+        group=group,
+        topic=TOPIC,
+        settings=settings,
+        usual_count=MEMBERS,
+        run=work,
+    )
 
 
 def play_moves(seed: str) -> MovesRun:

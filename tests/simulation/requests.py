@@ -9,7 +9,6 @@ stop; then each request gets its reply.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from batonmq_server.storage import reply_server
 from batonmq_server.storage.core.reply_inboxes import ReplyInboxes
 from batonmq_server.testing import MemoryBroker, run_virtual
 from batonmq_server.testing.memory_network import Faults
+from tests.simulation.run_record import RunRecord
 from tests.support.conditions import until
 
 TOPIC, GROUP = "prices", "quotes"
@@ -45,30 +45,16 @@ CONSUMER = ConsumerSettings(consume_from="first", send_back=True, retries_max=RE
 
 
 @dataclass(slots=True)
-class RequestRun:
+class RequestRun(RunRecord):
     """What is known of a run outside the cluster.
 
     Attributes:
         replied: Replies that handlers have returned, by number of the request.
         inboxes: The inboxes of each storage process that was started.
-        violations: Broken promises, as text with the name of the rule.
     """
 
-    seed: str
     replied: dict[int, set[str]] = field(default_factory=dict)
     inboxes: list[ReplyInboxes[object]] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    violations: list[str] = field(default_factory=list)
-    _last: int = 0
-
-    def next_number(self) -> int:
-        """Return a number that no request has used."""
-        self._last += 1
-        return self._last
-
-    def fail(self, rule: str, text: str) -> None:
-        """Note a broken promise."""
-        self.violations.append(f"{rule}: {text}")
 
     def ended(self, number: int, outcome: str, timeout_ms: int, took_ms: float) -> None:
         """Judge the end of a request.

@@ -23,7 +23,7 @@ from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError, NoQuorum, OffsetsUnreachable, Unreachable
 from batonmq_server.testing import MemoryBroker, run_virtual
 from batonmq_server.testing.memory_network import Faults
-from tests.simulation.transactions import BrokerSet
+from tests.simulation.broker_set import BrokerSet
 from tests.support.conditions import until
 
 TOPIC = "clicks"

@@ -23,7 +23,8 @@ from batonmq.admin.admin import Admin
 from batonmq.admin.transactions import Transactions
 from batonmq.errors import BatonError, TopicNotFound, TransactionEnded
 from batonmq_server.testing import MemoryBroker, run_virtual
-from batonmq_server.testing.memory_network import Faults
+from tests.simulation.broker_set import FAULTS, BrokerSet
+from tests.simulation.run_record import RunRecord
 from tests.support.conditions import until
 
 TOPIC, GROUP = "numbers", "shop"
@@ -41,17 +42,7 @@ SETTINGS: Mapping[str, object] = {
 }
 """Half messages are written again at half of the retention time; nothing is removed, because the
 wall clock of a run is never at the hour of retention."""
-SET, NODES = "broker-set", 3
-LEADER_KEY = f"elections/storage/{SET}"
-REPLICATED: Mapping[str, object] = {
-    "broker": SET,
-    "replicas": ",".join(f"broker-{number}" for number in range(NODES)),
-    "leader_lease_ms": 4_000,
-    "replica_lag_ms_max": 1_500,
-}
-FAULT_S_MAX = 9
 PRODUCER = ProducerSettings(request_timeout_ms=2_000)
-FAULTS = Faults(loss=0.01, duplicate=0.02, slow=0.01, slow_ms_max=4_000)
 
 
 class Refused(Exception):
@@ -59,7 +50,7 @@ class Refused(Exception):
 
 
 @dataclass(slots=True)
-class TransactionRun:
+class TransactionRun(RunRecord):
     """What is known of a run outside the cluster.
 
     Attributes:
@@ -69,24 +60,14 @@ class TransactionRun:
         refused: Numbers whose rollback was confirmed.
         forgotten: Numbers for which checkers never know the state.
         asked: Checks by transaction: number of the check, and time.
-        violations: Broken promises, as text with the name of the rule.
     """
 
-    seed: str
     booked: set[int] = field(default_factory=set)
     running: set[int] = field(default_factory=set)
     confirmed: dict[int, CommitReceipt] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
     forgotten: set[int] = field(default_factory=set)
     asked: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
-    violations: list[str] = field(default_factory=list)
-    _last: int = 0
-
-    def next_number(self) -> int:
-        """Return a number that no shop has used."""
-        self._last += 1
-        return self._last
 
     def answer(
         self, pending: PendingTransaction, now_ms: int, now_unix_ms: int
@@ -107,10 +88,6 @@ class TransactionRun:
         self.counts["answers"] += 1
         booked = number in self.booked
         return TransactionState.COMMIT if booked else TransactionState.ROLLBACK
-
-    def fail(self, rule: str, text: str) -> None:
-        """Note a broken promise."""
-        self.violations.append(f"{rule}: {text}")
 
     def judge(self, found: Mapping[int, list[tuple[str, int, int]]], lost: Counter[int]) -> None:
         """Compare the messages in the topic and the unresolved ones with the promises.
@@ -141,72 +118,12 @@ class TransactionRun:
                 self.fail("checks", f"{name} was asked {checks}")
 
 
-class BrokerSet(MemoryBroker):
-    """One broker of three storage nodes, whose leader a run lets fail.
-
-    Args:
-        storage: Settings of the nodes.
-    """
-
-    def __init__(self, seed: str, random: Random, storage: Mapping[str, object] = SETTINGS) -> None:
-        settings = {**storage, **REPLICATED, "min_in_sync": random.choice((1, 2))}
-        super().__init__(
-            broker_count=NODES, seed=seed, faults=FAULTS, settings={"storage": settings}
-        )
-        self._draws, self._led_by = random, ""
-        self.takeovers = 0
-
-    def leader(self) -> str:
-        """Return the node that leads, or that led last; count the changes."""
-        stored = self._environment.etcd.get(LEADER_KEY)
-        name = stored.value.decode() if stored is not None else self._led_by
-        if name != self._led_by:
-            self.takeovers += bool(self._led_by)
-            self._led_by = name
-        return name
-
-    async def fail(self) -> str:
-        """Kill, freeze or cut off a node for a while, mostly the leader; return what was done."""
-        random = self._draws
-        leader = self.leader()
-        failing_leader = random.random() < 0.8 and leader
-        name = failing_leader or f"broker-{random.randrange(NODES)}"
-        process, while_s = self._running[name], random.uniform(0.5, FAULT_S_MAX)
-        kind = random.choice(("killed", "frozen", "cut off"))
-        if kind == "killed":
-            await self._kill([name])
-            await asyncio.sleep(while_s)
-            self._start(process.service)
-        elif kind == "frozen":
-            process.freeze()
-            await asyncio.sleep(while_s)
-            process.thaw()
-        else:
-            with self._disconnected(name):
-                await asyncio.sleep(while_s)
-        self.leader()
-        return f"{'leader' if name == leader else 'follower'} {kind}"
-
-    async def _registered(self) -> None:
-        """Wait until the other services and one node of storage are registered as leaders."""
-        others = {f"{name}:1" for name in self._running if not name.startswith("broker-")}
-        while True:
-            try:
-                nodes = (await self._admin.cluster()).nodes
-            except BatonError:
-                nodes = ()
-            leaders = {node.address for node in nodes if node.leader}
-            if others <= leaders and any(each.startswith("broker-") for each in leaders):
-                return
-            await asyncio.sleep(0.1)
-
-
 def play_transactions(seed: str, *, replicated: bool = False) -> TransactionRun:
     """Play the run of a seed, with two brokers or with a replica set."""
     run, random = TransactionRun(seed), Random(seed)
     settings = {"storage": SETTINGS}
     brokers = (
-        BrokerSet(seed, random)
+        BrokerSet(seed, random, SETTINGS)
         if replicated
         else MemoryBroker(broker_count=BROKERS, seed=seed, faults=FAULTS, settings=settings)
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 from batonmq._consumer.consumer import Consumer
@@ -24,9 +24,9 @@ from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.errors import BatonError
 from batonmq_server.testing import MemoryBroker, run_virtual
 from batonmq_server.testing.memory_network import Faults
-from batonmq_server.testing.processes import SimulatedProcess
+from tests.simulation.broker_set import BrokerSet
 from tests.simulation.member_processes import MemberProcesses, bury
-from tests.simulation.transactions import BrokerSet
+from tests.simulation.run_record import RunRecord
 
 NUMBERS, ITEMS, AUDIT, GROUP = "numbers", "items", "audit", "doubler"
 BROKERS, MEMBERS, KEYS, QUEUES = 2, 3, 9, 6
@@ -39,17 +39,10 @@ Place = tuple[str, str, int]
 
 
 @dataclass(slots=True)
-class TransformRun:
+class TransformRun(RunRecord):
     """What is known of a run outside the cluster."""
 
-    seed: str
     order: MessageOrder = "none"
-    counts: Counter[str] = field(default_factory=Counter)
-    violations: list[str] = field(default_factory=list)
-
-    def fail(self, rule: str, text: str) -> None:
-        """Note a broken promise."""
-        self.violations.append(f"{rule}: {text}")
 
     def judge(
         self,
@@ -121,17 +114,6 @@ def _members(run: TransformRun, broker: MemoryBroker, random: Random) -> MemberP
         retry_ms_max=2_000,
     )
 
-    def make(process: SimulatedProcess) -> Consumer:
-        environment = process.client_environment()
-        return Consumer(
-            broker.nameserver,
-            GROUP,
-            {NUMBERS: "*"},
-            settings,
-            client_id=process.name,
-            environment=environment,
-        )
-
     async def work(consumer: Consumer, draws: Random) -> None:
         waits = draws.random() < 0.5
 
@@ -147,7 +129,15 @@ def _members(run: TransformRun, broker: MemoryBroker, random: Random) -> MemberP
 
         await consumer.transform(handle, to=(ITEMS, AUDIT))
 
-    return MemberProcesses(broker, run.seed, "member", MEMBERS, make, work)
+    return MemberProcesses(
+        broker,
+        seed=run.seed,
+        group=GROUP,
+        topic=NUMBERS,
+        settings=settings,
+        usual_count=MEMBERS,
+        run=work,
+    )
 
 
 def play_transforms(seed: str, *, replicated: bool = False) -> TransformRun:
@@ -156,7 +146,7 @@ def play_transforms(seed: str, *, replicated: bool = False) -> TransformRun:
     run.order = random.choice(("none", "queue", "key"))
     settings = {"storage": STORAGE}
     broker = (
-        BrokerSet(seed, random)
+        BrokerSet(seed, random, STORAGE)
         if replicated
         else MemoryBroker(broker_count=BROKERS, seed=seed, faults=FAULTS, settings=settings)
     )
