@@ -41,7 +41,7 @@ from batonmq.errors import (
 T = TypeVar("T")
 _OFFSET_MAX = (1 << 63) - 1
 _REPEAT_S = 2 * CALL_TIMEOUT_S
-"""How long calls are repeated while no node serves them: also after one that has timed out."""
+"""Time limit of repetitions. An RPC that has timed out is repeated at least once."""
 _OTHER_NODE = (NotLeader, OldEpoch, GroupMoved)
 """Refusals after which another node may serve the call."""
 _ENDS = ("begin", "end")
@@ -93,9 +93,10 @@ class PullerSettings:
 
 
 class _RepeatedCalls:
-    """Repeats the calls of one call of a puller, while no node serves them.
+    """Repeats the RPCs of one method call while no node serves them.
 
-    Until `_REPEAT_S` after the start; a call that is under way then still ends.
+    The time limit is `_REPEAT_S` for all of them together. An RPC that is in flight at the limit
+    still ends.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -204,7 +205,8 @@ class Puller:
             TopicNotFound: the topic does not exist.
             Unreachable: no nameserver has answered for about 10 s.
         """
-        return queues_of(await self._calling().answer(partial(query_route, self._directory, topic)))
+        calls = _RepeatedCalls(self._directory)
+        return queues_of(await calls.answer(partial(query_route, self._directory, topic)))
 
     @property
     def assignment(self) -> tuple[QueueRef, ...]:
@@ -261,14 +263,14 @@ class Puller:
         self._assigned(queue)
         offset = None if isinstance(to, AtTime) or to in _ENDS else _checked_number(to)
         unix_ms = _checked_number(to.unix_ms) if isinstance(to, AtTime) else 0
-        calling = self._calling()
+        calls = _RepeatedCalls(self._directory)
         if self._group and queue not in self._reset_epochs:
-            # so that a commit is refused if there is a reset from now on
-            await calling.answer(partial(self._committed, queue))
+            # A commit names the reset epoch of this moment, so a later reset makes it fail.
+            await calls.answer(partial(self._committed, queue))
         if isinstance(to, AtTime):
-            offset = await calling.answer(partial(self._calls.search, queue, unix_ms))
+            offset = await calls.answer(partial(self._calls.search, queue, unix_ms))
         elif offset is None:
-            kept = await calling.answer(partial(self._calls.kept, queue))
+            kept = await calls.answer(partial(self._calls.kept, queue))
             offset = kept.first_offset if to == "begin" else kept.next_offset
         self._assigned(queue).move(offset)
         self._notify_queues()
@@ -353,7 +355,7 @@ class Puller:
                 NotServing, NoQuorum, OldEpoch or Throttled.
         """
         self._need_group()
-        return await self._calling().answer(partial(self._committed, queue))
+        return await _RepeatedCalls(self._directory).answer(partial(self._committed, queue))
 
     async def _committed(self, queue: QueueRef) -> int | None:
         committed, self._reset_epochs[queue] = await self._calls.committed(queue)
@@ -383,18 +385,18 @@ class Puller:
             known = {queue: assigned.position for queue, assigned in self._queues.items()}
             offsets = {queue: offset for queue, offset in known.items() if offset is not None}
         offsets = {queue: _checked_number(offset) for queue, offset in offsets.items()}
-        calling = self._calling()
-        await self._check_not_ahead(offsets, calling)
+        calls = _RepeatedCalls(self._directory)
+        await self._check_not_ahead(offsets, calls)
         for queue in offsets.keys() - self._reset_epochs.keys():
-            await calling.answer(partial(self._committed, queue))
+            await calls.answer(partial(self._committed, queue))
         progress = [
             (queue, ReadProgress(offset, self._reset_epochs[queue]))
             for queue, offset in offsets.items()
         ]
-        await calling.answer(partial(self._calls.commit, progress))
+        await calls.answer(partial(self._calls.commit, progress))
 
     async def _check_not_ahead(
-        self, offsets: Mapping[QueueRef, int], calling: _RepeatedCalls
+        self, offsets: Mapping[QueueRef, int], calls: _RepeatedCalls
     ) -> None:
         """Raise if an offset is beyond the end of its queue.
 
@@ -415,7 +417,7 @@ class Puller:
                         facts={"topic": topic, "queue_id": queue.queue_id, "queue_count": count},
                     )
         for queue in unseen:
-            end = (await calling.answer(partial(self._calls.kept, queue))).next_offset
+            end = (await calls.answer(partial(self._calls.kept, queue))).next_offset
             if offsets[queue] > end:
                 raise OffsetAheadOfLog(
                     f"offset {offsets[queue]} of queue {queue} is beyond its end, {end}",
@@ -432,9 +434,6 @@ class Puller:
                 remedy="Give the puller a group, or keep the offsets in the program.",
                 facts={"field": "group"},
             )
-
-    def _calling(self) -> _RepeatedCalls:
-        return _RepeatedCalls(self._directory)
 
     # ---- storage
 

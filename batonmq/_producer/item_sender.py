@@ -23,7 +23,7 @@ from batonmq.errors import BatonError, DuplicateSequence, NotWritable, QueueNotF
 REQUEST_ITEMS_MAX = 1_024
 REQUEST_BYTES_MAX = 8 * 1024 * 1024
 _OF_THE_QUEUE = (NotWritable, QueueNotFound)
-"""Refusals after which another queue may take the message; they prove that it is not stored."""
+"""Errors after which another queue may take the message: this attempt has not stored it."""
 
 
 class BatchItem(Protocol):
@@ -116,7 +116,8 @@ class ItemSender(Generic[Item, Stored]):
                     lane.skip_sequence()
                 if not sending.once:
                     self._lanes[queue].append(lane)
-            if refusals or other == queue:  # the route or the broker may not know of a change yet
+            # From the second refusal on, the route is probably older than the change of the topic.
+            if refusals or other == queue:
                 await self._directory.pause(error, refusals)
             queue = other
             refusals += 1

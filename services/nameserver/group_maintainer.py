@@ -35,7 +35,7 @@ class GroupMaintainer:
     ) -> None:
         self._catalog, self._store = catalog, store
         self._random, self._check_interval_ms = random, check_interval_ms
-        self._pending: dict[str, None] = {}  # first in, first out: none waits for ever
+        self._pending: dict[str, None] = {}  # first in, first out
         self._has_pending = asyncio.Event()
         catalog.live.on_change.append(self._live_changed)
         catalog.locks.on_change.append(self._check_groups_of_keys)

@@ -356,5 +356,5 @@ def _begin_unix_ms(half: HalfMessage | DataLoss) -> int:
 
 
 def _turn(transaction_id: int, check: int) -> int:
-    """Return the turn of a check: any for the first one, then one more for each."""
+    """Return the turn of a check: the next number for each check of a transaction."""
     return crc32(transaction_id.to_bytes(8, "little")) + check
