@@ -48,12 +48,16 @@ def batch_end(begin: Mapping[str, int], end: Mapping[str, int], rows_max: int) -
     Args:
         begin: Start of the micro-batch.
         end: End of the stored messages.
-        rows_max: Maximum of messages, apart from one of each queue; 0 for no limit.
+        rows_max: Maximum number of messages, or of queues with waiting messages if there are more
+            of these; 0 for no limit.
     """
     waiting = {key: max(0, offset - begin.get(key, 0)) for key, offset in end.items()}
     total = sum(waiting.values())
     if 0 < rows_max < total:
+        queues = sum(count > 0 for count in waiting.values())
+        spare, further = max(0, rows_max - queues), max(1, total - queues)
         waiting = {
-            key: min(count, max(1, count * rows_max // total)) for key, count in waiting.items()
+            key: min(count, 1) + max(0, count - 1) * spare // further
+            for key, count in waiting.items()
         }
     return {**begin, **{key: begin.get(key, 0) + count for key, count in waiting.items()}}

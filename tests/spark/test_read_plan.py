@@ -47,6 +47,13 @@ def test_micro_batch_advances_every_queue_and_never_goes_back(
         assert rows <= max(rows_max, len(batch_offsets))
 
 
+def test_limit_of_a_micro_batch_includes_the_first_message_of_each_queue() -> None:
+    end = {"a/0": 1, "a/1": 1, "b/0": 4, "b/1": 0}
+    assert batch_end({}, end, 3) == {"a/0": 1, "a/1": 1, "b/0": 1, "b/1": 0}
+    assert batch_end({}, end, 1) == {"a/0": 1, "a/1": 1, "b/0": 1, "b/1": 0}
+    assert batch_end({}, end, 5) == {"a/0": 1, "a/1": 1, "b/0": 3, "b/1": 0}
+
+
 def test_micro_batch_without_a_limit_has_all_messages() -> None:
     assert batch_end({"a/0": 3}, {"a/0": 10, "b/0": 4}, 0) == {"a/0": 10, "b/0": 4}
 
