@@ -337,8 +337,14 @@ class Transformer:
         state: _QueueOutputs,
         message: ReceivedMessage,
         outputs: Sequence[Pending],
+        *,
+        sent: bool = False,
     ) -> Sequence[Pending]:
         """Return the outputs of an input that are not stored.
+
+        Args:
+            sent: Whether this member may have sent them already. An earlier owner may have if the
+                input is redelivered.
 
         Raises:
             OutputMismatch: Other outputs of it are stored.
@@ -346,7 +352,8 @@ class Transformer:
         """
         queue = state.queue
         while queue.counts(message) and queue.progress is not None:
-            if not queue.progress.is_redelivered(message.offset) and not message.redelivered:
+            sent = sent or message.redelivered or queue.progress.is_redelivered(message.offset)
+            if not sent:
                 return outputs
             token = queue.token
             known = await self._opened(state)
@@ -426,7 +433,7 @@ class Transformer:
     async def _renew_one(self, state: _QueueOutputs, pending: PendingInputs) -> None:
         queue, (message,) = state.queue, pending.messages
         try:
-            missing = await self._missing(state, message, pending.outputs)
+            missing = await self._missing(state, message, pending.outputs, sent=True)
         except (OutputMismatch, OutputsForgotten) as error:
             failure = self._report(message, error)
             if state.pending.pop(message.offset, None):

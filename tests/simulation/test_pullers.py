@@ -30,13 +30,13 @@ BUNCH = 10
 PULLER_SEEDS = SEEDS[: max(1, len(SEEDS) // 10)]
 REPLICATED_SEEDS = SEEDS[: max(1, len(SEEDS) // 20)]
 LEAST = {
-    "broker kills": 400, "offsets kills": 120, "program ends": 500, "resets": 250, "seeks": 2_000,
-    "commits": 1_200, "commits that were fenced": 60, "reads": 35_000,
+    "broker kills": 300, "offsets kills": 80, "program ends": 500, "resets": 400, "seeks": 2_000,
+    "commits": 500, "commits that were fenced": 70, "reads": 30_000,
 }  # fmt: skip
 """Minimum number of events of each kind in 100 runs, judged over a whole session."""
 LEAST_REPLICATED = {
-    "takeovers": 150, "offsets kills": 90, "program ends": 500, "resets": 220, "seeks": 1_800,
-    "commits": 1_000, "commits that were fenced": 50, "reads": 18_000,
+    "takeovers": 90, "offsets kills": 45, "program ends": 500, "resets": 350, "seeks": 1_800,
+    "commits": 400, "commits that were fenced": 60, "reads": 15_000,
 }  # fmt: skip
 MUTANT_SEEDS = 30
 

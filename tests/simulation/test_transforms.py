@@ -60,7 +60,7 @@ def stored_outputs_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 def redelivered_inputs_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     """The owner does not ask what is stored of inputs that come again."""
 
-    async def broken(self: Any, state: Any, message: Any, outputs: Any) -> Any:
+    async def broken(self: Any, state: Any, message: Any, outputs: Any, **_: Any) -> Any:
         return outputs
 
     patch.setattr(transformer.Transformer, "_missing", broken)

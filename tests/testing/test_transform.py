@@ -126,6 +126,41 @@ def test_member_that_is_cut_off_after_its_outputs_were_stored_leaves_no_duplicat
     run_virtual(main())
 
 
+def test_member_that_acquires_its_queue_again_compares_what_it_has_sent() -> None:
+    """The first outputs are stored, and their receipt is lost; the others join the next batch."""
+
+    async def main() -> None:
+        first, all_of_them, called = asyncio.Event(), asyncio.Event(), list[ReceivedMessage]()
+
+        async def handle(message: ReceivedMessage) -> list[Output]:
+            called.append(message)
+            await (first if int(message.body) < 2 else all_of_them).wait()
+            return await double(message)
+
+        async with MemoryBroker(seed="again") as broker:
+            await broker.create_topic(IN, 1)
+            await broker.create_topic(OUT, 1)
+            async with broker.producer() as producer:
+                for number in range(6):
+                    await producer.send(IN, b"%d" % number)
+            settings = ConsumerSettings(
+                consume_from="first", send_back=False, queue_concurrency=6, keep_alive_ms=2_000
+            )
+            async with transforming(broker, handle, settings) as consumer:
+                await until(lambda: len(called) == 6)
+                client, cut = broker._clients[consumer].name, broker._environment.network.cut
+                cut |= (lost := {(server, client) for server in broker._running})
+                first.set()
+                await until(lambda: _stored(broker, 4))
+                all_of_them.set()
+                await asyncio.sleep(60)
+                cut -= lost
+                await broker.settled(GROUP, timeout_s=120)
+            assert await found(broker) == once(6)
+
+    run_virtual(main())
+
+
 async def _stored(broker: MemoryBroker, count: int) -> bool:
     return (await found(broker)).total() >= count
 
