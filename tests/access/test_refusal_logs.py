@@ -22,6 +22,7 @@ from batonmq_server.local.ports import keep_ports
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.health import serve_health
 from tests.access.edge_scene import METHODS, TIMEOUT_S, Scene, scene
+from tests.support.own_logs import own_records
 
 GARBAGE = b"\xff\xff\xff"
 HEALTH = "/grpc.health.v1.Health"
@@ -73,7 +74,7 @@ async def test_undecodable_request_is_an_invalid_argument_without_a_line_of_log(
     error = await rejection(made.channel, REFLECTION, made.metadata("operator"))
     assert type(error) is InvalidArgument
     assert not made.served
-    assert not lines_of_services(caplog)
+    assert not own_records(caplog)
 
 
 async def test_undecodable_health_check_of_a_stranger_costs_no_line_of_log(
@@ -83,9 +84,4 @@ async def test_undecodable_health_check_of_a_stranger_costs_no_line_of_log(
     async with serve_health("127.0.0.1", port, 10), connect(f"127.0.0.1:{port}") as channel:
         for name in ("Check", "Watch"):
             assert type(await rejection(channel, f"{HEALTH}/{name}")) is InvalidArgument
-    assert not lines_of_services(caplog)
-
-
-def lines_of_services(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the lines of our code: gRPC logs of the closed event loop of an earlier test."""
-    return [one.getMessage() for one in caplog.records if one.name.startswith("batonmq")]
+    assert not own_records(caplog)
