@@ -68,6 +68,8 @@ class AssignedQueue:
             received (protocol section 6.8).
         stated_set: Offsets set to which a commit has stated the position since the delivery under
             way began; empty for none. A frame that another set has recorded is not used then.
+        acks_travel: Whether acks travel with the credit of the delivery under way, and are recorded
+            before anything beyond the span is sent.
         credit_due_at: The storage node gets more credit once only so many messages wait; -1: other
             events decide.
         buffer: Messages that wait for a handler.
@@ -100,7 +102,7 @@ class AssignedQueue:
         if session.settings.order == "key":
             self.buffer = self.keyed = KeyedBuffer(session.budget)
         self.flow: FlowReason | None = None
-        self.credit_due_at = -1
+        self.acks_travel, self.credit_due_at = False, -1
         self.paused = ref in session.paused
         self.commit_waiters = CommitWaiters()
         self.on_work_dropped: Callable[[], None] = lambda: None
@@ -255,10 +257,15 @@ class AssignedQueue:
         if ranges:
             for first, end in ranges if finished else ():
                 self._finish(progress, first, end)
-            self._session.note_unconfirmed(progress.unconfirmed_count)
+            self.note_unconfirmed(progress)
         if ranges or last:
             self._taken(room_freed=room_freed)
         return ranges
+
+    def note_unconfirmed(self, progress: QueueProgress) -> None:
+        """Ask for a commit if many acks wait for one."""
+        if not self.acks_travel:
+            self._session.note_unconfirmed(progress.unconfirmed_count)
 
     def _finish(self, progress: QueueProgress, first: int, end: int) -> None:
         progress.finish(first, end)
@@ -304,7 +311,7 @@ class AssignedQueue:
         if progress is not None and self.counts(messages):
             for first, end in ranges:
                 self._finish(progress, first, end)
-            self._session.note_unconfirmed(progress.unconfirmed_count)
+            self.note_unconfirmed(progress)
             self._handlers_ended()
 
     def give_up(self, message: ReceivedMessage) -> None:

@@ -163,7 +163,7 @@ class PrefetchedQueue:
 
     async def _wait_until_due(self, limits: FlowLimits) -> None:
         while self.error is not None or blocking_limit(
-            limits, self._bytes, waiting_count=len(self._buffer), span=0
+            limits, self._bytes, waiting_count=len(self._buffer)
         ):
             self.changed.clear()
             await self.changed.wait()

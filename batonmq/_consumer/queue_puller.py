@@ -97,7 +97,7 @@ class QueuePuller:
         session, queue = self._session, self._queue
         while queue.may_start() and (progress := queue.progress) is not None:
             view = session.view
-            queue.flow = self._flow_reason(progress)
+            queue.flow = self._flow_reason(progress, self._span(progress))
             record_old = view.subscription_generation < queue.bound_generation
             record_old = record_old or queue.ref.topic not in view.filters
             if not (queue.flow or record_old or view.paused):
@@ -108,16 +108,27 @@ class QueuePuller:
             await queue.wakeup.wait()
         return False
 
-    def _flow_reason(self, progress: QueueProgress) -> FlowReason | None:
+    def _flow_reason(self, progress: QueueProgress, span: int) -> FlowReason | None:
         queue = self._queue
         if queue.paused:
             return "paused"
+        limits = self._session.limits
         return blocking_limit(
-            self._session.limits,
+            limits,
             queue.buffer.waiting_bytes,
             waiting_count=len(queue.buffer),
-            span=progress.span,
+            span=span,
+            handled_ahead=span >= limits.span_max and self._is_handled_ahead(progress),
         )
+
+    def _is_handled_ahead(self, progress: QueueProgress) -> bool:
+        """Return whether messages in the span are handled."""
+        unconfirmed = progress.dirty and not self._queue.acks_travel
+        return unconfirmed or bool(progress.acks().ranges)
+
+    def _span(self, progress: QueueProgress) -> int:
+        """Return the offsets that count in `span_max`."""
+        return progress.stated_span if self._queue.acks_travel else progress.span
 
     def _is_outdated(self) -> bool:
         queue, view = self._queue, self._session.view
@@ -140,7 +151,7 @@ class QueuePuller:
         stream = await self._streams.of(broker, node_id)
         delivery = QueueDelivery(stream, node_id, session.limits.messages_max, queue.wakeup.notify)
         queue.stated_set = ""
-        messages_room, bytes_room = self._room(progress)
+        messages_room, bytes_room = self._room(self._span(progress))
         delivery.credit.offer(messages_room, bytes_room, idle=True)
         credit, statement = self._state(progress, delivery.credit)
         delivery.begin(
@@ -162,7 +173,7 @@ class QueuePuller:
             if delivery.error is not None:
                 raise delivery.error
         finally:
-            queue.credit_due_at = -1
+            queue.acks_travel, queue.credit_due_at = False, -1
             delivery.stop()
 
     def _receive_frame(
@@ -183,13 +194,8 @@ class QueuePuller:
         now_ms = session.clock.monotonic_ms()
         if self._reader.answered(answer.next_node_id, now_ms, received=received):
             delivery.look()
-        if queue.with_ownership and not session.epochs.observe(
-            answer.offsets_set, answer.offsets_epoch
-        ):
-            delivery.end()  # an older epoch recorded the delivery
-            return
-        if answer.offsets_set and queue.stated_set not in ("", answer.offsets_set):
-            delivery.end()  # the group has moved since; the new set has no record of the delivery
+        if not self._is_recorded(answer):
+            delivery.end()
             return
         if received and statement.epoch == (answer.offsets_set, answer.offsets_epoch):
             queue.position_known = statement.epoch
@@ -197,7 +203,12 @@ class QueuePuller:
             queue.committed(progress, acks, statement.sent_ms)
         if frame.last or answer.next_node_id != delivery.node_id:
             delivery.end()
-        if not received or not queue.may_start():
+        elif not delivery.node_id:
+            queue.acks_travel = queue.with_ownership and session.settings.commit_on_pull
+        if not received:
+            return
+        if not queue.may_start():
+            delivery.end()  # a frame that is dropped leaves a gap, and makes no room for more
             return
         if answer.lost_count:
             log.warning(
@@ -215,11 +226,25 @@ class QueuePuller:
             return
         self._offer_credit(progress, delivery)
 
-    def _room(self, progress: QueueProgress) -> tuple[int, int]:
-        """Return the messages and the bytes that there is room for."""
+    def _is_recorded(self, answer: pb.PullResponse) -> bool:
+        """Return whether the record of a frame counts, as far as the consumer knows."""
+        queue, recorded_by = self._queue, answer.offsets_set
+        if queue.with_ownership and not self._session.epochs.observe(
+            recorded_by, answer.offsets_epoch
+        ):
+            return False  # an older epoch recorded it
+        # Else the group has moved since; the new set has no record of it.
+        return not recorded_by or queue.stated_set in ("", recorded_by)
+
+    def _room(self, span: int) -> tuple[int, int]:
+        """Return the messages and the bytes that there is room for.
+
+        Args:
+            span: The offsets that count in `span_max`.
+        """
         session, queue = self._session, self._queue
         waiting_room = session.limits.messages_max - len(queue.buffer)
-        messages = max(0, min(waiting_room, session.limits.span_max - progress.span))
+        messages = max(0, min(waiting_room, session.limits.span_max - span))
         return messages, 0 if queue.buffer.waiting_bytes.blocked else session.budget.share()
 
     def _offer_credit(self, progress: QueueProgress, delivery: QueueDelivery) -> None:
@@ -227,10 +252,11 @@ class QueuePuller:
         session, queue, credit = self._session, self._queue, delivery.credit
         if delivery.ended or queue.progress is not progress:
             return
-        queue.flow = self._flow_reason(progress)
+        span = self._span(progress)
+        queue.flow = self._flow_reason(progress, span)
         self._ask_for_room()
         queues = session.budget.waiting_count
-        if credit.offer(*self._room(progress), idle=not queue.buffer.ready, queues=queues):
+        if credit.offer(*self._room(span), idle=not queue.buffer.ready, queues=queues):
             delivery.raise_credit(*self._state(progress, credit))
         queue.credit_due_at = credit.due_at(queues)
 
@@ -307,7 +333,7 @@ class QueuePuller:
             self._count_received(progress, wanted)
             queue.notify_arrived()
         else:
-            session.note_unconfirmed(progress.unconfirmed_count)
+            queue.note_unconfirmed(progress)
 
     def _prepare(self, message: ReceivedMessage) -> None:
         restore_original(message, self._session.group)

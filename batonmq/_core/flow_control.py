@@ -78,16 +78,22 @@ class QueueBytes:
 
 
 def blocking_limit(
-    limits: FlowLimits, part: QueueBytes, *, waiting_count: int, span: int
+    limits: FlowLimits,
+    part: QueueBytes,
+    *,
+    waiting_count: int,
+    span: int = 0,
+    handled_ahead: bool = False,
 ) -> FlowReason | None:
     """Return the limit that a queue has reached; None if it may be pulled.
 
     Args:
         waiting_count: Messages of the queue that no handler has started.
         span: Offsets between the committed offset and the last one received.
+        handled_ahead: Whether some of these are handled; else the others are what fills the span.
     """
     if span >= limits.span_max:
-        return "span"
+        return "span" if handled_ahead else "count"
     if waiting_count >= limits.messages_max:
         return "count"
     return "bytes" if part.blocked else None

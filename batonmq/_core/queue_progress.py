@@ -98,6 +98,11 @@ class QueueProgress:
         return self.next_offset - self._confirmed.committed
 
     @property
+    def stated_span(self) -> int:
+        """Number of offsets between the committed offset of `acks` and the last one received."""
+        return self.next_offset - self.acks().committed
+
+    @property
     def received_offset(self) -> int:
         """One past the highest offset received under the token, or kept from an earlier one."""
         ends = [self.next_offset, *self._running.values()]

@@ -39,13 +39,11 @@ class Delivered(NamedTuple):
         response: The response, without its batches.
         reading: What was read for it; None if there was no message.
         recorded: Whether a record was made for them.
-        covered: Whether an advance covers them.
     """
 
     response: pb.PullResponse
     reading: ReadResult | None
     recorded: bool = False
-    covered: bool = False
 
 
 class Deliverer:
@@ -60,6 +58,7 @@ class Deliverer:
         end_ms: int,
         after_wait: Callable[[ParsedPull], ParsedPull] = without_progress,
         new_answer: Callable[[], pb.PullResponse] = pb.PullResponse,
+        at_follower: Callable[[ParsedPull], ParsedPull] = without_progress,
     ) -> Delivered:
         """Return the next messages, after they were recorded; wait for them until `end_ms`.
 
@@ -69,6 +68,8 @@ class Deliverer:
             end_ms: Monotonic time at which a response without messages is returned.
             after_wait: Returns the pull to continue with when messages may have arrived.
             new_answer: Returns the empty message to fill, so that no response is copied.
+            at_follower: Returns the pull to continue with at a follower, which takes no acks
+                (protocol 6.6).
 
         Raises:
             BatonError: as Pull; nothing may be sent.
@@ -77,7 +78,7 @@ class Deliverer:
         begin_s = stream.now_s()
         while True:
             if role.is_follower:
-                pull = without_progress(pull)  # followers take no acks: protocol 6.6
+                pull = at_follower(pull)
             topic, queue_id = pull.owner.topic, pull.owner.queue_id
             queues = await self._parts.topics.find(topic)
             check_readable(topic, queues)
@@ -101,19 +102,19 @@ class Deliverer:
                     raise NotLeader("this follower has a leader; pull from it", retry_after_ms=50)
                 hold_ms = min(hold_ms, FOLLOWER_HOLD_MS)  # then the role is looked at again
             if hold_ms <= 0:
-                self.fill(answer := new_answer(), key, pull, None, None, taken=False)
+                self._fill(answer := new_answer(), key, pull, None, None, taken=False)
                 return Delivered(answer, None)
             await self._parts.pulls.wait(key, pull.owner, hold_ms)
             begin_s = stream.now_s()
             pull = after_wait(pull)
         verdict = self._covering(key, pull, range_ := (pull.spec.offset, reading.next_offset))
-        covered, recorded = verdict is not None, False
-        if not covered and pull.owner.token:
-            verdict, recorded = await self.record(key, pull, range_), True
+        recorded = verdict is None and pull.owner.token != 0
+        if recorded:
+            verdict = await self._record(key, pull, range_)
         self._count(pull, key, reading, verdict, begin_s)
         taken = recorded and pull.progress is not None
-        self.fill(answer := new_answer(), key, pull, reading, verdict, taken=taken)
-        return Delivered(answer, reading, recorded, covered)
+        self._fill(answer := new_answer(), key, pull, reading, verdict, taken=taken)
+        return Delivered(answer, reading, recorded)
 
     def names_another_node(self, next_node_id: str) -> bool:
         """Return whether a response tells the consumer to read from another node next."""
@@ -131,26 +132,26 @@ class Deliverer:
     def _covering(
         self, key: QueueKey, pull: ParsedPull, range_: tuple[int, int]
     ) -> RecordedDelivery | None:
-        """Return the record of the advance that covers a range; None if a record is due."""
-        if pull.advance is None:
+        """Return the record of the advance that covers a range; None if a record is due.
+
+        Acks always go to offsets with the next frame.
+        """
+        if pull.advance is None or pull.progress is not None:
             return None
         seen = self._parts.deliveries.seen_epoch(pull.owner.group)
         return pull.advance.covering(key, range_, seen, self._parts.clock.monotonic_ms())
 
-    async def record(
-        self, key: QueueKey, pull: ParsedPull, range_: tuple[int, int], *, sent: bool = False
+    async def _record(
+        self, key: QueueKey, pull: ParsedPull, range_: tuple[int, int]
     ) -> RecordedDelivery:
         """Record the delivery of a range, with the acks of the pull.
-
-        Args:
-            sent: Whether the range was sent before: the record is for the acks.
 
         Raises:
             BatonError: as Pull.
         """
         advance, wish = pull.advance, NO_ADVANCE
         if advance is not None:
-            wish = advance.wish(range_, self._parts.clock.monotonic_ms(), sent=sent)
+            wish = advance.wish(range_, self._parts.clock.monotonic_ms())
         first_offset, next_offset = range_
         delivery = PendingDelivery(
             pull.owner,
@@ -200,7 +201,7 @@ class Deliverer:
                 f"this follower lags behind the leader: {error.message}", retry_after_ms=100
             ) from error
 
-    def fill(
+    def _fill(
         self,
         answer: pb.PullResponse,
         key: QueueKey,

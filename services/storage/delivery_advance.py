@@ -1,8 +1,8 @@
 """What offsets has recorded in advance, so that the next frames need no call (protocol 6.8).
 
 A delivery that sends frame after frame asks offsets to record more than it has read: an advance.
-Frames below its end leave without a call for a short time, and acks follow in calls of their own.
-When the delivery ends or is idle, the advance is settled: offsets learns what was sent in it.
+Frames below its end leave without a call for a short time. When the delivery ends or is idle, the
+advance is settled: offsets learns what was sent in it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class DeliveryAdvance:
         on_begin: Called when an advance is asked for that must be settled later.
 
     Attributes:
-        key: The queue of the newest record; None before the first.
         ended: Whether the delivery has ended: it sends nothing any more.
     """
 
@@ -42,7 +41,7 @@ class DeliveryAdvance:
         self._id = self._sent_offset = self._call_ms = self._call_offset = 0
         self._frame_ms: int | None = None
         self._record: RecordedDelivery | None = None
-        self.key: QueueKey | None = None
+        self._key: QueueKey | None = None
 
     def covering(
         self, key: QueueKey, range_: tuple[int, int], seen: tuple[str, int], now_ms: int
@@ -57,28 +56,24 @@ class DeliveryAdvance:
             record is None
             or next_offset > record.advance_to
             or now_ms - record.sent_ms > ADVANCE_MS
-            or key != self.key
+            or key != self._key
             or seen != (record.offsets_set, record.offsets_epoch)
         ):
             return None
         self._sent_offset, self._frame_ms = next_offset, now_ms
         return record.between(first_offset, next_offset)
 
-    def wish(self, range_: tuple[int, int], now_ms: int, *, sent: bool = False) -> AdvanceWish:
+    def wish(self, range_: tuple[int, int], now_ms: int) -> AdvanceWish:
         """Return the advance to ask for with the record of a range.
 
         It is for twice as many offsets as the delivery has passed per `ADVANCE_MS` since its last
         record. A delivery without a frame in the last `ADVANCE_MS` asks for none.
-
-        Args:
-            sent: Whether the range was sent before: this is no frame.
         """
-        next_offset = max(self._call_offset, range_[1])
+        next_offset = range_[1]
         idle = self._frame_ms is None or now_ms - self._frame_ms > ADVANCE_MS
         passed, elapsed_ms = next_offset - self._call_offset, now_ms - self._call_ms
-        self._call_ms, self._call_offset = now_ms, next_offset
-        if not sent:
-            self._frame_ms = now_ms
+        self._frame_ms = self._call_ms = now_ms
+        self._call_offset = next_offset
         if idle:
             return AdvanceWish(self._id)
         if not self._id:
@@ -90,7 +85,7 @@ class DeliveryAdvance:
     def recorded(
         self, key: QueueKey, range_: tuple[int, int], record: RecordedDelivery, advance_id: int
     ) -> RecordedDelivery:
-        """Note the record of a range that is sent now, or was sent; return it without the rest.
+        """Note the record of a range that is sent now; return it without the rest.
 
         If the advance was settled while offsets was asked, nothing is sent in it any more.
 
@@ -98,8 +93,8 @@ class DeliveryAdvance:
             advance_id: Id of the advance that the record asked for.
         """
         first_offset, next_offset = range_
-        self._record, self.key = (record if advance_id == self._id != 0 else None), key
-        self._sent_offset = max(self._sent_offset, next_offset)
+        self._record, self._key = (record if advance_id == self._id != 0 else None), key
+        self._sent_offset = next_offset
         return record.between(first_offset, next_offset)
 
     def is_due(self, now_ms: int) -> bool:

@@ -2,8 +2,8 @@
 
 Each delivery is a task that delivers again and again, as a consumer that pulls in a loop would:
 each frame is recorded under its token before it is sent. Frames that become ready in the same turn
-of the event loop leave in one response. A frame that an advance covers waits for no call: a second
-task passes the acks of the caller on (protocol 6.8).
+of the event loop leave in one response. A frame that an advance covers waits for no call
+(protocol 6.8).
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.large_messages import encode_frames, is_large
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.records import read_header
-from batonmq.errors import BatonError, InvalidArgument, Overloaded
+from batonmq.errors import BatonError, InvalidArgument, NotLeader, Overloaded
 from batonmq_server.runtime.access.rules import queue_permissions
 from batonmq_server.runtime.call_tasks import CallTasks
 from batonmq_server.storage import validation
 from batonmq_server.storage.advance_settler import AdvanceSettler
-from batonmq_server.storage.core.queue_reader import ReadSpec
-from batonmq_server.storage.deliverer import Delivered, Deliverer
+from batonmq_server.storage.deliverer import Delivered, Deliverer, without_progress
 from batonmq_server.storage.delivery_advance import DeliveryAdvance
 from batonmq_server.storage.long_polls import QueueOwner
 from batonmq_server.storage.servicer_parts import StorageServicerParts
@@ -115,12 +114,11 @@ class _Delivery:
         keeps_last_batch: Whether the caller keeps the last batch of a frame that ends within it.
 
     Attributes:
+        led: Whether a leader has sent a frame. The caller counts on it that acks are recorded.
         queue: The queue, for the check of its permission.
         advance: What offsets has recorded in advance.
-        credit_number: Number of the newest credit that a record included.
-        sent_range: The offsets of the newest frame with messages.
+        credit_number: Number of the credit that the newest record included.
         funded: Set while there is credit.
-        passes_acks_on: Whether a task passes acks on.
     """
 
     def __init__(
@@ -138,8 +136,7 @@ class _Delivery:
         self._pull, self._offset = pull._replace(advance=advance), pull.spec.offset
         self._stated = self._named = 0
         self.messages_sent = self.bytes_sent = self.credit_number = 0
-        self.sent_range = (pull.spec.offset, pull.spec.offset)
-        self.funded, self.passes_acks_on = asyncio.Event(), False
+        self.funded, self.led = asyncio.Event(), False
         self.task: asyncio.Task[None] | None = None
         self._note_credit()
 
@@ -170,39 +167,29 @@ class _Delivery:
         limit = min(spec.bytes_max, credit.bytes_limit - self.bytes_sent)
         if bytes_max is not None:
             limit = min(limit, bytes_max)
-        return self._state(
-            spec._replace(
-                offset=self._offset,
-                messages_max=max(1, messages_max),
-                bytes_max=max(1, limit),
-                kept_position=self._kept_position(),
-            )
+        spec = spec._replace(
+            offset=self._offset,
+            messages_max=max(1, messages_max),
+            bytes_max=max(1, limit),
+            kept_position=self._kept_position(),
         )
-
-    @property
-    def newest_credit_number(self) -> int:
-        """Number of the newest credit that has arrived."""
-        return self._credit.number
-
-    @property
-    def has_acks(self) -> bool:
-        """Whether the caller has stated acks that were not recorded."""
-        return self._credit.progress is not None and self._credit.number > self._stated
-
-    def stated_pull(self) -> ParsedPull:
-        """Return a pull from the next offset, with the newest statement of the caller."""
-        return self._state(self._pull.spec._replace(offset=self._offset))
-
-    def _state(self, spec: ReadSpec) -> ParsedPull:
-        """Return a pull of `spec` with the newest statement of the caller."""
-        credit = self._credit
         return self._pull._replace(
             spec=spec,
             offsets_epoch=credit.offsets_epoch,
             offsets_set=credit.offsets_set,
-            progress=credit.progress if self.has_acks else None,
+            progress=credit.progress if credit.number > self._stated else None,
             received_offset=credit.received_offset,
         )
+
+    def at_follower(self, pull: ParsedPull) -> ParsedPull:
+        """Return a pull without acks: a follower takes none.
+
+        Raises:
+            NotLeader: The node led before, and the credit counts on the acks (protocol 6.7).
+        """
+        if self.led:
+            raise NotLeader("this node is no longer the leader", retry_after_ms=100)
+        return without_progress(pull)
 
     def _kept_position(self) -> int:
         """Return the position of the batch that goes on if the caller still has it, else -1."""
@@ -214,21 +201,16 @@ class _Delivery:
         answer, reading = delivered.response, delivered.reading
         if reading is not None:
             self.messages_sent += reading.message_count
-            self.sent_range = self._offset, answer.next_offset
             if reading.batches:
                 header = read_header(reading.batches[-1])
                 self._last_batch = LastBatch(header.position, header.next_offset)
         if delivered.recorded:
-            self.recorded(self._named, taken=answer.progress_taken)
+            self.credit_number = self._named
+            if answer.progress_taken:
+                self._stated = self._named
         self.bytes_sent += byte_count
         self._offset = answer.next_offset
         self._note_credit()
-
-    def recorded(self, credit_number: int, *, taken: bool) -> None:
-        """Note that the statement of a credit was recorded, and whether its acks were."""
-        self.credit_number = max(self.credit_number, credit_number)
-        if taken:
-            self._stated = max(self._stated, credit_number)
 
     def _note_credit(self) -> None:
         credit = self._credit
@@ -306,7 +288,6 @@ class _DeliveryStream:
         """End all deliveries."""
         for number in list(self._deliveries):
             self._stop(number)
-        self._taken.set()  # tasks that pass acks on end
 
     def check_access(self) -> None:
         """End the deliveries that the caller may not read any more."""
@@ -409,6 +390,7 @@ class _DeliveryStream:
             end_ms,
             lambda _: delivery.next_pull(bytes_max),
             new_answer,
+            delivery.at_follower,
         )
         (frame,), reading, byte_count = frames, delivered.reading, 0
         if reading is not None:
@@ -416,69 +398,16 @@ class _DeliveryStream:
             frame.continues_batch = reading.continues_batch
         delivery.sent(delivered, byte_count)
         access.charge_read(byte_count)
-        last = self._finish(frame, delivery, byte_count)
-        may_pass_on = delivered.covered and not last and not delivery.passes_acks_on
-        if may_pass_on and self._may_pass_acks_on(number, delivery):
-            self._owner.tasks.spawn(self._pass_acks_on(number, delivery))
-            delivery.passes_acks_on = True
-        if not byte_count:
-            await asyncio.sleep(0)  # nothing else may have been waited for
-        return not last
-
-    def _finish(self, frame: pb.DeliveryFrame, delivery: _Delivery, byte_count: int) -> bool:
-        """Fill in what every frame says of its delivery, and count its bytes as unsent.
-
-        Returns:
-            Whether it is the last frame of the delivery.
-        """
         self._unsent_bytes += FRAME_BYTES + byte_count
         if self._unsent_bytes > UNSENT_BYTES_MAX:
             self._taken.clear()
         frame.credit_number = delivery.credit_number
         frame.messages_sent, frame.bytes_sent = delivery.messages_sent, delivery.bytes_sent
-        deliverer, next_node_id = self._owner.deliverer, frame.messages.next_node_id
-        frame.last = deliverer.names_another_node(next_node_id)
-        return frame.last
-
-    async def _pass_acks_on(self, number: int, delivery: _Delivery) -> None:
-        """Record acks while frames leave in an advance, until none are left (protocol 6.8).
-
-        A frame without messages confirms them. A refusal ends the delivery.
-        """
-        deliverer, key = self._owner.deliverer, delivery.advance.key
-        try:
-            while True:
-                await self._taken.wait()
-                if key is None or not self._may_pass_acks_on(number, delivery):
-                    break
-                pull, credit_number = delivery.stated_pull(), delivery.newest_credit_number
-                record = await deliverer.record(key, pull, delivery.sent_range, sent=True)
-                if not self._is_open(number, delivery):
-                    break
-                delivery.recorded(credit_number, taken=True)
-                if delivery.credit_number > credit_number:
-                    continue  # the frame of a newer record speaks for them
-                frame, pull = self._new_frame(number), delivery.stated_pull()
-                record = record.between(pull.spec.offset, pull.spec.offset)
-                deliverer.fill(frame.messages, key, pull, None, record, taken=True)
-                if self._finish(frame, delivery, 0):
-                    self._stop(number)
-        except BatonError as error:
-            if self._is_open(number, delivery):
-                self._stop(number)
-                self._put_error(number, error)
-        except Exception as error:  # noqa: BLE001  the stream ends with it
-            self.fail(error)
-        finally:
-            delivery.passes_acks_on = False
-
-    def _may_pass_acks_on(self, number: int, delivery: _Delivery) -> bool:
-        """Return whether there are acks to pass on. Followers take none: protocol 6.6."""
-        return (
-            delivery.has_acks
-            and self._is_open(number, delivery)
-            and not self._parts.role.is_follower
-        )
+        delivery.led |= not self._parts.role.is_follower
+        frame.last = last = deliverer.names_another_node(frame.messages.next_node_id)
+        if not byte_count:
+            await asyncio.sleep(0)  # nothing else may have been waited for
+        return not last
 
     def _is_open(self, number: int, delivery: _Delivery) -> bool:
         return self._deliveries.get(number) is delivery

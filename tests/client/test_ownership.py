@@ -462,6 +462,38 @@ async def test_acks_confirmed_by_pulls_make_room_in_the_span() -> None:
         assert at.offsets.commits == []
 
 
+async def test_credit_counts_on_the_acks_that_travel_with_it() -> None:
+    few: dict[str, Any] = {"pull_messages_max": 4, "buffer_messages_max": 4, "span_max": 4}
+    async with twins(1) as at, running_consumer(at, **few) as running:
+        at.storage.send(0, *map(str, range(20)))
+        at.nameserver.assign("a", [0])
+        await until(lambda: len(running.ended) == 20)
+        assert at.offsets.commits == []
+    stated = 0
+    for credit in at.storage.credits:
+        stated = max(stated, credit.progress.committed_offset)
+        assert credit.messages_limit <= stated + 4
+
+
+async def test_first_credit_of_a_delivery_counts_on_confirmed_acks_only() -> None:
+    """The node may be a follower, which takes no acks."""
+    few: dict[str, Any] = {"pull_messages_max": 4, "buffer_messages_max": 4, "span_max": 4}
+    async with twins(1) as at, running_consumer(at, **few) as running:
+        at.storage.send(0, *map(str, range(3)))
+        at.nameserver.assign("a", [0])
+        await until(lambda: len(running.ended) == 3)
+        await wait_for_held_pulls(at, 0)
+        at.storage.paused = True
+        at.storage.wake()
+        await until(lambda: len(at.storage.pulls) > 3)
+        assert at.storage.credits[-1].number == 1
+        assert at.storage.credits[-1].progress.committed_offset == 3
+        assert at.storage.credits[-1].messages_limit == 1
+        at.storage.paused = False
+        at.storage.send(0, *map(str, range(3, 9)))
+        await until(lambda: len(running.ended) == 9)
+
+
 async def test_acks_that_a_pull_did_not_confirm_are_sent_again() -> None:
     async with twins(1) as at, running_consumer(at) as running:
         at.nameserver.assign("a", [0])

@@ -116,7 +116,7 @@ async def take(consumer: Consumer, count: int) -> list[bytes]:
     ("reason", "settings"),
     [
         ("count", {"buffer_messages_max": 4, "pull_messages_max": 2}),
-        ("span", {"span_max": 4}),
+        ("count", {"span_max": 4}),
         ("bytes", {"buffer_bytes_max": 30, "pull_messages_max": 1}),
     ],
 )
@@ -131,6 +131,26 @@ async def test_reached_limit_stops_pulls_until_messages_are_taken(
             assert offset <= 4
             assert await take(consumer, 20) == [b"message-%02d" % n for n in range(20)]
             await until(lambda: not consumer.flow)
+
+
+async def test_message_that_is_not_acknowledged_stops_pulls_at_the_span() -> None:
+    gate = asyncio.Event()
+
+    async def handle(message: ReceivedMessage) -> None:
+        if message.offset == 0:
+            await gate.wait()
+
+    async with twins(1) as at, asyncio.TaskGroup() as tasks:
+        at.storage.send(0, *map(str, range(20)))
+        settings = {"consume_from": "first", "span_max": 4, "queue_concurrency": 2}
+        async with member(at, **settings) as consumer:
+            tasks.create_task(consumer.run(handle))
+            await until(lambda: list(consumer.flow.values()) == ["span"])
+            offset = at.storage.pulls[-1].offset + at.storage.pulls[-1].messages_max
+            assert offset <= 4
+            gate.set()
+            await until(lambda: at.committed(0) == 20)
+            consumer.stop()
 
 
 async def test_bytes_of_one_queue_delay_others_but_do_not_starve_them() -> None:

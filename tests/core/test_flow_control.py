@@ -36,16 +36,26 @@ def full() -> TwoQueues:
     return TwoQueues()
 
 
-def reason(part: QueueBytes, *, waiting_count: int = 0, span: int = 0) -> FlowReason | None:
-    return blocking_limit(LIMITS, part, waiting_count=waiting_count, span=span)
+def reason(
+    part: QueueBytes, *, waiting_count: int = 0, span: int = 0, handled_ahead: bool = False
+) -> FlowReason | None:
+    return blocking_limit(
+        LIMITS, part, waiting_count=waiting_count, span=span, handled_ahead=handled_ahead
+    )
 
 
 def test_first_reached_limit_is_returned(full: TwoQueues) -> None:
     free = QueueBytes(ByteBudget(100))
     assert reason(free, waiting_count=4, span=8) is None
     assert reason(free, waiting_count=5, span=8) == "count"
-    assert reason(free, waiting_count=5, span=9) == "span"
+    assert reason(free, waiting_count=5, span=9, handled_ahead=True) == "span"
     assert reason(full.a) == "bytes"
+
+
+def test_span_of_messages_that_only_wait_is_their_count() -> None:
+    free = QueueBytes(ByteBudget(100))
+    assert reason(free, waiting_count=4, span=9) == "count"
+    assert reason(free, waiting_count=4, span=9, handled_ahead=True) == "span"
 
 
 def test_queue_without_waiting_messages_is_not_starved_by_others(full: TwoQueues) -> None:

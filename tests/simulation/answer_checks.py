@@ -54,14 +54,20 @@ class AnswerChecks:
             self._expected.fail("pause", f"{node} delivers {known_ms} ms after it knew: {delivery}")
 
     def _check_span(self, node: str, item: offsets_pb.DeliveryItem) -> None:
-        """Check that a member gets no more messages than may be delivered again after a crash."""
+        """Check that a member gets no more messages than may be delivered again after a crash.
+
+        Acks in the same record are taken before the messages, or both are refused.
+        """
         key = key_of(item.queue)
         queue = self._expected.queues[key]
         passes = self._expected.group.filters.get(item.subscription_generation)
         durable = queue.durable
         if durable is None or durable.token != item.token or passes is None:
             return
-        offsets = range(durable.committed_offset, item.next_offset)
+        committed_offset = durable.committed_offset
+        if item.HasField("progress") and item.progress.reset_epoch == durable.reset_epoch:
+            committed_offset = max(committed_offset, item.progress.committed_offset)
+        offsets = range(committed_offset, item.next_offset)
         tags = [queue.stored[offset][1] for offset in offsets if offset in queue.stored]
         count = sum(map(passes.accepts, tags))
         if count > SPAN_MAX:

@@ -152,6 +152,15 @@ def gap_after_a_dropped_frame(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(QueuePuller, "_receive_frame", receive)
 
 
+def credit_for_acks_that_do_not_travel(patch: pytest.MonkeyPatch) -> None:
+    """A consumer gives credit for acks that it commits by calls of their own, later."""
+
+    def span(_: QueuePuller, progress: QueueProgress) -> int:
+        return progress.stated_span
+
+    patch.setattr(QueuePuller, "_span", span)
+
+
 def answer_of_an_older_epoch(patch: pytest.MonkeyPatch) -> None:
     """[answer_of_older_epoch] A client uses answers of an older epoch than it has seen."""
     observe = SeenEpochs.observe

@@ -13,7 +13,7 @@ from batonmq_server.nameserver.group_store import GroupStore
 from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.runtime.group_record import HEAD, Parts, changed_parts
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.deliverer import Deliverer
+from batonmq_server.storage.deliverer import Delivered, Deliverer, without_progress
 from batonmq_server.storage.delivery_advance import DeliveryAdvance
 from batonmq_server.storage.delivery_recorder import (
     DeliveryRecorder,
@@ -78,7 +78,7 @@ def pause_known_now_and_then(patch: pytest.MonkeyPatch) -> None:
 
 def stream_outlives_its_token(patch: pytest.MonkeyPatch) -> None:
     """Storage records only the first frame that it delivers under a token."""
-    real, recorded = Deliverer.record, dict[QueueOwner, RecordedDelivery]()
+    real, recorded = Deliverer._record, dict[QueueOwner, RecordedDelivery]()
 
     async def record(
         self: Deliverer, key: QueueKey, pull: ParsedPull, range_: tuple[int, int]
@@ -87,23 +87,26 @@ def stream_outlives_its_token(patch: pytest.MonkeyPatch) -> None:
             recorded[pull.owner] = await real(self, key, pull, range_)
         return recorded[pull.owner]
 
-    patch.setattr(Deliverer, "record", record)
+    patch.setattr(Deliverer, "_record", record)
 
 
-def acks_confirmed_before_their_record(patch: pytest.MonkeyPatch) -> None:
-    """Storage confirms acks as soon as it begins to pass them on behind the frames."""
-    real = _DeliveryStream._pass_acks_on
+def acks_confirmed_without_a_record(patch: pytest.MonkeyPatch) -> None:
+    """A frame of an advance leaves without a call though there are acks, and confirms them."""
+    covering, sent = Deliverer._covering, _Delivery.sent
 
-    async def pass_acks_on(self: _DeliveryStream, number: int, delivery: _Delivery) -> None:
-        key, pull = delivery.advance.key, delivery.stated_pull()
-        assert key is not None
-        delivery.recorded(delivery.newest_credit_number, taken=False)
-        frame = self._new_frame(number)
-        self._owner.deliverer.fill(frame.messages, key, pull, None, None, taken=True)
-        self._finish(frame, delivery, 0)
-        await real(self, number, delivery)
+    def without_acks(
+        self: Deliverer, key: QueueKey, pull: ParsedPull, range_: tuple[int, int]
+    ) -> RecordedDelivery | None:
+        return covering(self, key, without_progress(pull), range_)
 
-    patch.setattr(_DeliveryStream, "_pass_acks_on", pass_acks_on)
+    def confirming(self: _Delivery, delivered: Delivered, byte_count: int) -> None:
+        if delivered.reading is not None:
+            delivered.response.progress_taken = True
+            delivered = delivered._replace(recorded=True)
+        sent(self, delivered, byte_count)
+
+    patch.setattr(Deliverer, "_covering", without_acks)
+    patch.setattr(_Delivery, "sent", confirming)
 
 
 def credit_of_an_earlier_delivery(patch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,7 @@ HOT = RunOptions(
     faults=Faults(duplicate=0.8, slow=0.2, slow_ms_max=5_000),
 )  # fmt: skip
 HOT_WITH_ACKS = replace(HOT, buffer=4)
+HOT_WITHOUT_ACKS = replace(HOT, commit_on_pull=False)
 RESETS = RunOptions(steps=60, resets=10, faults=Faults(slow=0.05, duplicate=0.3), slow_handlers=0.1)
 FORCES = RunOptions(steps=60, forces=10, slow_handlers=0.1)
 ROLLING = RunOptions(
@@ -138,7 +139,7 @@ OLD_CALLS = RunOptions(
     steps=80, queues=6, service_kills=16, joins=2, leaves=2,
     faults=Faults(slow=0.15, slow_ms_max=3_000, duplicate=0.3, delay_ms_max=150),
 )  # fmt: skip
-RIDING = replace(OLD_CALLS, forces=8)
+RIDING = replace(OLD_CALLS, forces=8, buffer=8)
 SWITCHING = RunOptions(steps=10, switches_identities=True)
 STOLEN = RunOptions(steps=60, thefts=12, identities=True, slow_handlers=0.1)
 OUTAGE = RunOptions(steps=20, joins=4, leaves=2, outage_ms=14_000, slow_handlers=0.3)
@@ -210,8 +211,8 @@ MUTANTS = (
         ("V3", "V6", "V7", "V8"),
     ),
     Mutant(
-        "acks confirmed before their record",
-        broken_serving.acks_confirmed_before_their_record,
+        "acks confirmed without a record",
+        broken_serving.acks_confirmed_without_a_record,
         HOT_WITH_ACKS,
         ("V9",),
     ),
@@ -219,6 +220,12 @@ MUTANTS = (
         "credit of an earlier delivery",
         broken_serving.credit_of_an_earlier_delivery,
         HANGING,
+        ("span",),
+    ),
+    Mutant(
+        "credit for acks that do not travel",
+        broken_clients.credit_for_acks_that_do_not_travel,
+        HOT_WITHOUT_ACKS,
         ("span",),
     ),
     Mutant(
@@ -304,7 +311,7 @@ MUTANTS = (
         broken_offsets.riding_acks_without_token,
         RIDING,
         ("V3",),
-        first_run=76,
+        first_run=20,
     ),
     Mutant(
         "delivery of any generation",

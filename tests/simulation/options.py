@@ -123,7 +123,7 @@ class RunOptions:
     consumers: int = 3
     parallel: int = 3
     by_key: bool = False
-    buffer: int = 20
+    buffer: int = 40
     faults: Faults = field(default_factory=Faults)
     joins: int = 4
     leaves: int = 4

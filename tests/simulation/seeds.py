@@ -48,7 +48,7 @@ def each_bunch(seeds: Sequence[int], size: int) -> pytest.MarkDecorator:
 def options_of(seed: int) -> RunOptions:
     """Return the options of the run of a seed."""
     drawn = RunOptions.drawn(Random(f"{seed}/options"), SETTINGS.steps)
-    buffer = Random(f"{seed}/buffer").choice((2, 20))
+    buffer = Random(f"{seed}/buffer").choice((2, 40))
     drawn = replace(drawn, buffer=buffer, by_key=by_key(seed))
     return drawn.with_stranger(Random(f"{seed}/stranger"))
 

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, DeliveryUnrecorded, Fenced
-from batonmq_server.storage import advance_settler, delivery_advance, delivery_streams
+from batonmq_server.storage import advance_settler, delivery_advance
 from batonmq_server.storage.advance_settler import AdvanceSettler
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.delivery_advance import ADVANCE_MS, OFFSETS_MIN, DeliveryAdvance
@@ -30,7 +29,6 @@ from batonmq_server.storage.delivery_recorder import (
     RecordedDelivery,
     Settlement,
 )
-from batonmq_server.storage.delivery_streams import _DeliveryStream
 from tests.storage.batches import batch
 from tests.storage.running_node import RunningNode, running_node
 from tests.storage.test_delivery_recorder import HOLDER, recording
@@ -199,17 +197,6 @@ def test_record_of_a_settled_advance_is_none_of_the_next_one() -> None:
     assert not scene.covers(51, 52)
 
 
-def test_record_for_acks_neither_goes_back_nor_counts_as_a_frame() -> None:
-    scene = busy()
-    scene.now_ms += 100
-    scene.advance.wish((2, 40), scene.now_ms)
-    scene.now_ms += ADVANCE_MS // 2
-    wish = scene.advance.wish((2, 30), scene.now_ms, sent=True)
-    assert wish.advance_to == 40 + OFFSETS_MIN
-    scene.now_ms += ADVANCE_MS // 2 + 1
-    assert scene.advance.wish((40, 41), scene.now_ms).advance_to == 0
-
-
 def test_advance_is_due_two_seconds_after_its_last_record() -> None:
     scene = busy()
     scene.now_ms += 2 * ADVANCE_MS
@@ -363,69 +350,35 @@ def acked(node: RunningNode) -> list[int]:
     ]
 
 
-async def test_frame_of_an_advance_does_not_wait_for_acks_to_be_recorded(
+async def test_acks_go_to_offsets_with_the_next_frame_of_an_advance(
     etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with busy_delivery(etcd_endpoint, tmp_path, monkeypatch) as (node, stream):
-        node.offsets.answering.clear()
-        for number, acks in ((6, 4), (7, 5)):
-            await state_acks(node, stream, acks)
-            await node.append(batch(b"%d" % number))
-            frame = await stream.frame()
-            assert (frame.messages.next_offset, frame.credit_number) == (number + 1, 1)
-            assert not frame.messages.progress_taken
-        assert acked(node) == []
-        node.offsets.answering.set()
-        for credit_number in (2, 3):
-            frame = await stream.frame()
-            assert (frame.messages.progress_taken, frame.credit_number) == (True, credit_number)
-            assert (len(frame.messages.batches), frame.messages.next_offset) == (0, 8)
-            assert frame.messages.offsets_epoch == node.offsets.epoch
-        assert acked(node) == [4, 5]
+        calls = len(node.offsets.items)
+        await state_acks(node, stream, 4)
+        assert (acked(node), len(node.offsets.items)) == ([], calls)
+        await node.append(batch(b"6"))
+        frame = await stream.frame()
+        assert (frame.messages.progress_taken, frame.credit_number) == (True, 2)
+        assert (acked(node), len(node.offsets.items)) == ([4], calls + 1)
+        await node.append(batch(b"7"))
+        frame = await stream.frame()
+        assert (frame.messages.progress_taken, frame.credit_number) == (False, 2)
+        assert len(node.offsets.items) == calls + 1
 
 
-async def test_refused_acks_end_the_delivery(
+async def test_refused_acks_refuse_the_frame_and_end_the_delivery(
     etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with busy_delivery(etcd_endpoint, tmp_path, monkeypatch) as (node, stream):
         node.offsets.rejection = Fenced("taken")
         await state_acks(node, stream, 4)
         await node.append(batch(b"6"))
-        assert await stream.bodies() == [b"6"]
         assert isinstance(await stream.error(), Fenced)
         await node.wait_long_polls(0)
         node.offsets.rejection = None
         await stream.start(2, offset=6)
         assert await stream.bodies(2) == [b"6"]
-
-
-async def test_acks_of_a_stopped_delivery_are_recorded_and_not_confirmed(
-    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with busy_delivery(etcd_endpoint, tmp_path, monkeypatch) as (node, stream):
-        node.offsets.answering.clear()
-        await state_acks(node, stream, 4)
-        await node.append(batch(b"6"))
-        assert await stream.bodies() == [b"6"]
-        await stream.stop()
-        await node.wait_long_polls(0)
-        node.offsets.answering.set()
-        await until(lambda: acked(node) == [4])
-        await stream.start(2, offset=6)
-        assert [frame.delivery_id for frame in await stream.response()] == [2]
-
-
-async def test_frame_that_is_recorded_takes_the_acks_along(
-    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with busy_delivery(etcd_endpoint, tmp_path, monkeypatch) as (node, stream):
-        monkeypatch.setattr(delivery_advance, "ADVANCE_MS", -1)
-        await state_acks(node, stream, 4)
-        await node.append(batch(b"6"))
-        frame = await stream.frame()
-        assert (frame.messages.progress_taken, frame.credit_number) == (True, 2)
-        assert len(frame.messages.batches) == 1
-        assert acked(node) == [4]
 
 
 async def test_acks_without_a_token_are_ignored(etcd_endpoint: str, tmp_path: Path) -> None:
@@ -440,51 +393,3 @@ async def test_acks_without_a_token_are_ignored(etcd_endpoint: str, tmp_path: Pa
         frame = await stream.frame()
         assert (len(frame.messages.batches), frame.messages.progress_taken) == (1, False)
         assert node.offsets.items == []
-
-
-async def test_acks_pass_on_with_the_smallest_limit_of_unsent_bytes(
-    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each frame uses up what the client may leave unread, until the stream has taken it."""
-    monkeypatch.setattr(delivery_streams, "UNSENT_BYTES_MAX", 0)
-    async with busy_delivery(etcd_endpoint, tmp_path, monkeypatch) as (node, stream):
-        await state_acks(node, stream, 4)
-        await node.append(batch(b"6"))
-        assert await stream.bodies() == [b"6"]
-        assert (await stream.frame()).messages.progress_taken
-        assert acked(node) == [4]
-
-
-async def test_task_that_waits_for_a_client_ends_with_the_stream(
-    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    streams = set[_DeliveryStream]()
-    real = _DeliveryStream._pass_acks_on
-
-    async def pass_acks_on(self: _DeliveryStream, *delivery: Any) -> None:
-        streams.add(self)
-        await real(self, *delivery)
-        streams.remove(self)
-
-    monkeypatch.setattr(_DeliveryStream, "_pass_acks_on", pass_acks_on)
-    async with busy_delivery(etcd_endpoint, tmp_path, monkeypatch) as (node, stream):
-        node.offsets.answering.clear()
-        await state_acks(node, stream, 4)
-        await node.append(batch(b"6"))
-        assert await stream.bodies() == [b"6"]
-        await state_acks(node, stream, 5)
-        (waiting,) = streams
-
-        class NothingTaken(asyncio.Event):
-            """The client takes nothing more while the stream has a delivery."""
-
-            def set(self) -> None:
-                if not waiting._deliveries:
-                    super().set()
-
-        waiting._taken = NothingTaken()
-        node.offsets.answering.set()
-        assert (await stream.frame()).messages.progress_taken
-        assert (acked(node), streams) == ([4], {waiting})
-        stream.cancel()
-        await until(lambda: not streams)

@@ -25,11 +25,13 @@ from batonmq.errors import (
     BatonError,
     Fenced,
     InvalidArgument,
+    NotLeader,
     Overloaded,
     Paused,
     WrongBroker,
 )
 from batonmq_server.storage import delivery_streams
+from batonmq_server.storage.node_role import StandaloneRole
 from tests.storage.batches import batch
 from tests.storage.running_node import GROUP, TIMEOUT_S, RunningNode, pull_request, running_node
 from tests.storage.test_pull_gates import gate_seen
@@ -357,6 +359,33 @@ async def test_acks_of_a_credit_are_recorded_once_with_the_next_frame(
         assert not first.HasField("progress")
         assert (second.progress.committed_offset, second.received_offset) == (1, 1)
         assert not third.HasField("progress")
+
+
+async def test_delivery_of_a_leader_ends_when_it_can_take_no_more_acks(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await node.append(batch(b"a"), batch(b"b"))
+        await stream.start(messages=1)
+        assert await stream.bodies() == [b"a"]
+        monkeypatch.setattr(StandaloneRole, "is_follower", True)
+        await stream.raise_credit(messages=2, progress=offsets_pb.Acks(committed_offset=1))
+        assert type(await stream.error()) is NotLeader
+        assert [item.next_offset for item in node.offsets.items] == [1]
+
+
+async def test_delivery_of_a_follower_leaves_acks_out(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandaloneRole, "next_read_node", lambda *_: "this node")
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await node.append(batch(b"a"), batch(b"b"))
+        monkeypatch.setattr(StandaloneRole, "is_follower", True)
+        await stream.start(messages=1)
+        assert await stream.bodies() == [b"a"]
+        await stream.raise_credit(messages=2, progress=offsets_pb.Acks(committed_offset=1))
+        assert await stream.bodies() == [b"b"]
+        assert not any(item.HasField("progress") for item in node.offsets.items)
 
 
 async def test_paused_group_ends_its_deliveries(etcd_endpoint: str, tmp_path: Path) -> None:
