@@ -111,6 +111,9 @@ class Directory:
         nameserver: host:port of a nameserver; several, separated by commas, are tried in turn.
         connect: Returns a channel to `host:port`.
 
+    Attributes:
+        random: Draws the delays before retries, also those of its clients.
+
     Raises:
         InvalidArgument: `nameserver` has no address.
     """
@@ -129,7 +132,7 @@ class Directory:
                 remedy="Give host:port, or several separated by commas.",
                 facts={"field": "nameserver"},
             )
-        self._random = random
+        self.random = random
         self._current_address = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._storage_stubs: dict[str, storage_grpc.StorageServiceAsyncStub] = {}
@@ -321,7 +324,7 @@ class Directory:
             followers = self._of_broker(broker)
             if not followers:
                 raise
-            address = self._random.choice(followers).address
+            address = self.random.choice(followers).address
         return query_grpc.QueryServiceStub(self._channel(address))
 
     async def reply_nodes(self) -> list[str]:
@@ -508,7 +511,7 @@ class Directory:
                 channel.get_state(try_to_connect=True)
         if isinstance(error, GroupMoved):
             self.note_moved(error)
-        delay_s = _BACKOFF.delay_ms(failures, self._random, error.retry_after_ms) / 1000
+        delay_s = _BACKOFF.delay_ms(failures, self.random, error.retry_after_ms) / 1000
         if isinstance(error, Throttled):
             delay_s = self._throttled_delay_s(delay_s)
         await asyncio.sleep(delay_s)

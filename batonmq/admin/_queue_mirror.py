@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from random import Random
 from typing import Literal
 
 from baton.storage.v1 import storage_service_pb2 as pb
@@ -42,7 +41,7 @@ ONCE_FAILURES_MAX = 30
 """Failures without progress after which a mirror that shall end gives up."""
 QUIET_FAILURES = 3
 """A request in transit explains so many rejected batches in a row."""
-_BACKOFF = Backoff(first_ms=50, delay_ms_max=2_000)
+BACKOFF = Backoff(first_ms=50, delay_ms_max=2_000)
 _BEHIND = (DuplicateSequence, SequenceGap, ProducerFenced)
 """Errors which say that the target has another end than this mirror knows."""
 
@@ -82,7 +81,7 @@ class QueueMirror:
         self._source_log, self._target_log = logs
         self.source, self.target = queues
         self._source_id, self._target_id = ids
-        self._turns, self._random = turns, Random()
+        self._turns, self._random = turns, logs[1].admin.directory.random
         self._include_mirrored, self._start = include_mirrored, start
         self.offset = self.source_end = self.target_first = 0
         self.forward, self.own = OffsetMap(), OffsetMap()
@@ -145,7 +144,7 @@ class QueueMirror:
                 for_good = error.retry is Retry.NEVER and not isinstance(error, _BEHIND)
                 if until_offset is not None and (for_good or failures >= ONCE_FAILURES_MAX):
                     raise
-                delay_ms = _BACKOFF.delay_ms(failures, self._random, error.retry_after_ms)
+                delay_ms = BACKOFF.delay_ms(failures, self._random, error.retry_after_ms)
                 await asyncio.sleep(delay_ms / 1000)
                 failures += 1
                 continue

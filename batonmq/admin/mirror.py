@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
-from batonmq._common.aio import only_error
+from batonmq._common.aio import first_error
 from batonmq._core.queues import QueueRef
 from batonmq.admin._group_mirror import (
     GroupMirror,
@@ -32,7 +32,7 @@ from batonmq.admin._mirrored_clusters import (
     unhandled_count,
 )
 from batonmq.admin._queue_log import QueueLog
-from batonmq.admin._queue_mirror import QueueMirror, Start
+from batonmq.admin._queue_mirror import BACKOFF, QueueMirror, Start
 from batonmq.admin.admin import Admin
 from batonmq.admin.mirror_reports import (
     MirroredGroup,
@@ -46,6 +46,7 @@ from batonmq.errors import (
     BatonError,
     GroupNotFound,
     InvalidArgument,
+    Retry,
     TopicExists,
     TopicNotFound,
     TopicNotFoundDetail,
@@ -177,10 +178,10 @@ class Mirror:
                 report = tasks.create_task(self._report(on_report, report_interval_s))
                 while not await self._copy(ends, progress_interval_s):
                     log.info("a topic has other queues now: beginning again")
-                    await self._begin()
+                    await self._begin_again(once=once)
                 report.cancel()
         except BaseExceptionGroup as group:
-            raise only_error(group) from None
+            raise first_error(group) from None
         for group_mirror in self._group_mirrors:
             await group_mirror.translate(self._queues)
         return self._reported(0.0)
@@ -192,6 +193,21 @@ class Mirror:
             raise plan.problems[0]
         await self._prepare(plan)
         await self._read_ends()
+
+    async def _begin_again(self, *, once: bool) -> None:
+        """Begin while the mirror runs; unless it shall end, try until the clusters answer."""
+        failures = 0
+        while True:
+            try:
+                return await self._begin()
+            except BatonError as error:
+                if once or error.retry is Retry.NEVER:
+                    raise
+                self._problems = (f"{error.reason}: {error.message}",)
+                random = self._target.directory.random
+                delay_ms = BACKOFF.delay_ms(failures, random, error.retry_after_ms)
+            await asyncio.sleep(delay_ms / 1000)
+            failures += 1
 
     async def _copy(self, ends: Mapping[QueueRef, int] | None, progress_interval_s: float) -> bool:
         """Copy up to `ends`, or for ever; return False if a topic has other queues now."""
@@ -231,7 +247,10 @@ class Mirror:
             begin = last if last is not None else first
             removed = max(0, first - begin)
             queues.append(MirroredQueue(here, there, last, end, max(0, end - begin), removed))
-        groups = [await self._group_status(name, queues, ends) for name in self._groups]
+        targets, missing = await self._target.extents([one.target for one in queues])
+        problems += missing
+        sources = {one.source: ends[one.source] for one in queues}
+        groups = [await self._group_status(name, sources, targets) for name in self._groups]
         return MirrorStatus(tuple(queues), tuple(groups), tuple(problems))
 
     # ---- both clusters
@@ -262,20 +281,17 @@ class Mirror:
     async def _group_status(
         self,
         name: str,
-        queues: Sequence[MirroredQueue],
-        ends: Mapping[QueueRef, tuple[int, int]],
+        sources: Mapping[QueueRef, tuple[int, int]],
+        targets: Mapping[QueueRef, tuple[int, int]],
     ) -> MirroredGroup:
         try:
             state = "standby" if is_standby(await self._target.describe_group(name)) else "in use"
         except GroupNotFound:
             state = "missing"
-        targets, _ = await self._target.extents([one.target for one in queues])
         return MirroredGroup(
             name,
             state,
-            unhandled_count(
-                {one.source: ends[one.source] for one in queues}, await self._source.progress(name)
-            ),
+            unhandled_count(sources, await self._source.progress(name)),
             unhandled_count(targets, await self._target.progress(name)),
         )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from baton.common.v1 import error_pb2, queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
-from batonmq._common.aio import only_error
+from batonmq._common.aio import first_error
 from batonmq._common.rpc import error_from_pb
 from batonmq._core.queues import QueueRef
 from batonmq._core.reset_targets import (
@@ -328,7 +328,7 @@ class Resets:
             async with asyncio.TaskGroup() as tasks:
                 calls = {queue: tasks.create_task(find(queue)) for queue in queues}
         except BaseExceptionGroup as group:
-            raise only_error(group) from None
+            raise first_error(group) from None
         return {queue: task.result() for queue, task in calls.items()}
 
 

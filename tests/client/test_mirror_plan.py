@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from random import Random
 from types import SimpleNamespace
 from typing import cast
 
@@ -17,7 +18,7 @@ from batonmq._core.queues import QueueRef
 from batonmq.admin import mirror as mirror_module
 from batonmq.admin._group_mirror import GroupMirror
 from batonmq.admin._mirror_plan import bind_queues, find_topic_problem
-from batonmq.admin._mirrored_clusters import MirroredClusters
+from batonmq.admin._mirrored_clusters import FoundPairs, MirroredClusters, for_each
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group
 from batonmq.admin.mirror import Mirror
@@ -39,8 +40,16 @@ class Cluster:
 
     def __init__(self, name: str, one: Topic) -> None:
         self.name, self.topic, self.reads, self.extent = name, one, 0, (0, 0)
+        self.failures, self.absent, self.random = 0, "", Random(0)
+
+    @property
+    def directory(self) -> Cluster:
+        return self
 
     async def cluster(self) -> SimpleNamespace:
+        if self.failures:
+            self.failures -= 1
+            raise Unreachable("no answer")
         return SimpleNamespace(name=self.name)
 
     async def list_topics(self) -> tuple[Topic, ...]:
@@ -50,7 +59,9 @@ class Cluster:
     async def extents(
         self, queues: Iterable[QueueRef]
     ) -> tuple[dict[QueueRef, tuple[int, int]], tuple[str, ...]]:
-        return dict.fromkeys(queues, self.extent), ()
+        known = [queue for queue in queues if queue.broker != self.absent]
+        problems = (f"{self.absent} does not answer",) if self.absent else ()
+        return dict.fromkeys(known, self.extent), problems
 
     async def describe_group(self, name: str) -> Group:
         raise GroupNotFound(name)
@@ -166,6 +177,43 @@ async def test_removed_messages_are_no_lag_of_a_group() -> None:
     source.extent = (100, 107)
     (group,) = (await mirror.status()).groups
     assert group.lag == 14
+
+
+async def test_status_names_the_broker_whose_messages_are_missing_in_the_lag_after_a_failover(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, there = topic({"a": 2}, {"a": 2}), topic({"c": 1, "d": 1}, {"c": 1, "d": 1}, 2)
+    _, target, mirror = clusters(here, there, "g")
+    pairs: dict[QueueRef, tuple[QueueRef, int | None]] = {
+        queue("a", 0): (queue("c", 0), 0),
+        queue("a", 1): (queue("d", 0), 0),
+    }
+
+    async def found(*_: object) -> FoundPairs:
+        return FoundPairs(pairs, (), None)
+
+    monkeypatch.setattr(mirror_module, "find_pairs", found)
+    target.extent, target.absent = (0, 7), "d"
+    status = await mirror.status()
+    assert (status.groups[0].target_lag, status.problems) == (7, ("d does not answer",))
+
+
+async def test_mirror_that_runs_waits_for_its_clusters_when_a_topic_has_other_queues() -> None:
+    source, target, mirror = clusters(topic({"a": 1}, {"a": 1}), topic({"a": 1}, {"a": 1}, 2))
+    source.failures = target.failures = 1
+    await mirror._begin_again(once=False)
+    assert [one.source for one in mirror._queues] == [queue("a", 0)]
+    source.failures = 1
+    with pytest.raises(Unreachable):
+        await mirror._begin_again(once=True)
+
+
+async def test_two_queues_that_fail_at_once_are_one_error() -> None:
+    async def fail(name: str) -> None:
+        raise Unreachable(name)
+
+    with pytest.raises(Unreachable, match="a"):
+        await for_each(["a", "b"], fail)
 
 
 async def test_group_in_use_in_the_target_is_no_problem() -> None:

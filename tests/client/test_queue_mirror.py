@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
+from random import Random
 from typing import Any, cast
 
 import pytest
@@ -62,7 +63,7 @@ class Broker:
         self.first = self.end = self.reads = self.losses = 0
         self.late: list[list[bytes]] = []
         self.keep_late = False
-        self.directory = self
+        self.directory, self.random = self, Random(0)
 
     # ---- what the mirror calls
 

@@ -10,7 +10,7 @@ import gc
 
 import pytest
 
-from batonmq._common.aio import only_error, unless, wait_until
+from batonmq._common.aio import first_error, only_error, unless, wait_until
 from batonmq.errors import Held
 
 
@@ -142,3 +142,9 @@ def test_only_error_returns_a_group_of_several_errors() -> None:
     group = ExceptionGroup("both", [ValueError("x"), KeyError("y")])
     assert only_error(group) is group
     assert only_error(ExceptionGroup("outer", [group])) is group
+
+
+def test_first_error_of_several_errors_in_nested_groups_is_the_first_one() -> None:
+    first = ValueError("x")
+    group = ExceptionGroup("both", [ExceptionGroup("inner", [first]), KeyError("y")])
+    assert first_error(ExceptionGroup("outer", [group])) is first
