@@ -65,12 +65,12 @@ async def make_standby(admin: Admin, name: str, by: str, *, dry_run: bool = Fals
         check_group_can_be_mirrored(group)
         _check_no_members(group)
     except GroupNotFound:
-        if not dry_run:
-            await admin.update_group(name, ownership="off")
+        pass
     if dry_run:
         return
-    # By one call: a member that joins meanwhile makes it fail, and the group stays as it is.
-    await admin.pause_group(name, by, STANDBY_REASON, ownership="off")
+    # By one call: a member that joins meanwhile makes it fail, and the group stays as it is. A
+    # caller that is killed leaves no group that is half a standby.
+    await admin.pause_group(name, by, STANDBY_REASON, ownership="off", create=True)
 
 
 async def end_standby(admin: Admin, name: str, by: str, *, dry_run: bool = False) -> None:

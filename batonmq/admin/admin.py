@@ -390,7 +390,13 @@ class Admin:
         return await self._update_group(request)
 
     async def pause_group(
-        self, name: str, by: str, reason: str, *, ownership: Literal["", "on", "off"] = ""
+        self,
+        name: str,
+        by: str,
+        reason: str,
+        *,
+        ownership: Literal["", "on", "off"] = "",
+        create: bool = False,
     ) -> Group:
         """Stop deliveries to a group; messages in flight are still handled and acknowledged.
 
@@ -398,13 +404,15 @@ class Admin:
             by: Name of the operator, shown in reports of the group.
             reason: Reason of the pause, shown in reports of the group.
             ownership: Whether queues are owned, changed by the same call; empty for no change.
+            create: Create the group, by the same call, if it does not exist.
 
         Raises:
-            GroupNotFound: The group does not exist.
+            GroupNotFound: The group does not exist, and is not to be created.
             GroupInUse: `ownership` can change only while the group has no live member. Nothing has
                 changed.
         """
-        await self.describe_group(name)
+        if not create:
+            await self.describe_group(name)
         request = pb.UpdateGroupRequest(group=name, paused=True, by=by, reason=reason)
         if ownership:
             request.ownership = pb.Ownership.Value(f"OWNERSHIP_{ownership.upper()}")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from baton.nameserver.v1.nameserver_service_pb2 import UpdateGroupRequest
 from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
@@ -21,7 +22,7 @@ from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq.admin import _group_mirror
 from batonmq.admin.admin import Admin
-from batonmq.admin.group_reports import GroupProgress, Subscription
+from batonmq.admin.group_reports import Group, GroupProgress, Subscription
 from batonmq.admin.reports import Node
 from batonmq.errors import (
     GroupInUse,
@@ -168,6 +169,22 @@ async def test_group_whose_member_joins_meanwhile_keeps_its_pause_and_is_no_stan
             await _group_mirror.make_standby(admin, "g", "bob")
         group = await admin.describe_group("g")
         assert (group.pause, group.ownership) == (before, "on")
+
+
+async def test_mirror_that_is_killed_while_it_makes_a_standby_leaves_a_standby_or_no_group(
+    nameserver_replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Admin(nameserver_replica.address, timeout_s=2) as admin:
+        update = admin._update_group
+
+        async def killed_after(request: UpdateGroupRequest) -> Group:
+            await update(request)
+            raise asyncio.CancelledError
+
+        monkeypatch.setattr(admin, "_update_group", killed_after)
+        with pytest.raises(asyncio.CancelledError):
+            await _group_mirror.make_standby(admin, "g", "bob")
+        assert _group_mirror.is_standby(await admin.describe_group("g"))
 
 
 async def test_refused_client_is_part_of_the_progress(nameserver_replica: Replica) -> None:
