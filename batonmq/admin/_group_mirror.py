@@ -133,14 +133,10 @@ class GroupMirror:
         self._log = QueueLog(source)
         self._reset_epochs: dict[QueueRef, int] = {}
 
-    async def committed(self) -> tuple[dict[QueueRef, int], dict[QueueRef, int]]:
-        """Return the committed offsets in the source and in the target."""
-        source = await self._source.progress(self.name)
-        target = await self._target.progress(self.name)
-        return (
-            {queue_from_pb(one.queue.queue): one.committed_offset for one in source},
-            {queue_from_pb(one.queue.queue): one.committed_offset for one in target},
-        )
+    async def committed(self) -> dict[QueueRef, int]:
+        """Return the committed offsets in the target."""
+        progress = await self._target.progress(self.name)
+        return {queue_from_pb(one.queue.queue): one.committed_offset for one in progress}
 
     async def translate(self, queues: Sequence[QueueMirror]) -> None:
         """Bring the progress in the target up to that in the source, as far as it is mirrored."""

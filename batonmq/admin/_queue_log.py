@@ -179,7 +179,7 @@ class QueueLog:
     async def last_marked(
         self, queue: QueueRef, sources: Collection[int], first_offset: int, next_offset: int
     ) -> MarkedRun | None:
-        """Return the last batch of a queue that has a mark of one of the sources; None without one.
+        """Return the last batch in a range of a queue with a mark of a source; None without one.
 
         Messages after it are read; those before it are not.
         """
@@ -190,7 +190,7 @@ class QueueLog:
             while offset < end:
                 reading = await self.read(queue, offset, min(width, READ_MESSAGES), check=False)
                 for header, _ in reading.batches:
-                    mark = mark_of(header)
+                    mark = mark_of(header) if header.first_offset < end else None
                     if mark is not None and mark.source_id in sources:
                         found = MarkedRun(header.first_offset, mark)
                 if reading.next_offset <= offset:

@@ -93,7 +93,7 @@ class QueueMirror:
         self._fence_epoch: int | None = None
         self._marked = self._begun = False
         self._target_seen = 0
-        self._handled: tuple[int | None, int | None] = None, None
+        self._handled: int | None = None
         self._known = self._lost = False
 
     @property
@@ -101,29 +101,30 @@ class QueueMirror:
         """Messages of the source that were not copied or skipped yet, as far as it is known."""
         return max(0, self.source_end - self.offset)
 
-    async def open(self, handled_offset: int | None, target_handled_offset: int | None) -> None:
-        """Find out where to continue, and read the map of what groups may not have handled.
+    async def open(self, handled_offset: int | None) -> None:
+        """Find out where to continue, and read the map of what is not handled in the target.
 
         Args:
-            handled_offset: Groups have handled all messages of the source below it; None if no
+            handled_offset: Groups have handled all messages of the target below it; None if no
                 progress is translated.
-            target_handled_offset: The same in the target.
         """
-        self._handled = handled_offset, target_handled_offset
+        self._handled = handled_offset
         self.forward, self.own, self.offset, self._last = OffsetMap(), OffsetMap(), 0, None
         self._marked = self._begun = False
         first, end = await self._target_log.extent(self.target)
         begin = end
-        if target_handled_offset is not None:
-            begin = min(max(first, target_handled_offset), end)
+        if handled_offset is not None:
+            begin = min(max(first, handled_offset), end)
         self._target_seen = begin
         await self._find_end()
-        if self._last is None:
-            found = await self._target_log.last_marked(self.target, [self._source_id], first, begin)
-            if found is not None:
-                self._continue_after(found.mark)
+        if self._last is not None and handled_offset is None:
+            return
+        found = await self._target_log.last_marked(self.target, [self._source_id], first, begin)
+        if found is not None and self._last is None:
+            self._continue_after(found.mark)
         if handled_offset is not None and self._last is not None:
-            await self._find_own(handled_offset)
+            # What the target has produced since then is behind that batch in the source, too.
+            await self._find_own(0 if found is None else found.mark.next_offset)
 
     async def run(self, until_offset: int | None = None) -> None:
         """Copy until cancelled, or until all messages below an offset are copied.
@@ -182,10 +183,10 @@ class QueueMirror:
         self._last, self._marked, self._learned, self._fence_epoch = mark, True, None, None
         self.offset = max(self.offset, mark.next_offset)
 
-    async def _find_own(self, handled_offset: int) -> None:
-        """Find the messages of the target among those of the source that are not read any more."""
+    async def _find_own(self, offset: int) -> None:
+        """Find the messages of the target in the source, from an offset to where it continues."""
         first, _ = await self._source_log.extent(self.source)
-        begin = max(first, handled_offset)
+        begin = max(first, offset)
         unknown = subtract([(begin, self.offset)] if begin < self.offset else [],
                            self.forward.source_ranges())  # fmt: skip
         for part in unknown:
@@ -201,7 +202,7 @@ class QueueMirror:
         """
         _, end = await self._target_log.extent(self.target)
         if self._lost or end < self._target_seen:  # an unclean election of the target
-            await self.open(*self._handled)
+            await self.open(self._handled)
             self._lost = False
         else:
             await self._find_end()

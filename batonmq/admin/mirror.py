@@ -347,13 +347,7 @@ class Mirror:
         committed = [await one.committed() for one in self._group_mirrors]
 
         async def open_(one: QueueMirror) -> None:
-            if committed:
-                await one.open(
-                    min(here.get(one.source, 0) for here, _ in committed),
-                    min(there.get(one.target, 0) for _, there in committed),
-                )
-            else:
-                await one.open(None, None)
+            await one.open(min((group.get(one.target, 0) for group in committed), default=None))
 
         await for_each(self._queues, open_)
 

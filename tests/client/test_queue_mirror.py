@@ -160,7 +160,7 @@ def mirror(source: Broker, target: Broker, *, back: bool = False, start: Start =
 
 
 async def copy(one: QueueMirror, source: Broker, *, handled: int | None = 0) -> QueueMirror:
-    await one.open(handled, handled)
+    await one.open(handled)
     one.note_end(source.end)
     await one.run(source.end)
     return one
@@ -170,7 +170,7 @@ async def kill_while_it_appends(source: Broker, target: Broker) -> None:
     """Start a mirror, and kill it when its append is on its way."""
     target.keep_late, count = True, len(target.late)
     one = mirror(source, target)
-    await one.open(0, 0)
+    await one.open(0)
     one.note_end(source.end)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(one.run(source.end))
@@ -292,6 +292,35 @@ async def test_message_is_never_copied_back_and_both_maps_know_it() -> None:
     assert started_anew.own.runs == [(0, 0, 2)]
 
 
+async def test_map_has_what_the_source_has_handled_and_the_target_has_not() -> None:
+    here, there = Broker(HERE), Broker(THERE)
+    here.produce(b"a1", b"a2")
+    await copy(mirror(here, there), here)
+    there.produce(b"b1", b"b2")
+    await copy(mirror(there, here, back=True), there)
+    here.produce(b"a3")
+    await copy(mirror(here, there), here)
+    assert there.bodies == [b"a1", b"a2", b"b1", b"b2", b"a3"]
+    # A group has handled all of it in the source; in the target it is known of the first three.
+    started_anew = await copy(mirror(here, there), here, handled=3)
+    assert_map_is_true(started_anew, here, there)
+    assert started_anew.own.runs == [(2, 2, 2)]
+    assert started_anew.forward.runs == [(4, 4, 1)]
+
+
+async def test_last_marked_batch_of_a_range_is_not_one_behind_it() -> None:
+    source, target = Broker(HERE), Broker(THERE)
+    for _ in range(3):
+        target.produce(b"other")
+    source.produce(b"1")
+    await copy(mirror(source, target), source)
+    log = QueueLog(cast(Admin, target))
+    assert await log.last_marked(THERE, [HERE_ID], 0, 3) is None
+    found = await log.last_marked(THERE, [HERE_ID], 0, 4)
+    assert found is not None
+    assert found.first_offset == 3
+
+
 async def test_new_cluster_in_place_of_a_lost_one_gets_what_was_mirrored_from_that() -> None:
     lost, there, new = Broker(HERE), Broker(THERE), Broker(QueueRef("t", "new", 0))
     lost.produce(b"a1", b"a2")
@@ -321,7 +350,7 @@ async def test_long_run_is_found_with_few_reads() -> None:
     await copy(mirror(source, target), source)
     target.reads = 0
     one = mirror(source, target)
-    await one.open(0, 0)
+    await one.open(0)
     assert one.forward.runs == [(0, 0, 150)]
     assert target.reads <= 3
     target.produce(b"other")
@@ -329,7 +358,7 @@ async def test_long_run_is_found_with_few_reads() -> None:
     await copy(mirror(source, target), source)
     target.reads = 0
     one = mirror(source, target)
-    await one.open(0, 0)
+    await one.open(0)
     assert one.forward.runs == [(0, 0, 150), (150, 151, 1)]
     assert target.reads <= 20
 
@@ -347,7 +376,7 @@ async def test_as_many_removed_messages_as_others_in_between_are_not_one_run() -
         source.produce(b"%d" % (100 + number))
     await copy(mirror(source, target), source)
     one = mirror(source, target)
-    await one.open(0, 0)
+    await one.open(0)
     assert one.forward.runs == [(0, 0, 20), (21, 21, 20)]
 
 
@@ -358,7 +387,7 @@ async def test_mirror_without_groups_reads_only_the_end_of_the_target() -> None:
     await copy(mirror(source, target), source)
     target.reads = 0
     one = mirror(source, target)
-    await one.open(None, None)
+    await one.open(None)
     assert (one.offset, target.reads) == (150, 1)
 
 
@@ -369,7 +398,7 @@ async def test_source_that_has_lost_messages_is_an_error_with_both_offsets() -> 
     await copy(mirror(source, target), source)
     source.cut_last()
     one = mirror(source, target)
-    await one.open(None, None)
+    await one.open(None)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(one.run())
         await until(lambda: one.problem)
