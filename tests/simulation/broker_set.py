@@ -27,13 +27,23 @@ class BrokerSet(MemoryBroker):
 
     Args:
         storage: Settings of the nodes, beside those of a replica set.
+        cluster: Name of the cluster.
     """
 
-    def __init__(self, seed: str, random: Random, storage: Mapping[str, object]) -> None:
-        settings = {**storage, **REPLICATED, "min_in_sync": random.choice((1, 2))}
-        super().__init__(
-            broker_count=NODES, seed=seed, faults=FAULTS, settings={"storage": settings}
-        )
+    def __init__(
+        self,
+        seed: str,
+        random: Random,
+        storage: Mapping[str, object],
+        *,
+        cluster: str = "baton",
+    ) -> None:
+        settings: dict[str, Mapping[str, object]] = {
+            service: {"cluster": cluster} for service in ("nameserver", "lockmgr", "offsets")
+        }
+        replicated = {**REPLICATED, "min_in_sync": random.choice((1, 2))}
+        settings["storage"] = {"cluster": cluster, **storage, **replicated}
+        super().__init__(broker_count=NODES, seed=seed, faults=FAULTS, settings=settings)
         self._draws, self._led_by = random, ""
         self.takeovers = 0
 
