@@ -121,6 +121,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
                 batch=batch.batch,
                 deliver_unix_ms=entry.deliver_unix_ms,
                 number=entry.schedule_id,
+                topic_id=batch.topic_id,
             )
             size += len(batch.batch)
             if size >= LISTED_BYTES:

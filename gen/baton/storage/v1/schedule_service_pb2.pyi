@@ -255,6 +255,7 @@ class WaitingBatch(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     DELIVER_UNIX_MS_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
     batch: _builtins.bytes
     """The batch as its producer sent it."""
     deliver_unix_ms: _builtins.int
@@ -264,16 +265,21 @@ class WaitingBatch(_message.Message):
     """
     number: _builtins.int
     """Position at which it was first stored."""
+    topic_id: _builtins.int
+    """Id of its topic. If the topic has another id now, it was deleted and created again, and the batch
+    is never delivered. 0 from an earlier version.
+    """
     def __init__(
         self,
         *,
         batch: _builtins.bytes = ...,
         deliver_unix_ms: _builtins.int = ...,
         number: _builtins.int = ...,
+        topic_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "deliver_unix_ms", b"deliver_unix_ms", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "deliver_unix_ms", b"deliver_unix_ms", "number", b"number", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
