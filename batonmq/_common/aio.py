@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -71,17 +72,21 @@ async def wait_until(event: asyncio.Event, timeout_ms: int) -> bool:
     return True
 
 
+@contextmanager
+def without_group() -> Iterator[None]:
+    """Raise the first error of a task group without the group."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+
+
 def only_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the only error in nested groups; the innermost group if it has several."""
     inner: BaseException = group
     while isinstance(inner, BaseExceptionGroup) and len(inner.exceptions) == 1:
-        inner = inner.exceptions[0]
-    return inner
-
-
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error in nested groups, of tasks that may fail together."""
-    inner: BaseException = group
-    while isinstance(inner, BaseExceptionGroup):
         inner = inner.exceptions[0]
     return inner

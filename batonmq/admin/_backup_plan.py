@@ -58,6 +58,22 @@ def map_queues(
     return mapping
 
 
+def scheduled_queue(
+    topic: str, broker: str, queue_id: int, mapping: Mapping[QueueRef, QueueRef]
+) -> QueueRef | None:
+    """Return the restored queue of a scheduled message; None if its topic is not in the snapshot.
+
+    The queue for which it was scheduled may have been removed since. Then it goes to another one,
+    on the same broker if the topic has queues there, as a cluster that runs delivers it.
+    """
+    queues = sorted(queue for queue in mapping if queue.topic == topic)
+    queues = [queue for queue in queues if queue.broker == broker] or queues
+    if not queues:
+        return None
+    wanted = QueueRef(topic, broker, queue_id)
+    return mapping[wanted if wanted in mapping else queues[queue_id % len(queues)]]
+
+
 def restored_progress(
     group: GroupBackup, manifest: BackupManifest, mapping: Mapping[QueueRef, QueueRef]
 ) -> list[RestoredProgress]:

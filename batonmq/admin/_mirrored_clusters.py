@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
-from batonmq._common.aio import first_error
+from batonmq._common.aio import without_group
 from batonmq._core.mirror_marks import source_id
 from batonmq._core.queues import QueueRef
 from batonmq.admin._mirror_plan import bind_queues, no_queue_left
@@ -99,11 +99,9 @@ async def for_each(
         async with turns:
             return await do(item)
 
-    try:
+    with without_group():
         async with asyncio.TaskGroup() as tasks:
             calls = {item: tasks.create_task(run(item)) for item in items}
-    except BaseExceptionGroup as group:
-        raise first_error(group) from None
     return {item: task.result() for item, task in calls.items()}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -18,33 +18,42 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.aio import without_group
 from batonmq._common.rpc import error_from_pb
 from batonmq._consumer.moved_group import raise_if_moved
 from batonmq._core.names import is_system_topic
 from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import Range
-from batonmq._core.records import check_batch, read_header
-from batonmq.admin._backup_batches import decode_waiting, restored_id, split_batches, without_stamp
-from batonmq.admin._backup_plan import RestoredProgress, find_excess, map_queues, restored_progress
+from batonmq._core.records import Header, check_batch, read_header
+from batonmq.admin._backup_batches import (
+    restored_id,
+    scheduled_key,
+    without_stamp,
+)
+from batonmq.admin._backup_files import read_chunk, read_waiting
+from batonmq.admin._backup_plan import (
+    RestoredProgress,
+    find_excess,
+    map_queues,
+    restored_progress,
+    scheduled_queue,
+)
 from batonmq.admin.access import AccessControl, Role, RoleGrant
 from batonmq.admin.admin import Admin, Strategy
 from batonmq.admin.backup_manifest import (
-    BackupChunk,
     BackupFile,
     BackupManifest,
     GroupBackup,
     QueueBackup,
     TopicBackup,
-    check_content,
 )
-from batonmq.admin.backup_store import BackupStore, in_thread
+from batonmq.admin.backup_store import BackupStore
 from batonmq.admin.operation import Operation
 from batonmq.admin.quotas import QuotaLimits, Quotas
 from batonmq.admin.reports import Compaction, MessageType, queue_to_pb
 from batonmq.admin.resets import ResetPlan, Resets
 from batonmq.errors import (
     BatonError,
-    DataLoss,
     Fenced,
     GroupInUse,
     GroupNotFound,
@@ -102,7 +111,7 @@ async def verify_backup(
     for queue in manifest.queues:
         for chunk in queue.chunks:
             try:
-                batches = await _read_chunk(store, queue, chunk)
+                batches = await read_chunk(store, queue, chunk)
                 count += sum(read_header(batch).count for batch in batches)
             except BatonError as error:
                 problems.append(error.message)
@@ -110,7 +119,7 @@ async def verify_backup(
             on_file(chunk.file)
     for file in manifest.scheduled.values():
         try:
-            count += sum(read_header(b).count for _, _, b in await _read_waiting(store, file))
+            count += sum(read_header(b).count for _, _, b in await read_waiting(store, file))
         except BatonError as error:
             problems.append(error.message)
         size += file.size
@@ -181,6 +190,8 @@ class BackupRestorer:
             TopicExists: The cluster is not empty, or has messages that are not of this snapshot.
             GroupInUse: A group of the snapshot has members.
             DataLoss: A file of the backup is damaged.
+            Unreachable, OffsetsUnreachable, NoQuorum, NotLeader, NotServing: A service or the store
+                does not answer. The restore can go on.
         """
         plan = await self.plan(proceed=proceed)
         if plan.problems:
@@ -194,9 +205,10 @@ class BackupRestorer:
             await self._create(topic)
         topics = {one.name: one.queues for one in await self._admin.list_topics()}
         mapping = map_queues((one.queue for one in manifest.queues), topics)
-        async with asyncio.TaskGroup() as tasks:
-            for queue in manifest.queues:
-                tasks.create_task(self._restore_queue(queue, mapping[queue.queue]))
+        with without_group():
+            async with asyncio.TaskGroup() as tasks:
+                for queue in manifest.queues:
+                    tasks.create_task(self._restore_queue(queue, mapping[queue.queue]))
         await self._restore_scheduled(mapping)
         for topic in manifest.topics:
             if topic.permission != "read_write" or topic.inherited:
@@ -219,7 +231,8 @@ class BackupRestorer:
         extents, unreachable = await self._admin.extents(
             queue for queues in present.values() for queue in queues
         )
-        problems += unreachable
+        if unreachable:
+            raise Unreachable("; ".join(unreachable))
         used = sorted({queue.topic for queue, (_, end) in extents.items() if end})
         problems += [f"topic {name} has messages already" for name in used]
         known = {one.name for one in self._manifest.groups}
@@ -253,7 +266,7 @@ class BackupRestorer:
                 if offset + count <= have:
                     offset += count
                     continue
-                for batch in await _read_chunk(self._store, backup, chunk):
+                for batch in await read_chunk(self._store, backup, chunk):
                     offset += read_header(batch).count
                     if offset <= have:
                         continue
@@ -277,6 +290,8 @@ class BackupRestorer:
     async def _restored_count(self, backup: QueueBackup, queue: QueueRef) -> int:
         """Return how many messages of the queue an earlier restore has stored.
 
+        Behind them there may be scheduled messages of the snapshot that are delivered already.
+
         Raises:
             TopicExists: The queue has messages that are not of this snapshot.
         """
@@ -284,31 +299,60 @@ class BackupRestorer:
         if problems:
             raise Unreachable("; ".join(problems))
         have = extents[queue][1] if queue in extents else 0
-        if not have:
-            return 0
-        request = query_pb.ReadRequest(queue=queue_to_pb(queue), offset=have - 1, messages_max=1)
+        of_queue = min(have, backup.count)
+        if (of_queue and not await self._is_restored(backup, queue, of_queue)) or (
+            have > of_queue and not await self._are_delivered(queue, of_queue, have)
+        ):
+            raise TopicExists(
+                f"queue {queue} has {have} messages that are not of this snapshot",
+                remedy="Restore into an empty cluster.",
+                facts={"topic": queue.topic},
+            )
+        return of_queue
 
-        async def ask(limit_s: float) -> query_pb.ReadResponse:
-            stub = await self._admin.directory.query(queue.broker)
-            return await stub.Read(request, timeout=limit_s)
-
-        stored = [check_batch(one, stamped=True) for one in (await self._admin.ask(ask)).batches]
+    async def _is_restored(self, backup: QueueBackup, queue: QueueRef, have: int) -> bool:
+        """Return whether the message before offset `have` is the one that a restore stores."""
+        stored = await self._read_headers(queue, have - 1, messages_max=1)
         count = 0
         for chunk in backup.chunks:
             if count + chunk.next_offset - chunk.first_offset < have:
                 count += chunk.next_offset - chunk.first_offset
                 continue
-            for batch in await _read_chunk(self._store, backup, chunk):
+            for batch in await read_chunk(self._store, backup, chunk):
                 count += read_header(batch).count
                 if count == have:
                     expected = read_header(self._restored(backup, queue, batch)).producer_id
-                    if [one.producer_id for one in stored] == [expected]:
-                        return have
-        raise TopicExists(
-            f"queue {queue} has {have} messages that are not of this snapshot",
-            remedy="Restore into an empty cluster.",
-            facts={"topic": queue.topic},
+                    return [one.producer_id for one in stored] == [expected]
+        return False
+
+    async def _are_delivered(self, queue: QueueRef, offset: int, end: int) -> bool:
+        """Return whether all messages from `offset` on are scheduled ones of the snapshot."""
+        times = {
+            deliver_unix_ms
+            for file in self._manifest.scheduled.values()
+            for deliver_unix_ms, _, _ in await read_waiting(self._store, file)
+        }
+        while offset < end:
+            headers = await self._read_headers(queue, offset)
+            keys = [scheduled_key(one) for one in headers]
+            if not all(key is not None and key[0] in times for key in keys) or not keys:
+                return False
+            offset = headers[-1].next_offset
+        return True
+
+    async def _read_headers(
+        self, queue: QueueRef, offset: int, messages_max: int = 0
+    ) -> list[Header]:
+        """Return the headers of stored batches from an offset on."""
+        request = query_pb.ReadRequest(
+            queue=queue_to_pb(queue), offset=offset, messages_max=messages_max
         )
+
+        async def ask(limit_s: float) -> query_pb.ReadResponse:
+            stub = await self._admin.directory.query(queue.broker)
+            return await stub.Read(request, timeout=limit_s)
+
+        return [check_batch(one, stamped=True) for one in (await self._admin.ask(ask)).batches]
 
     async def _append(self, queue: QueueRef, batches: Sequence[bytes]) -> None:
         request = pb.AppendRequest(batches=batches, durability=pb.DURABILITY_FSYNCED)
@@ -327,9 +371,9 @@ class BackupRestorer:
         manifest = self._manifest
         for broker, file in manifest.scheduled.items():
             by_broker: dict[str, list[schedule_pb.ScheduleItem]] = defaultdict(list)
-            for deliver_unix_ms, number, batch in await _read_waiting(self._store, file):
+            for deliver_unix_ms, number, batch in await read_waiting(self._store, file):
                 header = read_header(batch)
-                queue = mapping.get(QueueRef(header.topic, broker, header.queue_id))
+                queue = scheduled_queue(header.topic, broker, header.queue_id, mapping)
                 if queue is None:  # its topic was deleted
                     continue
                 once = restored_id(manifest.cluster, manifest.number, broker, number)
@@ -340,8 +384,8 @@ class BackupRestorer:
                     )
                 )
             for name, items in by_broker.items():
-                for start in range(0, len(items), APPEND_BATCHES):
-                    await self._schedule(name, items[start : start + APPEND_BATCHES])
+                for part in scheduled_requests(items):
+                    await self._schedule(name, part)
             self._on_file(file)
 
     async def _schedule(self, broker: str, items: Sequence[schedule_pb.ScheduleItem]) -> None:
@@ -465,34 +509,16 @@ class BackupRestorer:
             await Quotas(self._admin).set(identity, QuotaLimits(**limits))
 
 
-async def _read_chunk(store: BackupStore, queue: QueueBackup, chunk: BackupChunk) -> list[bytes]:
-    """Return the batches of a chunk.
-
-    Raises:
-        DataLoss: The file is missing or damaged, or has other offsets.
-    """
-    batches, offset = list[bytes](), chunk.first_offset
-    for header, batch in split_batches(await _read_file(store, chunk.file)):
-        if header.first_offset != offset or header.topic != queue.queue.topic:
-            raise DataLoss(f"file {chunk.file.name} of the backup has other offsets than it says")
-        offset = header.next_offset
-        batches.append(batch)
-    if offset != chunk.next_offset:
-        raise DataLoss(f"file {chunk.file.name} of the backup ends at offset {offset}")
-    return batches
-
-
-async def _read_waiting(store: BackupStore, file: BackupFile) -> list[tuple[int, int, bytes]]:
-    return list(decode_waiting(await _read_file(store, file)))
-
-
-async def _read_file(store: BackupStore, file: BackupFile) -> bytes:
-    try:
-        content = await in_thread(file.name, lambda: store.read(file.name))
-    except FileNotFoundError:
-        raise DataLoss(
-            f"file {file.name} of the backup is missing",
-            remedy="Restore another snapshot: baton backup list.",
-            facts={"file": file.name},
-        ) from None
-    return check_content(file, content)
+def scheduled_requests(
+    items: Sequence[schedule_pb.ScheduleItem],
+) -> Iterator[list[schedule_pb.ScheduleItem]]:
+    """Yield the items in groups that are small enough for one request each."""
+    part, size = list[schedule_pb.ScheduleItem](), 0
+    for item in items:
+        part.append(item)
+        size += len(item.batch)
+        if size >= APPEND_BYTES or len(part) >= APPEND_BATCHES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part

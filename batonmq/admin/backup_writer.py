@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass
 
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
+from batonmq._common.aio import without_group
 from batonmq._common.clock import Clock
 from batonmq._core.names import is_system_topic
 from batonmq._core.queues import QueueRef
-from batonmq._core.records import Header, check_batch
+from batonmq._core.records import Header, check_batch, read_header
 from batonmq.admin._backup_batches import encode_waiting, scheduled_key
 from batonmq.admin.access import AccessControl
 from batonmq.admin.admin import Admin
@@ -48,8 +49,11 @@ from batonmq.admin.transactions import Transactions
 from batonmq.errors import (
     GroupNotFound,
     InvalidArgument,
+    NotLeader,
     OffsetOutOfRange,
+    QueueNotFound,
     TopicNotFound,
+    TopicNotFoundDetail,
     Unreachable,
 )
 
@@ -123,6 +127,7 @@ class BackupWriter:
         self._clock, self._on_file = Clock(), on_file
         self._number, self._notes = 1, list[str]()
         self._earlier: Mapping[QueueRef, QueueBackup] = {}
+        self._topic_ids: Mapping[str, int] = {}
         self._delivered: set[tuple[str, ScheduledKey]] = set()
         self._turns = asyncio.Semaphore(_QUEUES_AT_ONCE)
 
@@ -144,23 +149,25 @@ class BackupWriter:
         """Take a snapshot, and return its manifest, which is written last.
 
         Raises:
-            Unreachable: A service or the store does not answer. The backup has the snapshots that
-                it had.
+            Unreachable, NoQuorum, NotLeader, NotServing: A service or the store does not answer.
+                The backup has the snapshots that it had.
         """
         await self._begin()
         begin_unix_ms = self._clock.unix_ms()
         groups = await self._groups()
         access = await self._access()
         topics = await self._topics()
-        waiting = await self._scheduled()
+        self._topic_ids = {one.name: one.topic_id for one in topics}
+        waiting = await self._scheduled(topics)
         await self._note_transactions()
         earlier = await self._same_queues(topics)
         extents = await self._extents([queue for topic in topics for queue in topic.queues])
-        async with asyncio.TaskGroup() as tasks:
-            copies = [
-                tasks.create_task(self._copy(queue, extent, earlier.get(queue)))
-                for queue, extent in sorted(extents.items())
-            ]
+        with without_group():
+            async with asyncio.TaskGroup() as tasks:
+                copies = [
+                    tasks.create_task(self._copy(queue, extent, earlier.get(queue)))
+                    for queue, extent in sorted(extents.items())
+                ]
         files, count = await self._write_scheduled(waiting)
         manifest = BackupManifest(
             number=self._number,
@@ -208,8 +215,9 @@ class BackupWriter:
             return _group_backup(group, progress)
 
         groups = await self._admin.list_groups()
-        async with asyncio.TaskGroup() as tasks:
-            calls = [tasks.create_task(read(group)) for group in groups]
+        with without_group():
+            async with asyncio.TaskGroup() as tasks:
+                calls = [tasks.create_task(read(group)) for group in groups]
         return tuple(found for call in calls if (found := call.result()) is not None)
 
     async def _access(self) -> AccessBackup:
@@ -236,10 +244,13 @@ class BackupWriter:
             },
         )
 
-    async def _scheduled(self) -> dict[str, dict[ScheduledKey, bytes]]:
-        """Return the scheduled batches by broker and key."""
+    async def _scheduled(self, topics: Iterable[Topic]) -> dict[str, dict[ScheduledKey, bytes]]:
+        """Return the scheduled batches by broker and key.
+
+        All brokers with queues are asked, also one that is not registered while it starts again.
+        """
         waiting: dict[str, dict[ScheduledKey, bytes]] = defaultdict(dict)
-        for broker in sorted(await self._admin.directory.brokers()):
+        for broker in sorted({queue.broker for topic in topics for queue in topic.queues}):
             position = 0
             while True:
                 request = schedule_pb.ListScheduledRequest(position=position)
@@ -254,11 +265,16 @@ class BackupWriter:
 
                 answer = await self._admin.ask(ask)
                 for one in answer.batches:
-                    waiting[broker][one.deliver_unix_ms, one.number] = one.batch
+                    if self._has_topic_of(one):
+                        waiting[broker][one.deliver_unix_ms, one.number] = one.batch
                 position = answer.next_position
                 if not position:
                     break
         return waiting
+
+    def _has_topic_of(self, one: schedule_pb.WaitingBatch) -> bool:
+        """Return whether the topic of a batch exists; another topic may have its name now."""
+        return one.topic_id in (0, self._topic_ids.get(read_header(one.batch).topic))
 
     async def _note_transactions(self) -> None:
         _, count, problems = await Transactions(self._admin).find(count_max=1)
@@ -292,40 +308,52 @@ class BackupWriter:
         """Copy what the backup does not have of a queue yet, up to the end that was read."""
         async with self._turns:
             first, end = extent
-            if earlier is not None and not await self._continues(queue, extent, earlier):
-                self._notes.append(
-                    f"queue {queue} is not what it was at the snapshot before: it is copied anew"
-                )
-                earlier = None
-            chunks = [one for one in earlier.chunks if one.next_offset > first] if earlier else []
-            begin = max(first, earlier.next_offset if earlier else first)
-            checksum = earlier.checksum if earlier else 0
-            copy = _QueueCopy(begin)
+            copy = _QueueCopy(first)
             try:
+                if earlier is not None and await self._continues(queue, extent, earlier):
+                    copy = _QueueCopy(max(first, earlier.next_offset), earlier.checksum)
+                    copy.chunks = [one for one in earlier.chunks if one.next_offset > first]
+                elif earlier is not None:
+                    self._notes.append(
+                        f"queue {queue} is not what it was at the snapshot before: it is copied "
+                        "anew"
+                    )
                 while copy.offset < end:
-                    answer = await self._read(queue, copy.offset)
-                    for raw in answer.batches:
-                        header = check_batch(raw, stamped=True)
-                        if header.first_offset >= end:
-                            copy.offset = end
-                            break
-                        if key := scheduled_key(header):
-                            self._delivered.add((queue.broker, key))
-                        if not copy.continues(header):
-                            chunks += await self._flush(queue, copy)
-                        copy.add(header, raw)
-                        checksum = header.checksum
-                        if copy.size >= CHUNK_BYTES:
-                            chunks += await self._flush(queue, copy)
-                    if not answer.batches:
-                        if answer.next_offset <= copy.offset:
-                            break
-                        chunks += await self._flush(queue, copy)  # a compaction has removed some
-                        copy.offset = answer.next_offset
+                    await self._copy_some(queue, copy, end)
             except TopicNotFound:
                 self._notes.append(f"topic {queue.topic} was deleted during the snapshot")
-            chunks += await self._flush(queue, copy)
-            return QueueBackup(queue, end, tuple(chunks), checksum)
+            except QueueNotFound:
+                self._notes.append(f"queue {queue} was removed during the snapshot")
+            except OffsetOutOfRange as error:
+                self._notes.append(
+                    f"queue {queue} got shorter during the snapshot: {error.message}"
+                )
+            await self._flush(queue, copy)
+            return QueueBackup(queue, end, tuple(copy.chunks), copy.checksum)
+
+    async def _copy_some(self, queue: QueueRef, copy: _QueueCopy, end: int) -> None:
+        """Copy what one call returns."""
+        answer = await self._read(queue, copy.offset, end)
+        for raw in answer.batches:
+            header = check_batch(raw, stamped=True)
+            if header.topic_id != self._topic_ids[queue.topic]:
+                raise TopicNotFound(
+                    f"topic {queue.topic} was made again",
+                    detail=TopicNotFoundDetail(topic=queue.topic),
+                )
+            if not copy.continues(header) or header.first_offset >= end:
+                await self._flush(queue, copy)  # retention or a compaction has removed some
+            if header.first_offset >= end:
+                copy.offset = end
+                return
+            if key := scheduled_key(header):
+                self._delivered.add((queue.broker, key))
+            copy.add(header, raw)
+            if copy.size >= CHUNK_BYTES:
+                await self._flush(queue, copy)
+        if not answer.batches:
+            await self._flush(queue, copy)
+            copy.offset = answer.next_offset
 
     async def _continues(
         self, queue: QueueRef, extent: tuple[int, int], earlier: QueueBackup
@@ -337,21 +365,27 @@ class BackupWriter:
         last = earlier.chunks[-1].next_offset - 1 if earlier.chunks else -1
         if last < first:
             return True
-        try:
-            answer = await self._read(queue, last, messages_max=1)
-        except OffsetOutOfRange:  # removed by retention since
-            return True
+        answer = await self._read(queue, last, end, messages_max=1)
         headers = [check_batch(raw, stamped=True) for raw in answer.batches]
-        return any(one.checksum == earlier.checksum for one in headers)
+        removed = not headers or headers[0].first_offset > last
+        return removed or headers[0].checksum == earlier.checksum
 
     async def _read(
-        self, queue: QueueRef, offset: int, messages_max: int = READ_MESSAGES
+        self, queue: QueueRef, offset: int, end: int, messages_max: int = READ_MESSAGES
     ) -> query_pb.ReadResponse:
-        """Return batches from an offset on; from the first kept one if retention was quicker."""
+        """Return batches from an offset on; from the first kept one if retention was quicker.
+
+        Args:
+            end: End of the queue at its leader. While no leader answers, a follower may, and it
+                may have less: then the call is repeated.
+        """
 
         async def ask(limit_s: float) -> query_pb.ReadResponse:
             stub = await self._admin.directory.query(queue.broker)
-            return await stub.Read(request, timeout=limit_s)
+            answer = await stub.Read(request, timeout=limit_s)
+            if not answer.batches and answer.next_offset <= request.offset < end:
+                raise NotLeader(f"a follower has not got {request.offset} of queue {queue} yet")
+            return answer
 
         while True:
             request = query_pb.ReadRequest(
@@ -363,19 +397,20 @@ class BackupWriter:
             try:
                 return await self._admin.ask(ask)
             except OffsetOutOfRange:
-                first, _ = (await self._extents([queue]))[queue]
+                extents = await self._extents([queue])
+                first, _ = extents.get(queue, (end, end))  # or the queue was removed since
                 if first <= offset:
                     raise
                 offset = first
 
-    async def _flush(self, queue: QueueRef, copy: _QueueCopy) -> list[BackupChunk]:
+    async def _flush(self, queue: QueueRef, copy: _QueueCopy) -> None:
+        """Write the batches that were read into a file."""
         if not copy.batches:
-            return []
+            return
         name = chunk_name(queue, copy.first_offset, copy.offset, self._number)
         file = await self._write(name, b"".join(copy.batches))
-        chunk = BackupChunk(copy.first_offset, copy.offset, file)
-        copy.clear()
-        return [chunk]
+        copy.chunks.append(BackupChunk(copy.first_offset, copy.offset, file))
+        copy.batches, copy.size = [], 0
 
     async def _write_scheduled(
         self, waiting: Mapping[str, Mapping[ScheduledKey, bytes]]
@@ -402,10 +437,17 @@ class BackupWriter:
 
 
 class _QueueCopy:
-    """Batches of a queue that were read and not written yet."""
+    """The copy of a queue: chunks that are written, and batches that are not written yet.
 
-    def __init__(self, offset: int) -> None:
+    Attributes:
+        offset: Where the next read begins.
+        checksum: Checksum of the last batch.
+    """
+
+    def __init__(self, offset: int, checksum: int = 0) -> None:
         self.offset = self.first_offset = offset
+        self.checksum = checksum
+        self.chunks: list[BackupChunk] = []
         self.batches: list[bytes] = []
         self.size = 0
 
@@ -414,14 +456,12 @@ class _QueueCopy:
         return not self.batches or header.first_offset == self.offset
 
     def add(self, header: Header, batch: bytes) -> None:
+        """Add a batch that was read."""
         if not self.batches:
             self.first_offset = header.first_offset
         self.batches.append(batch)
         self.size += len(batch)
-        self.offset = header.next_offset
-
-    def clear(self) -> None:
-        self.batches, self.size = [], 0
+        self.offset, self.checksum = header.next_offset, header.checksum
 
 
 def _topic_backup(topic: Topic) -> TopicBackup:

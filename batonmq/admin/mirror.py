@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
-from batonmq._common.aio import first_error
+from batonmq._common.aio import without_group
 from batonmq._core.queues import QueueRef
 from batonmq.admin._group_mirror import (
     GroupMirror,
@@ -173,15 +173,13 @@ class Mirror:
         if once and self._problems:
             raise Unreachable("; ".join(self._problems))
         ends = {one.source: one.source_end for one in self._queues} if once else None
-        try:
+        with without_group():
             async with asyncio.TaskGroup() as tasks:
                 report = tasks.create_task(self._report(on_report, report_interval_s))
                 while not await self._copy(ends, progress_interval_s):
                     log.info("a topic has other queues now: beginning again")
                     await self._begin_again(once=once)
                 report.cancel()
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
         for group_mirror in self._group_mirrors:
             await group_mirror.translate(self._queues)
         return self._reported(0.0)

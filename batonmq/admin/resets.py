@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from baton.common.v1 import error_pb2, queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
-from batonmq._common.aio import first_error
+from batonmq._common.aio import without_group
 from batonmq._common.rpc import error_from_pb
 from batonmq._core.queues import QueueRef
 from batonmq._core.reset_targets import (
@@ -324,11 +324,9 @@ class Resets:
             async with turns:
                 return await queries.offset_at(queue, unix_ms)
 
-        try:
+        with without_group():
             async with asyncio.TaskGroup() as tasks:
                 calls = {queue: tasks.create_task(find(queue)) for queue in queues}
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
         return {queue: task.result() for queue, task in calls.items()}
 
 

@@ -8,7 +8,7 @@ from random import Random
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from batonmq._common.aio import only_error
+from batonmq._common.aio import without_group
 from batonmq._common.backoff import Backoff
 from batonmq.errors import Overloaded
 from batonmq_server.runtime.etcd.session import Compare, KeyValue
@@ -63,10 +63,7 @@ async def run_concurrently(calls: Sequence[Callable[[], Awaitable[Result]]]) -> 
     async def run(call: Callable[[], Awaitable[Result]]) -> Result:
         return await call()
 
-    try:
+    with without_group():
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(run(call)) for call in calls]
-    except BaseExceptionGroup as group:
-        error = only_error(group)
-        raise (error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error) from None
     return [task.result() for task in running]

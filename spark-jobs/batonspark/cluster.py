@@ -18,7 +18,7 @@ import grpc.aio
 
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
-from batonmq._common.aio import only_error
+from batonmq._common.aio import without_group
 from batonmq._common.rpc import error_from_pb
 from batonmq._connection.routes import query_route, queues_of
 from batonmq._core.queues import QueueRef
@@ -76,10 +76,8 @@ class LoopThread:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`; of a group of errors raise the first one alone."""
-        try:
+        with without_group():
             return self.submit(work).result()
-        except BaseExceptionGroup as group:
-            raise only_error(group) from None
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.storage.v1.schedule_service_pb2 import ScheduleItem
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import (
     BatchBuilder,
@@ -42,7 +43,12 @@ from batonmq.admin._backup_batches import (
     split_batches,
     without_stamp,
 )
-from batonmq.admin._backup_plan import find_excess, map_queues, restored_progress
+from batonmq.admin._backup_plan import (
+    find_excess,
+    map_queues,
+    restored_progress,
+    scheduled_queue,
+)
 from batonmq.admin.backup_manifest import (
     backup_file,
     check_content,
@@ -50,6 +56,7 @@ from batonmq.admin.backup_manifest import (
     encode_manifest,
     manifest_name,
 )
+from batonmq.admin.backup_restorer import scheduled_requests
 from batonmq.errors import BadChecksum, DataLoss, InvalidArgument
 
 A0, A1, B0 = QueueRef("t", "a", 0), QueueRef("t", "a", 1), QueueRef("t", "b", 0)
@@ -160,6 +167,20 @@ def test_queue_keeps_its_broker_where_it_can() -> None:
     assert map_queues([A0, A1], present) == {A0: A0, A1: B0}
     with pytest.raises(InvalidArgument, match="topic t has 1 queues, the backup has 2"):
         map_queues([A0, A1], {"t": (A0,)})
+
+
+def test_scheduled_message_of_a_removed_queue_goes_to_another_one() -> None:
+    mapping = {A0: B0, A1: A1}
+    assert scheduled_queue("t", "a", 1, mapping) == A1
+    assert scheduled_queue("t", "a", 2, mapping) == B0
+    assert scheduled_queue("t", "gone", 3, mapping) == A1
+    assert scheduled_queue("u", "a", 0, mapping) is None
+
+
+def test_request_of_scheduled_messages_has_a_limited_size() -> None:
+    items = [ScheduleItem(batch=bytes(3 * 1024 * 1024)) for _ in range(5)]
+    assert [len(part) for part in scheduled_requests(items)] == [3, 2]
+    assert [len(part) for part in scheduled_requests([ScheduleItem()] * 600)] == [512, 88]
 
 
 def test_progress_beyond_the_messages_is_found() -> None:

@@ -10,7 +10,7 @@ import gc
 
 import pytest
 
-from batonmq._common.aio import first_error, only_error, unless, wait_until
+from batonmq._common.aio import only_error, unless, wait_until, without_group
 from batonmq.errors import Held
 
 
@@ -144,7 +144,8 @@ def test_only_error_returns_a_group_of_several_errors() -> None:
     assert only_error(ExceptionGroup("outer", [group])) is group
 
 
-def test_first_error_of_several_errors_in_nested_groups_is_the_first_one() -> None:
+def test_first_error_of_a_task_group_is_raised_without_the_group() -> None:
     first = ValueError("x")
-    group = ExceptionGroup("both", [ExceptionGroup("inner", [first]), KeyError("y")])
-    assert first_error(ExceptionGroup("outer", [group])) is first
+    with pytest.raises(ValueError, match="x") as raised, without_group():
+        raise ExceptionGroup("outer", [ExceptionGroup("inner", [first, KeyError("y")])])
+    assert raised.value is first
