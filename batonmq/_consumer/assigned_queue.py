@@ -70,6 +70,8 @@ class AssignedQueue:
             way began; empty for none. A frame that another set has recorded is not used then.
         acks_travel: Whether acks travel with the credit of the delivery under way, and are recorded
             before anything beyond the span is sent.
+        blocked_offset: The offset whose acknowledgement makes room in the span, if it is full and
+            acks travel; else -1.
         credit_due_at: The storage node gets more credit once only so many messages wait; -1: other
             events decide.
         buffer: Messages that wait for a handler.
@@ -102,7 +104,7 @@ class AssignedQueue:
         if session.settings.order == "key":
             self.buffer = self.keyed = KeyedBuffer(session.budget)
         self.flow: FlowReason | None = None
-        self.acks_travel, self.credit_due_at = False, -1
+        self.acks_travel, self.blocked_offset, self.credit_due_at = False, -1, -1
         self.paused = ref in session.paused
         self.commit_waiters = CommitWaiters()
         self.on_work_dropped: Callable[[], None] = lambda: None
@@ -263,12 +265,21 @@ class AssignedQueue:
         return ranges
 
     def note_unconfirmed(self, progress: QueueProgress) -> None:
-        """Ask for a commit if many acks wait for one."""
+        """See that acks go to offsets if many of them wait."""
         if not self.acks_travel:
             self._session.note_unconfirmed(progress.unconfirmed_count)
+        elif self.acks_are_due(progress):
+            self.wakeup.notify()
+
+    def acks_are_due(self, progress: QueueProgress) -> bool:
+        """Whether so many acks wait that they are worth a credit."""
+        return 8 * progress.unstated_count >= 7 * self._session.limits.span_max
 
     def _finish(self, progress: QueueProgress, first: int, end: int) -> None:
         progress.finish(first, end)
+        if first <= self.blocked_offset < end:
+            self.blocked_offset = -1
+            self.wakeup.notify()
         if self.keyed is not None and self.keyed.finish_range(first, end):
             self.notify_arrived()
 

@@ -239,9 +239,10 @@ class Consumer:
     def flow(self) -> dict[QueueRef, FlowReason]:
         """The queues that are not pulled now because of a flow limit, and the limit.
 
-        `count`: `buffer_messages_max` messages of the queue wait, or as many as `span_max` allows.
-        `bytes`: `buffer_bytes_max` bytes of all queues wait. `span`: a message is not acknowledged,
-        some behind it are, and `span_max` offsets behind it were received. `paused`: by `pause`.
+        `count`: `buffer_messages_max` messages of the queue wait, or as many as `span_max` allows
+        wait or are in handlers. `bytes`: `buffer_bytes_max` bytes of all queues wait. `span`: a
+        message is not acknowledged, and `span_max` offsets behind it were received, of which some
+        are handled or filtered. `paused`: by `pause`.
         """
         return {ref: queue.flow for ref, queue in self._queues.items() if queue.flow is not None}
 

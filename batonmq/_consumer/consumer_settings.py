@@ -59,8 +59,9 @@ class ConsumerSettings:
             most. After a crash, at most so many messages of a queue are delivered again.
         commit_interval_ms: Acks are committed at least this often, and sooner when a quarter of
             `span_max` waits.
-        commit_on_pull: Whether acks also travel with requests for more messages. That saves the
-            sooner commits; a queue that is read from a follower has one when three quarters wait.
+        commit_on_pull: Whether acks also travel with requests for more messages, in a group with
+            ownership. That saves the sooner commits, except of a queue that is read from a
+            follower: it has one when three quarters wait.
         keep_alive_ms: How often the leases of the queues are renewed.
         drain_timeout_ms: How long running handlers may take when a queue is revoked or the consumer
             closes. Messages that are not handled by then are delivered again, with `redelivered`

@@ -149,10 +149,9 @@ class QueuePuller:
         assert progress is not None
         node_id, broker = self._reader.node_id, queue.ref.broker
         stream = await self._streams.of(broker, node_id)
-        delivery = QueueDelivery(stream, node_id, session.limits.messages_max, queue.wakeup.notify)
+        delivery = QueueDelivery(stream, node_id, self._window(), queue.wakeup.notify)
         queue.stated_set = ""
-        messages_room, bytes_room = self._room(self._span(progress))
-        delivery.credit.offer(messages_room, bytes_room, idle=True)
+        delivery.credit.offer(*self._room(delivery.credit, self._span(progress)), idle=True)
         credit, statement = self._state(progress, delivery.credit)
         delivery.begin(
             self._request(progress),
@@ -173,7 +172,7 @@ class QueuePuller:
             if delivery.error is not None:
                 raise delivery.error
         finally:
-            queue.acks_travel, queue.credit_due_at = False, -1
+            queue.acks_travel, queue.blocked_offset, queue.credit_due_at = False, -1, -1
             delivery.stop()
 
     def _receive_frame(
@@ -204,7 +203,7 @@ class QueuePuller:
         if frame.last or answer.next_node_id != delivery.node_id:
             delivery.end()
         elif not delivery.node_id:
-            queue.acks_travel = queue.with_ownership and session.settings.commit_on_pull
+            queue.acks_travel = self._states_acks
         if not received:
             return
         if not queue.may_start():
@@ -236,14 +235,29 @@ class QueuePuller:
         # Else the group has moved since; the new set has no record of it.
         return not recorded_by or queue.stated_set in ("", recorded_by)
 
-    def _room(self, span: int) -> tuple[int, int]:
+    @property
+    def _states_acks(self) -> bool:
+        """Whether acks are stated with credit."""
+        return self._queue.with_ownership and self._session.settings.commit_on_pull
+
+    def _window(self) -> int:
+        """Return the window of the next delivery.
+
+        If acks do not travel, messages that wait and acks that are not confirmed share the span.
+        """
+        limits = self._session.limits
+        if self._states_acks and not self._reader.node_id:
+            return limits.messages_max
+        return min(limits.messages_max, max(1, limits.span_max // 2))
+
+    def _room(self, credit: DeliveryCredit, span: int) -> tuple[int, int]:
         """Return the messages and the bytes that there is room for.
 
         Args:
             span: The offsets that count in `span_max`.
         """
         session, queue = self._session, self._queue
-        waiting_room = session.limits.messages_max - len(queue.buffer)
+        waiting_room = credit.window - len(queue.buffer)
         messages = max(0, min(waiting_room, session.limits.span_max - span))
         return messages, 0 if queue.buffer.waiting_bytes.blocked else session.budget.share()
 
@@ -254,15 +268,19 @@ class QueuePuller:
             return
         span = self._span(progress)
         queue.flow = self._flow_reason(progress, span)
+        full = queue.acks_travel and span >= session.limits.span_max
+        queue.blocked_offset = progress.next_offset - span if full else -1
         self._ask_for_room()
-        queues = session.budget.waiting_count
-        if credit.offer(*self._room(span), idle=not queue.buffer.ready, queues=queues):
+        queues, room = session.budget.waiting_count, self._room(credit, span)
+        acks_due = queue.acks_travel and queue.acks_are_due(progress)
+        idle = not queue.buffer.ready
+        if credit.offer(*room, idle=idle, queues=queues, acks_due=acks_due):
             delivery.raise_credit(*self._state(progress, credit))
         queue.credit_due_at = credit.due_at(queues)
 
     def _ask_for_room(self) -> None:
         session, queue = self._session, self._queue
-        if queue.flow == "span":
+        if queue.flow == "span" and not queue.acks_travel:
             session.commit_soon.set()
         if queue.flow == "bytes":
             session.waiting_for_room[queue.wakeup] = None
@@ -287,6 +305,7 @@ class QueuePuller:
         """Return a credit with what this consumer states now: its acks, its position, its epoch."""
         session, queue, epochs = self._session, self._queue, self._session.epochs
         acks = self._acks_to_send(progress)
+        progress.unstated_count = 0
         statement = Statement(credit.number, session.clock.monotonic_ms(), acks, epochs.newest)
         return (
             pb.DeliveryCredit(
@@ -339,8 +358,7 @@ class QueuePuller:
         restore_original(message, self._session.group)
 
     def _acks_to_send(self, progress: QueueProgress) -> Acks | None:
-        wanted = self._queue.with_ownership and self._session.settings.commit_on_pull
-        return progress.acks() if wanted and progress.dirty else None
+        return progress.acks() if self._states_acks and progress.dirty else None
 
     def _note_readable(self, error: BatonError | None) -> None:
         """Log when the topic stops to give messages, and when it gives messages again."""

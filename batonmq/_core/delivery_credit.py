@@ -19,12 +19,13 @@ class DeliveryCredit:
         messages_window: Messages of the queue that may wait in the client.
 
     Attributes:
+        window: See above.
         number: Number of the newest credit; 0 before the first.
         messages_limit, bytes_limit: Its limits.
     """
 
     def __init__(self, messages_window: int) -> None:
-        self._window = messages_window
+        self.window = messages_window
         self.number = self.messages_limit = self.bytes_limit = 0
         self._messages_received = self._bytes_received = 0
 
@@ -37,14 +38,23 @@ class DeliveryCredit:
         """Note what the node has sent since the start, as its newest frame says."""
         self._messages_received, self._bytes_received = messages_sent, bytes_sent
 
-    def offer(self, messages_room: int, bytes_room: int, *, idle: bool, queues: int = 1) -> bool:
-        """Raise the limits if it is worth a call; return whether they were raised.
+    def offer(
+        self,
+        messages_room: int,
+        bytes_room: int,
+        *,
+        idle: bool,
+        queues: int = 1,
+        acks_due: bool = False,
+    ) -> bool:
+        """Raise the limits if it is worth a call; return whether to send a credit.
 
         Args:
             messages_room: Messages that the client has room for, without those that wait.
             bytes_room: Bytes that it has room for; 0 if it has to wait for room.
             idle: Whether no message waits for a handler, so that any credit is worth a call.
             queues: Queues of the client with messages that wait.
+            acks_due: Whether so many acks wait that they are worth a call.
         """
         messages = max(self.messages_limit, self._messages_received + messages_room)
         size = max(self.bytes_limit, self._bytes_received + bytes_room)
@@ -53,6 +63,7 @@ class DeliveryCredit:
             more_messages >= self._step(queues)
             or 2 * more_bytes >= bytes_room > 0
             or (idle and self.messages_left <= 0 < more_messages)
+            or acks_due
         )
         if self.number and not due:
             return False
@@ -62,8 +73,8 @@ class DeliveryCredit:
 
     def due_at(self, queues: int = 1) -> int:
         """Return the number of waiting messages at which more credit is worth a call."""
-        return self._window - self.messages_left - self._step(queues)
+        return self.window - self.messages_left - self._step(queues)
 
     def _step(self, queues: int) -> int:
-        waiting = self._window // min(max(2, queues), QUEUES_MAX)
-        return max(1, self._window - waiting)
+        waiting = self.window // min(max(2, queues), QUEUES_MAX)
+        return max(1, self.window - waiting)

@@ -58,6 +58,10 @@ class QueueProgress:
         dropped: Offsets that the request for this token claimed, and whose handlers gave up since.
             offsets does not know that they were started and are not being handled. They are
             delivered again under this token.
+
+    Attributes:
+        unconfirmed_count: Offsets that were handled or filtered since offsets confirmed acks.
+        unstated_count: Those since acks were stated with a credit; the caller sets it to 0.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class QueueProgress:
         self._confirmed = Acks(start.committed, tuple(normalize(start.acked)))
         self._claimed: Sequence[Range] = ()
         self._version = 1 if finished else 0
-        self.unconfirmed_count = 0
+        self.unconfirmed_count = self.unstated_count = 0
 
     @property
     def committed(self) -> int:
@@ -164,7 +168,7 @@ class QueueProgress:
             else:
                 self._waiting.append((first, end))
             received_count -= end - first
-        self.unconfirmed_count += received_count
+        self._note_handled(received_count)
         self.next_offset = next_offset
         self._ahead = [run for run in self._ahead if run[1] > next_offset]
         self._version += 1
@@ -208,7 +212,7 @@ class QueueProgress:
                 self._dropped.difference_update(range(begin, stop))
             if stop > self.next_offset:
                 self._ahead = normalize([*self._ahead, (max(begin, self.next_offset), stop)])
-            self.unconfirmed_count += stop - begin
+            self._note_handled(stop - begin)
         if ended:
             self._version += 1
         return sum(stop - begin for begin, stop in ended)
@@ -225,6 +229,10 @@ class QueueProgress:
         comes_again = offset >= self.next_offset
         (self._dropped if comes_again else self._given_up).add(offset)
         return comes_again
+
+    def _note_handled(self, count: int) -> None:
+        self.unconfirmed_count += count
+        self.unstated_count += count
 
     def _end(self, first: int, end: int) -> Sequence[Range]:
         """Remove the running offsets of [first, end), and return them."""

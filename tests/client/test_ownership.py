@@ -475,6 +475,45 @@ async def test_credit_counts_on_the_acks_that_travel_with_it() -> None:
         assert credit.messages_limit <= stated + 4
 
 
+async def test_messages_in_handlers_that_fill_the_span_make_room_when_they_end() -> None:
+    few: dict[str, Any] = {"pull_messages_max": 4, "buffer_messages_max": 4, "span_max": 4}
+    few |= {"queue_concurrency": 4, "commit_interval_ms": 3_600_000}
+    async with twins(1) as at, running_consumer(at, **few) as running:
+        for begin in range(0, 20, 4):
+            running.gate.clear()
+            at.storage.send(0, *map(str, range(begin, begin + 4)))
+            at.nameserver.assign("a", [0])
+            await until(lambda count=begin + 4: len(running.started) == count)  # type: ignore[misc]
+            await until(lambda: list(running.consumer.flow.values()) == ["count"])
+            running.gate.set()
+            await until(lambda count=begin + 4: len(running.ended) == count)  # type: ignore[misc]
+        assert at.offsets.commits == []
+
+
+async def test_acks_of_filtered_messages_travel_with_credit() -> None:
+    few: dict[str, Any] = {"pull_messages_max": 2, "span_max": 8, "commit_interval_ms": 3_600_000}
+    async with twins(1) as at, running_consumer(at, expression="b", **few):
+        at.nameserver.assign("a", [0])
+        await wait_for_held_pulls(at, 0)
+        for count in range(20, 120, 20):
+            credits_before = len(at.storage.credits)
+            at.storage.send(0, *(["a:"] * 20))
+            await until(lambda before=credits_before: len(at.storage.credits) > before)  # type: ignore[misc]
+            await until(lambda end=count: at.storage.pulls[-1].offset == end)  # type: ignore[misc]
+        assert at.committed(0) >= 60
+        assert at.offsets.commits == []
+
+
+@pytest.mark.parametrize(("commit_on_pull", "window"), [(True, 2_000), (False, 1_000)])
+async def test_window_leaves_room_for_acks_that_do_not_travel(
+    commit_on_pull: bool, window: int
+) -> None:
+    async with twins(1) as at, running_consumer(at, commit_on_pull=commit_on_pull):
+        at.nameserver.assign("a", [0])
+        await wait_for_held_pulls(at, 0)
+        assert at.storage.credits[0].messages_limit == window
+
+
 async def test_first_credit_of_a_delivery_counts_on_confirmed_acks_only() -> None:
     """The node may be a follower, which takes no acks."""
     few: dict[str, Any] = {"pull_messages_max": 4, "buffer_messages_max": 4, "span_max": 4}
