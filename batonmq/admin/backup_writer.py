@@ -249,8 +249,9 @@ class BackupWriter:
 
         All brokers with queues are asked, also one that is not registered while it starts again.
         """
+        brokers = {queue.broker for topic in topics for queue in topic.queues}
         waiting: dict[str, dict[ScheduledKey, bytes]] = defaultdict(dict)
-        for broker in sorted({queue.broker for topic in topics for queue in topic.queues}):
+        for broker in sorted(brokers | set(await self._admin.directory.brokers())):
             position = 0
             while True:
                 request = schedule_pb.ListScheduledRequest(position=position)
