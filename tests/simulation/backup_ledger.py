@@ -112,7 +112,7 @@ class BackupRun(RunRecord):
 
     Attributes:
         sent: What was sent, by number; the body of a message is its number.
-        booked: Numbers whose transactions are to be committed.
+        to_commit: Numbers whose transactions a check commits.
         handled: Numbers that were handled at the first cluster, by group.
         again: Places at the second cluster whose messages were delivered, by group.
         handled_again: Numbers that were handled there, by group.
@@ -124,7 +124,7 @@ class BackupRun(RunRecord):
     """
 
     sent: dict[int, Sending] = field(default_factory=dict)
-    booked: set[int] = field(default_factory=set)
+    to_commit: set[int] = field(default_factory=set)
     handled: dict[str, set[int]] = field(default_factory=dict)
     again: dict[str, Counter[Place]] = field(default_factory=dict)
     handled_again: dict[str, set[int]] = field(default_factory=dict)
@@ -137,8 +137,8 @@ class BackupRun(RunRecord):
 
     def state_of(self, pending: PendingTransaction) -> TransactionState:
         """Answer a check of a transaction."""
-        booked = int(pending.message.body) in self.booked
-        return TransactionState.COMMIT if booked else TransactionState.ROLLBACK
+        commits = int(pending.message.body) in self.to_commit
+        return TransactionState.COMMIT if commits else TransactionState.ROLLBACK
 
     # ---- a snapshot, compared with the cluster
 

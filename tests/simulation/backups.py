@@ -83,7 +83,7 @@ STORAGE: Mapping[str, object] = {
 
 
 class Refused(Exception):
-    """A number that is not booked."""
+    """The transaction is rolled back."""
 
 
 def play_backups(seed: str, *, replicated: bool = False) -> BackupRun:
@@ -225,7 +225,7 @@ class _FirstCluster:
                     if draws.random() < 0.2:
                         sending.unwanted = True
                         raise Refused
-                    run.booked.add(number)
+                    run.to_commit.add(number)
                     sending.doubtful = False
                 assert tx.receipt is not None
                 sending.stored(tx.receipt.queue, tx.receipt.offset)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.simulation import broken_backups as broken
 from tests.simulation.backups import play_backups
+from tests.simulation.mutant_search import assert_found
 from tests.simulation.seeds import SEEDS, each_bunch
 from tests.support.run_counts import note_runs
 
@@ -103,9 +104,8 @@ def test_mutant_of_backups_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_it(monkeypatch)
-    for number in range(MUTANT_SEEDS):
-        run = play_backups(f"{break_it.__name__}/{number}", replicated=replicated)
-        if run.violations:
-            break
-    found = {violation.partition(":")[0] for violation in run.violations}
-    assert found & rules, f"{break_it.__name__}: {run.violations[:5]}"
+    name = break_it.__name__
+    runs = (
+        play_backups(f"{name}/{number}", replicated=replicated) for number in range(MUTANT_SEEDS)
+    )
+    assert_found(rules, runs)

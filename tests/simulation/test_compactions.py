@@ -29,6 +29,7 @@ from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.replica import StorageReplica
 from batonmq_server.storage.validation import ParsedPull
 from tests.simulation.compactions import play_compactions
+from tests.simulation.mutant_search import assert_found
 from tests.simulation.seeds import SEEDS, each_bunch
 from tests.support.run_counts import note_runs
 
@@ -197,9 +198,9 @@ def test_mutant_of_compaction_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_it(monkeypatch)
-    for number in range(MUTANT_SEEDS):
-        run = play_compactions(f"{break_it.__name__}/{number}", replicated=replicated)
-        if run.violations:
-            break
-    broken = {violation.partition(":")[0] for violation in run.violations}
-    assert broken & rules, f"{break_it.__name__}: {run.violations[:5]}"
+    name = break_it.__name__
+    runs = (
+        play_compactions(f"{name}/{number}", replicated=replicated)
+        for number in range(MUTANT_SEEDS)
+    )
+    assert_found(rules, runs)

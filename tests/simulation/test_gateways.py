@@ -20,6 +20,7 @@ from batonmq_server.gateway.clients import RemoteClients
 from batonmq_server.gateway.core.message_leases import LeaseState, MessageLease, QueueLeases
 from batonmq_server.gateway.group_consumer import GroupConsumer
 from tests.simulation.gateways import play_gateways
+from tests.simulation.mutant_search import assert_found
 from tests.simulation.seeds import SEEDS, each_bunch
 from tests.support.run_counts import note_runs
 
@@ -166,10 +167,6 @@ def test_mutant_of_the_gateway_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_it(monkeypatch)
-    for number in range(MUTANT_SEEDS):
-        violations = play_gateways(f"{break_it.__name__}/{number}").violations
-        if violations:
-            break
-    broken = {violation.partition(":")[0] for violation in violations}
-    assert broken & rules, f"{break_it.__name__}: {violations[:5]}"
-    print(f"{break_it.__name__}: run {number} breaks {sorted(broken)}")
+    name = break_it.__name__
+    runs = (play_gateways(f"{name}/{number}") for number in range(MUTANT_SEEDS))
+    assert_found(rules, runs)

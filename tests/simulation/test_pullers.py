@@ -20,6 +20,7 @@ from batonmq._consumer.reader_calls import ReaderCalls, ReadProgress
 from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, GroupNotFound
 from batonmq_server.runtime.group_gates import GroupGate, GroupGates
+from tests.simulation.mutant_search import assert_found
 from tests.simulation.pullers import play_pullers
 from tests.simulation.seeds import SEEDS, each_bunch
 from tests.support.run_counts import note_runs
@@ -157,9 +158,9 @@ def test_mutant_of_pullers_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_it(monkeypatch)
-    for number in range(MUTANT_SEEDS):
-        run = play_pullers(f"{break_it.__name__}/{number}", replicated=number % 2 == 1)
-        if run.violations:
-            break
-    broken = {violation.partition(":")[0] for violation in run.violations}
-    assert broken & rules, f"{break_it.__name__}: {run.violations[:5]}"
+    name = break_it.__name__
+    runs = (
+        play_pullers(f"{name}/{number}", replicated=number % 2 == 1)
+        for number in range(MUTANT_SEEDS)
+    )
+    assert_found(rules, runs)

@@ -17,6 +17,7 @@ import pytest
 from batonmq._consumer.reply_sender import ReplySender
 from batonmq._producer.requester import Requester
 from batonmq_server.storage.core.reply_inboxes import ReplyInboxes, ReplyStatus
+from tests.simulation.mutant_search import assert_found
 from tests.simulation.requests import play_requests
 from tests.simulation.seeds import SEEDS, each_bunch
 from tests.support.run_counts import note_runs
@@ -114,9 +115,6 @@ def test_mutant_of_requests_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_it(monkeypatch)
-    for number in range(MUTANT_SEEDS):
-        run = play_requests(f"{break_it.__name__}/{number}")
-        if run.violations:
-            break
-    broken = {violation.partition(":")[0] for violation in run.violations}
-    assert broken & rules, f"{break_it.__name__}: {run.violations[:5]}"
+    name = break_it.__name__
+    runs = (play_requests(f"{name}/{number}") for number in range(MUTANT_SEEDS))
+    assert_found(rules, runs)

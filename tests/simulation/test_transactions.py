@@ -21,6 +21,7 @@ from batonmq_server.storage.core.check_streams import CheckStreams
 from batonmq_server.storage.core.transactions import Outcome
 from batonmq_server.storage.transaction_checker import TransactionChecker
 from tests.simulation.broken_storage_replicas import ack_before_replicate
+from tests.simulation.mutant_search import assert_found
 from tests.simulation.seeds import SEEDS, each_bunch
 from tests.simulation.transactions import INTERVAL_MS, play_transactions
 from tests.support.run_counts import note_runs
@@ -200,7 +201,11 @@ def test_mutant_of_transactions_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_it(monkeypatch)
-    assert_found(break_it.__name__, rules, replicated=False)
+    name = break_it.__name__
+    runs = (
+        play_transactions(f"{name}/{number}", replicated=False) for number in range(MUTANT_SEEDS)
+    )
+    assert_found(rules, runs)
 
 
 @pytest.mark.long
@@ -213,14 +218,8 @@ def test_mutant_of_transactions_is_found_while_followers_take_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_it(monkeypatch)
-    assert_found(break_it.__name__, rules, replicated=True)
-
-
-def assert_found(name: str, rules: set[str], *, replicated: bool) -> None:
-    """Play runs from the beginning until one breaks a promise; it must be one of `rules`."""
-    for number in range(MUTANT_SEEDS):
-        run = play_transactions(f"{name}/{number}", replicated=replicated)
-        if run.violations:
-            break
-    broken = {violation.partition(":")[0] for violation in run.violations}
-    assert broken & rules, f"{name}: {run.violations[:5]}"
+    name = break_it.__name__
+    runs = (
+        play_transactions(f"{name}/{number}", replicated=True) for number in range(MUTANT_SEEDS)
+    )
+    assert_found(rules, runs)

@@ -15,6 +15,7 @@ import pytest
 
 from batonmq._consumer import transformer
 from batonmq_server.storage.core.outputs import OutputTable, SourceOutputs
+from tests.simulation.mutant_search import assert_found
 from tests.simulation.seeds import SEEDS, each_bunch
 from tests.simulation.transforms import play_transforms
 from tests.support.run_counts import note_runs
@@ -106,9 +107,6 @@ def test_mutant_of_transforms_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_it(monkeypatch)
-    for number in range(MUTANT_SEEDS):
-        run = play_transforms(f"{break_it.__name__}/{number}")
-        if run.violations:
-            break
-    broken = {violation.partition(":")[0] for violation in run.violations}
-    assert broken & rules, f"{break_it.__name__}: {run.violations[:5]}"
+    name = break_it.__name__
+    runs = (play_transforms(f"{name}/{number}") for number in range(MUTANT_SEEDS))
+    assert_found(rules, runs)
