@@ -70,8 +70,8 @@ class AssignedQueue:
             way began; empty for none. A frame that another set has recorded is not used then.
         acks_travel: Whether acks travel with the credit of the delivery under way, and are recorded
             before anything beyond the span is sent.
-        blocked_offset: The offset whose acknowledgement makes room in the span, if it is full and
-            acks travel; else -1.
+        blocked_offset: The lowest offset that is not handled, if the span is full and acks travel:
+            there is room as soon as it is handled. Otherwise -1.
         credit_due_at: The storage node gets more credit once only so many messages wait; -1: other
             events decide.
         buffer: Messages that wait for a handler.
