@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
-_Job = tuple[Future[Any], Callable[[], Any]]
+_Return = Callable[[Any, BaseException | None], None]
 
 
 class DaemonThreads:
@@ -23,39 +26,117 @@ class DaemonThreads:
 
     def __init__(self, name: str) -> None:
         self._name, self._count = name, 0
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._free = threading.Semaphore(0)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Run `call` in a thread. Not thread-safe: only one thread may submit."""
         future = Future[T]()
-        self._jobs.put((future, call))
-        if not self._free.acquire(blocking=False):
-            self._count += 1
-            name = f"{self._name}_{self._count}"
-            threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._start(partial(self._run_for_future, future, call))
         return future
+
+    def begin(self, call: Callable[[], T]) -> ThreadCall[T]:
+        """Run `call` in a thread, for the running event loop.
+
+        This costs the loop one step when the call returns; a future of `submit` costs it three.
+        """
+        begun = ThreadCall[T]()
+        self._start(partial(self._run, call, begun.returned))
+        return begun
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run `call` in a thread and wait until it has returned, even if cancelled meanwhile.
+
+        An error that `call` raises after the cancellation is lost.
+        """
+        begun = self.begin(call)
+        try:
+            return await begun.result()
+        except asyncio.CancelledError:
+            while not begun.ended:
+                with suppress(asyncio.CancelledError):
+                    await begun.wait()
+            raise
 
     def close(self) -> None:
         """End each thread after its current call. No call may be submitted afterwards."""
         for _ in range(self._count):
             self._jobs.put(None)
 
+    def _start(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+        if not self._free.acquire(blocking=False):
+            self._count += 1
+            name = f"{self._name}_{self._count}"
+            threading.Thread(target=self._work, name=name, daemon=True).start()
+
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._run(*job)
+            job()
             del job  # frees what the call refers to while the thread waits
 
-    def _run(self, future: Future[Any], call: Callable[[], Any]) -> None:
-        """Mark the thread free before setting the result: the waiter may submit the next call."""
-        if not future.set_running_or_notify_cancel():
-            self._free.release()
-            return
-        try:
-            result = call()
-        except BaseException as error:  # noqa: BLE001  raised by the future
-            self._free.release()
-            future.set_exception(error)
+    def _run_for_future(self, future: Future[Any], call: Callable[[], Any]) -> None:
+        if future.set_running_or_notify_cancel():
+            self._run(call, partial(_settle, future))
         else:
             self._free.release()
-            future.set_result(result)
+
+    def _run(self, call: Callable[[], Any], returned: _Return) -> None:
+        """Mark the thread free before returning the result: the waiter may submit the next call."""
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001  raised where the result is awaited
+            self._free.release()
+            returned(None, error)
+        else:
+            self._free.release()
+            returned(result, None)
+
+
+class ThreadCall(Generic[T]):
+    """A call that runs in a thread. It goes on if a task that waits for it is cancelled.
+
+    Attributes:
+        ended: Whether the call has returned.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[asyncio.Future[None]] = []
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self.ended = False
+
+    async def wait(self) -> None:
+        """Wait until the call has returned."""
+        if not self.ended:
+            waiting = self._loop.create_future()
+            self._waiting.append(waiting)
+            await waiting
+
+    async def result(self) -> T:
+        """Wait until the call has returned; return its result or raise its error."""
+        await self.wait()
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._result)
+
+    def returned(self, result: T | None, error: BaseException | None) -> None:
+        """Take the result or the error, in the thread of the call."""
+        self._result, self._error = result, error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self.ended = True
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
+        self._waiting.clear()
+
+
+def _settle(future: Future[Any], result: Any, error: BaseException | None) -> None:
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

@@ -21,6 +21,7 @@ from types import TracebackType
 
 import lmdb
 
+from batonmq._common.threads import DaemonThreads, ThreadCall
 from batonmq.errors import DataLoss, DiskFull
 from batonmq_server.offsets.core.change_log import Entry
 from batonmq_server.offsets.newest_position import (
@@ -40,6 +41,7 @@ MAP_BYTES_MIN = 1 << 30
 """Initial size of the address space, not of memory or disk; doubled when it is used up."""
 FREE_BYTES_MIN = 64 << 20
 """Space that `write` leaves free on the disk, so that it never fails half-way."""
+_THREADS = DaemonThreads("disk")
 
 
 class DataDirInUse(Exception):
@@ -90,7 +92,7 @@ class LmdbDisk:
             os.close(self._lock_file)
             raise
         self._lock = threading.Lock()
-        self._in_progress: set[asyncio.Future[None]] = set()
+        self._in_progress: list[ThreadCall[None]] = []
         self._closed = False
         self._free_bytes_min = free_bytes_min
         self._free_bytes = partial(free_bytes, folder)
@@ -180,19 +182,14 @@ class LmdbDisk:
 
     async def wait_idle(self) -> None:
         """Return when no write is in progress, including those of cancelled callers."""
-        while self._in_progress:
-            await asyncio.wait(self._in_progress)
+        while running := [call for call in self._in_progress if not call.ended]:
+            await running[0].wait()
 
     async def _in_thread(self, write: Callable[[], None]) -> None:
-        job = asyncio.get_running_loop().run_in_executor(None, write)
-        self._in_progress.add(job)
-        job.add_done_callback(self._ended)
-        await asyncio.shield(job)
-
-    def _ended(self, job: asyncio.Future[None]) -> None:
-        self._in_progress.discard(job)
-        if (error := job.exception()) is not None:  # its caller may be cancelled
-            log.debug("write failed error=%s", error)
+        call = _THREADS.begin(write)
+        self._in_progress = [one for one in self._in_progress if not one.ended]
+        self._in_progress.append(call)
+        await call.result()
 
     def check_room(self) -> None:
         """Return if `write` has enough room; asks the kernel and reads nothing from disk.

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from batonmq._common.threads import DaemonThreads
 from batonmq.errors import NotServing
 from batonmq_server.runtime.descriptor_shortage import is_shortage
 from batonmq_server.storage.core.commitlog import UnsyncedFiles
@@ -21,6 +22,7 @@ from batonmq_server.storage.node import StorageNode
 log = logging.getLogger(__name__)
 
 SHORTAGE_PAUSE_S = 1.0
+_THREADS = DaemonThreads("disk")
 InThread = Callable[[Callable[[Any], None], Any], Awaitable[None]]
 
 
@@ -30,14 +32,7 @@ async def in_thread(call: Callable[[Any], None], argument: Any) -> None:
     So the thread never works on a file that the caller has closed. An error that `call` raises
     after the cancellation is lost.
     """
-    job = asyncio.get_running_loop().run_in_executor(None, call, argument)
-    try:
-        await asyncio.shield(job)
-    except asyncio.CancelledError:
-        while not job.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([job])
-        raise
+    await _THREADS.run(partial(call, argument))
 
 
 def waiting_for_descriptors(in_thread: InThread, on_shortage: Callable[[], None]) -> InThread:

@@ -1,10 +1,12 @@
-"""Goal: calls run in reused daemon threads, and a call that hangs delays no other.
+"""Goal: calls run in reused daemon threads, and a call that hangs delays no other. A call goes on when
+the task that waits for it is cancelled.
 
 Method: real threads, blocked by events.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
@@ -41,5 +43,58 @@ def test_error_of_a_call_is_raised_by_its_future(error: type[BaseException]) -> 
     threads = DaemonThreads("t")
     with pytest.raises(error, match="bad"):
         threads.submit(fail).result(TIMEOUT_S)
+    assert threads.submit(lambda: 7).result(TIMEOUT_S) == 7
+    threads.close()
+
+
+async def test_result_or_error_of_a_begun_call_is_awaited() -> None:
+    def fail() -> None:
+        raise ValueError("bad")
+
+    threads = DaemonThreads("t")
+    assert await threads.begin(lambda: 7).result() == 7
+    assert await threads.run(lambda: 8) == 8
+    with pytest.raises(ValueError, match="bad"):
+        await threads.run(fail)
+    threads.close()
+
+
+async def test_begun_call_goes_on_when_its_waiter_is_cancelled() -> None:
+    threads, go_on = DaemonThreads("t"), threading.Event()
+    call = threads.begin(lambda: go_on.wait(TIMEOUT_S))
+    waiting = asyncio.create_task(call.result())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not call.ended
+    go_on.set()
+    await call.wait()
+    assert call.ended
+    threads.close()
+
+
+async def test_run_ends_with_its_call_however_often_it_is_cancelled() -> None:
+    threads, go_on = DaemonThreads("t"), threading.Event()
+    running = asyncio.create_task(threads.run(lambda: go_on.wait(TIMEOUT_S)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        running.cancel()
+    await asyncio.sleep(0)
+    assert not running.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    threads.close()
+
+
+def test_call_that_outlives_its_loop_is_forgotten() -> None:
+    threads, go_on = DaemonThreads("t"), threading.Event()
+
+    async def begin() -> None:
+        threads.begin(lambda: go_on.wait(TIMEOUT_S))
+
+    asyncio.run(begin())
+    go_on.set()
     assert threads.submit(lambda: 7).result(TIMEOUT_S) == 7
     threads.close()
