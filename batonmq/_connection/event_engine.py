@@ -1,10 +1,9 @@
 """Chooses what reads and writes the sockets of gRPC in this process.
 
-Since 1.80 gRPC for Python leaves this to a pool of threads, its EventEngine. A message that arrives
-wakes one thread of the pool, which wakes the thread that polls for `grpc.aio`, which wakes the event
-loop. Before, the polling thread read the socket itself, and it still can: that is about half as many
-thread switches, a fifth less time for an exchange of messages, and a tenth less processor time for
-a trickle of messages (docs/explanation/decisions/0065-sockets-are-read-by-the-polling-thread.md).
+Of late gRPC for Python leaves this to a pool of threads, its EventEngine. A message that arrives
+wakes a thread of the pool, which wakes the thread that polls for `grpc.aio`, which wakes the event
+loop. Before, the polling thread read the socket itself, and it still can. See
+docs/explanation/decisions/0065-the-polling-thread-reads-the-sockets.md.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def choose() -> None:
     Any value of `GRPC_EXPERIMENTS`, also an empty one, is left as it is.
     """
     if _version() < NEXT_UNKNOWN:
-        os.environ.setdefault(VARIABLE, POLLING_THREAD_READS)
+        os.environ.setdefault(VARIABLE, POLLING_THREAD_READS)  # noqa: TID251  gRPC reads it
 
 
 def _version() -> tuple[int, ...]:

@@ -213,6 +213,7 @@ class BatchedCalls:
             generation=self._session.view.generation,
             items=[one.item for one in batch],
             hold_ms=ACQUIRE_HOLD_MS,
+            reads_others=True,
         )
         settled = asyncio.Event()
 
@@ -281,22 +282,32 @@ class BatchedCalls:
         stream = stub.Acquire(request, timeout=ACQUIRE_HOLD_MS / 1000 + CALL_TIMEOUT_S)
         try:
             async for answer in stream:
-                pending = batch[queue_of(answer.queue)]
-                if answer.HasField("error"):
-                    pending.settle(error_from_pb(answer.error))
-                elif pending.outcome.done():
-                    releasing = self._release_unwanted(pending.item, answer.grant)
-                    task = tasks.create_task(releasing)
-                    self._releasing[task] = pending.queue
-                    task.add_done_callback(self._releasing.pop)
-                    self._abandoned = True
-                else:
-                    session.epochs.observe(answer.grant.offsets_set, answer.grant.offsets_epoch)
-                    pending.grant = answer.grant
-                    self._claimed.pop(pending.queue, None)
-                    pending.settle(ReceivedGrant(answer.grant, sent_ms))
+                for one in (answer, *answer.others):
+                    self._decided(tasks, batch[queue_of(one.queue)], one, sent_ms)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+
+    def _decided(
+        self,
+        tasks: asyncio.TaskGroup,
+        pending: _PendingAcquire,
+        answer: lockmgr_pb.AcquireResponse,
+        sent_ms: int,
+    ) -> None:
+        """Settle one request; release a grant that nobody waits for any more."""
+        session, grant = self._session, answer.grant
+        if answer.HasField("error"):
+            pending.settle(error_from_pb(answer.error))
+        elif pending.outcome.done():
+            task = tasks.create_task(self._release_unwanted(pending.item, grant))
+            self._releasing[task] = pending.queue
+            task.add_done_callback(self._releasing.pop)
+            self._abandoned = True
+        else:
+            session.epochs.observe(grant.offsets_set, grant.offsets_epoch)
+            pending.grant = grant
+            self._claimed.pop(pending.queue, None)
+            pending.settle(ReceivedGrant(grant, sent_ms))
 
     async def _release_unwanted(
         self, item: lockmgr_pb.AcquireItem, grant: lockmgr_pb.Grant

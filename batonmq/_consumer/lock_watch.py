@@ -29,14 +29,15 @@ class LockWatch:
     async def run(self) -> None:
         """Follow the stream until cancelled; reopen it when it ends."""
         session, failures = self._session, 0
-        request = pb.WatchRequest(incarnation=session.incarnation)
+        request = pb.WatchRequest(incarnation=session.incarnation, reads_others=True)
         while True:
             error: BatonError = Unreachable("the lock manager ended the Watch stream")
             try:
                 stub = await session.directory.lockmgr()
                 async for answer in stub.Watch(request):
                     failures = 0
-                    self._dispatch(answer)
+                    for one in (answer, *answer.others):
+                        self._dispatch(one)
             except grpc.aio.AioRpcError as failure:
                 error = from_rpc_error(failure)
             except BatonError as failure:

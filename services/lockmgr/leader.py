@@ -90,9 +90,13 @@ class Leader:
     # Calls
 
     async def acquire(
-        self, requests: Sequence[QueueRequest], hold_ms: int
-    ) -> AsyncGenerator[AcquireOutcome, None]:
+        self, requests: Sequence[QueueRequest], hold_ms: int, together_max: int
+    ) -> AsyncGenerator[Sequence[AcquireOutcome], None]:
         """Yield one outcome per request, as soon as it is decided. Closing it ends all waiting.
+
+        Args:
+            together_max: Greatest number of outcomes that are yielded together, if they were
+                decided at the same moment.
 
         Raises:
             NotLeader: the term is over; the other outcomes are not known.
@@ -103,12 +107,13 @@ class Leader:
         until_ms = self._term.now_ms() + hold_ms
         started = [self._tasks.create_task(self._answer(r, until_ms, decided)) for r in requests]
         try:
-            for _ in requests:
-                key, outcome = await decided.get()
-                if not isinstance(outcome, pb.Grant | BatonError):
-                    raise outcome
+            while size:
+                outcomes = [_checked(await decided.get())]
+                while len(outcomes) < together_max and not decided.empty():
+                    outcomes.append(_checked(decided.get_nowait()))
+                size -= len(outcomes)
                 self.check_leads()
-                yield key, outcome
+                yield outcomes
         finally:
             for task in started:
                 task.cancel()
@@ -138,7 +143,9 @@ class Leader:
         self._term.metrics.kept_alive(reports)
         return reports
 
-    async def watch(self, incarnation: Incarnation) -> AsyncGenerator[WatchNotice, None]:
+    async def watch(
+        self, incarnation: Incarnation, together_max: int
+    ) -> AsyncGenerator[Sequence[WatchNotice], None]:
         """Yield the notices for a client; see `QueueNotifier.watch`.
 
         Raises:
@@ -146,10 +153,10 @@ class Leader:
             Overloaded: the limit of streams is reached.
         """
         self.check_leads()
-        async with aclosing(self._notifier.watch(incarnation)) as notices:
-            async for notice in notices:
+        async with aclosing(self._notifier.watch(incarnation, together_max)) as watched:
+            async for notices in watched:
                 self.check_leads()
-                yield notice
+                yield notices
         self.check_leads()
 
     def describe(self, key: GroupQueue) -> tuple[LockEntry, bool]:
@@ -314,3 +321,11 @@ class Leader:
                 owns = self._table.owns(key, call.incarnation, token)
                 if owns and entry is not None and not entry.phantom:
                     timings.owner_overdue(key)
+
+
+def _checked(decided: tuple[GroupQueue, pb.Grant | Exception]) -> AcquireOutcome:
+    """Return an outcome of one queue; raise an error that is none."""
+    key, outcome = decided
+    if not isinstance(outcome, pb.Grant | BatonError):
+        raise outcome
+    return key, outcome

@@ -11,6 +11,7 @@ from baton.lockmgr.v1 import stored_lock_pb2
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_broker, check_client_id, check_group, check_topic
 from batonmq._core.queues import GroupQueue, Incarnation, QueueRef
+from batonmq.errors import BatonError
 from batonmq_server.lockmgr.core.lock_entry import (
     Denial,
     LockEntry,
@@ -190,6 +191,14 @@ def reports_to_pb(reports: Sequence[HoldReport], holds: Sequence[pb.Hold]) -> pb
             line.wanted_by = wanted.by
             line.wanted_reason = _WANTED_REASONS[wanted.reason]
     return response
+
+
+def outcome_to_pb(decided: tuple[GroupQueue, pb.Grant | BatonError]) -> pb.AcquireResponse:
+    """Return the outcome of one requested queue."""
+    key, outcome = decided
+    if isinstance(outcome, pb.Grant):
+        return pb.AcquireResponse(queue=key_to_pb(key), grant=outcome)
+    return pb.AcquireResponse(queue=key_to_pb(key), error=error_to_pb(outcome))
 
 
 def notice_to_pb(notice: WatchNotice) -> pb.WatchResponse:

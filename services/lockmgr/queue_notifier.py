@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError
@@ -125,8 +125,13 @@ class QueueNotifier:
 
     # Streams
 
-    async def watch(self, incarnation: Incarnation) -> AsyncGenerator[WatchNotice, None]:
+    async def watch(
+        self, incarnation: Incarnation, together_max: int
+    ) -> AsyncGenerator[Sequence[WatchNotice], None]:
         """Yield the notices for a client: first those that hold already, then as they arise.
+
+        Args:
+            together_max: Greatest number of notices that are yielded together.
 
         Raises:
             Overloaded: the limit of streams is reached.
@@ -135,10 +140,13 @@ class QueueNotifier:
         known = table.owned_by(incarnation) + table.waited_for_by(incarnation)
         with self.streams.open(incarnation, known) as stream:
             while not stream.ended:
-                for key in stream.take_keys():
-                    notice = self._notice(key, incarnation)
-                    if notice is not None and not stream.ended:
-                        yield notice
+                keys = stream.take_keys()
+                for begin in range(0, len(keys), together_max):
+                    some = keys[begin : begin + together_max]
+                    made = (self._notice(key, incarnation) for key in some)
+                    notices = [notice for notice in made if notice is not None]
+                    if notices and not stream.ended:
+                        yield notices
                 await stream.changed.wait()
 
     def _notice(self, key: GroupQueue, incarnation: Incarnation) -> WatchNotice | None:

@@ -11,7 +11,6 @@ import grpc.aio
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
-from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_group, check_topic
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import InvalidArgument
@@ -35,6 +34,8 @@ from batonmq_server.lockmgr.validation import (
 )
 from batonmq_server.runtime.paging import page_of
 
+TOGETHER_MAX = 256
+"""Outcomes or notices in one response; an outcome has some 100 bytes, and 50 kB at most."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -53,14 +54,13 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
     ) -> AsyncIterator[pb.AcquireResponse]:
         """Stream one outcome per requested queue."""
         queue_requests = self._queue_requests(request)
-        outcomes = self._candidate.leader().acquire(queue_requests, request.hold_ms)
-        async with aclosing(outcomes):
-            async for key, outcome in outcomes:
-                queue = lock_proto.key_to_pb(key)
-                if isinstance(outcome, pb.Grant):
-                    yield pb.AcquireResponse(queue=queue, grant=outcome)
-                else:
-                    yield pb.AcquireResponse(queue=queue, error=error_to_pb(outcome))
+        together_max = TOGETHER_MAX if request.reads_others else 1
+        decided = self._candidate.leader().acquire(queue_requests, request.hold_ms, together_max)
+        async with aclosing(decided):
+            async for outcomes in decided:
+                response, *others = map(lock_proto.outcome_to_pb, outcomes)
+                response.others.extend(others)
+                yield response
 
     async def KeepAlive(
         self, request: pb.KeepAliveRequest, context: Context
@@ -129,9 +129,12 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
     ) -> AsyncIterator[pb.WatchResponse]:
         """Stream notices for one client."""
         incarnation = lock_proto.incarnation_from_pb(request.incarnation)
-        async with aclosing(self._candidate.leader().watch(incarnation)) as notices:
-            async for notice in notices:
-                yield lock_proto.notice_to_pb(notice)
+        together_max = TOGETHER_MAX if request.reads_others else 1
+        async with aclosing(self._candidate.leader().watch(incarnation, together_max)) as watched:
+            async for notices in watched:
+                response, *others = map(lock_proto.notice_to_pb, notices)
+                response.others.extend(others)
+                yield response
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """Return one entry with all details."""

@@ -1,5 +1,5 @@
-"""Goal: calls run in reused daemon threads, and a call that hangs delays no other. A call goes on when
-the task that waits for it is cancelled.
+"""Goal: calls run in reused daemon threads, and a call that hangs delays no other. A call goes on
+when the task that waits for it is cancelled.
 
 Method: real threads, blocked by events.
 """
@@ -61,30 +61,31 @@ async def test_result_or_error_of_a_begun_call_is_awaited() -> None:
 
 async def test_begun_call_goes_on_when_its_waiter_is_cancelled() -> None:
     threads, go_on = DaemonThreads("t"), threading.Event()
-    call = threads.begin(lambda: go_on.wait(TIMEOUT_S))
-    waiting = asyncio.create_task(call.result())
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert not call.ended
-    go_on.set()
-    await call.wait()
-    assert call.ended
+    async with asyncio.TaskGroup() as tasks:
+        call = threads.begin(lambda: go_on.wait(TIMEOUT_S))
+        waiting = tasks.create_task(call.result())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        assert not call.ended
+        go_on.set()
+        await call.wait()
+        assert call.ended
     threads.close()
 
 
 async def test_run_ends_with_its_call_however_often_it_is_cancelled() -> None:
     threads, go_on = DaemonThreads("t"), threading.Event()
-    running = asyncio.create_task(threads.run(lambda: go_on.wait(TIMEOUT_S)))
-    for _ in range(3):
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(threads.run(lambda: go_on.wait(TIMEOUT_S)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            running.cancel()
         await asyncio.sleep(0)
-        running.cancel()
-    await asyncio.sleep(0)
-    assert not running.done()
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+        assert not running.done()
+        go_on.set()
+    assert running.cancelled()
     threads.close()
 
 

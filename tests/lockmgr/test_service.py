@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from batonmq._common.rpc import error_from_pb
 from batonmq.errors import (
     Fenced,
     Held,
@@ -199,6 +200,42 @@ async def test_outcomes_are_streamed_while_others_wait(scene: Scene) -> None:
     await scene.close(1)
     await a.release(node, 1)
     assert (await anext(aiter(call))).queue.queue.queue_id == 0
+
+
+@pytest.mark.parametrize(("reads_others", "responses"), [(True, 1), (False, 5)])
+async def test_outcomes_of_one_moment_share_a_response_if_the_client_reads_them(
+    scene: Scene, reads_others: bool, responses: int
+) -> None:
+    node, a, b = await scene.leader(slot_ms=60_000), Member("a"), Member("b")
+    await a.acquire_each(node, await scene.set_group(a), range(5))
+    request = pb.AcquireRequest(
+        incarnation=b.incarnation,
+        acquire_seq=1,
+        generation=await scene.set_group(a, b),
+        items=[pb.AcquireItem(queue=queue(q)) for q in range(5)],
+        reads_others=reads_others,
+    )
+    answers = [answer async for answer in node.stub.Acquire(request, timeout=TIMEOUT_S)]
+    assert len(answers) == responses
+    outcomes = [one for answer in answers for one in (answer, *answer.others)]
+    assert sorted(one.queue.queue.queue_id for one in outcomes) == list(range(5))
+    assert {error_from_pb(one.error).reason for one in outcomes} == {"HELD"}
+
+
+@pytest.mark.parametrize(("reads_others", "responses"), [(True, 1), (False, 5)])
+async def test_notices_of_one_moment_share_a_response_if_the_client_reads_them(
+    scene: Scene, reads_others: bool, responses: int
+) -> None:
+    node, a, b = await scene.leader(slot_ms=60_000), Member("a"), Member("b")
+    await a.acquire_each(node, await scene.set_group(a), range(5))
+    await b.acquire_each(node, await scene.set_group(a, b), range(5))
+    request = pb.WatchRequest(incarnation=a.incarnation, reads_others=reads_others)
+    call = node.stub.Watch(request)
+    answers = [await anext(aiter(call)) for _ in range(responses)]
+    wanted = [one.wanted for answer in answers for one in (answer, *answer.others)]
+    assert [one.queue.queue.queue_id for one in wanted] == list(range(5))
+    assert {one.by for one in wanted} == {"b"}
+    call.cancel()
 
 
 @pytest.mark.long

@@ -128,12 +128,15 @@ class AcquireRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
     HOLD_MS_FIELD_NUMBER: _builtins.int
+    READS_OTHERS_FIELD_NUMBER: _builtins.int
     acquire_seq: _builtins.int
     """Increases with every Acquire of the incarnation; the same if a call is repeated; positive."""
     generation: _builtins.int
     """Group generation by which the client believes the queues to be its own; positive."""
     hold_ms: _builtins.int
     """Hold items that can't be granted yet for this long, 0 to 15,000 ms."""
+    reads_others: _builtins.bool
+    """Whether the client reads `AcquireResponse.others`; those of earlier versions do not."""
     @_builtins.property
     def incarnation(self) -> _queue_pb2.Incarnation:
         """The client that requests. Required."""
@@ -150,10 +153,11 @@ class AcquireRequest(_message.Message):
         generation: _builtins.int = ...,
         items: _abc.Iterable[Global___AcquireItem] | None = ...,
         hold_ms: _builtins.int = ...,
+        reads_others: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_seq", b"acquire_seq", "generation", b"generation", "hold_ms", b"hold_ms", "incarnation", b"incarnation", "items", b"items"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_seq", b"acquire_seq", "generation", b"generation", "hold_ms", b"hold_ms", "incarnation", b"incarnation", "items", b"items", "reads_others", b"reads_others"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -205,13 +209,14 @@ Global___AcquireItem: _TypeAlias = AcquireItem  # noqa: Y015
 
 @_typing.final
 class AcquireResponse(_message.Message):
-    """One outcome of an Acquire."""
+    """One outcome of an Acquire, and others of the same moment."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUE_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
@@ -224,16 +229,23 @@ class AcquireResponse(_message.Message):
     def error(self) -> _error_pb2.Error:
         """The client does not own the queue."""
 
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___AcquireResponse]:
+        """Outcomes of other queues that were decided at the same moment, each without `others`. Only if the
+        client reads them.
+        """
+
     def __init__(
         self,
         *,
         queue: _queue_pb2.GroupQueue | None = ...,
         grant: Global___Grant | None = ...,
         error: _error_pb2.Error | None = ...,
+        others: _abc.Iterable[Global___AcquireResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "grant", b"grant", "outcome", b"outcome", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "grant", b"grant", "outcome", b"outcome", "queue", b"queue"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "grant", b"grant", "others", b"others", "outcome", b"outcome", "queue", b"queue"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["grant", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
@@ -702,6 +714,9 @@ class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int
+    READS_OTHERS_FIELD_NUMBER: _builtins.int
+    reads_others: _builtins.bool
+    """Whether the client reads `WatchResponse.others`; those of earlier versions do not."""
     @_builtins.property
     def incarnation(self) -> _queue_pb2.Incarnation:
         """The client that watches. Required."""
@@ -710,10 +725,11 @@ class WatchRequest(_message.Message):
         self,
         *,
         incarnation: _queue_pb2.Incarnation | None = ...,
+        reads_others: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "reads_others", b"reads_others"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -721,12 +737,13 @@ Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
 
 @_typing.final
 class WatchResponse(_message.Message):
-    """One element of the Watch stream."""
+    """One notice of the Watch stream, and others of the same moment."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WANTED_FIELD_NUMBER: _builtins.int
     FREED_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def wanted(self) -> Global___Wanted:
         """A queue that the client owns is wanted. The stream begins with those that are wanted already."""
@@ -735,15 +752,20 @@ class WatchResponse(_message.Message):
     def freed(self) -> Global___Freed:
         """A queue that the client was refused is free."""
 
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchResponse]:
+        """Notices of the same moment, each without `others`. Only if the client reads them."""
+
     def __init__(
         self,
         *,
         wanted: Global___Wanted | None = ...,
         freed: Global___Freed | None = ...,
+        others: _abc.Iterable[Global___WatchResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "freed", b"freed", "wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "freed", b"freed", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "freed", b"freed", "others", b"others", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["wanted", "freed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
