@@ -14,7 +14,15 @@ from typing import NamedTuple
 
 from batonmq._columns.batch_columns import key_hashes, tag_hashes
 from batonmq._core.records import BODY_FROM, Header, stamped_head
-from batonmq.errors import BatonError, DataLoss, DataLossDetail, DiskFull, NotLeader, Overloaded
+from batonmq.errors import (
+    BatonError,
+    DataLoss,
+    DataLossDetail,
+    DiskFull,
+    NotLeader,
+    NotWritable,
+    Overloaded,
+)
 from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic, check_queue, check_takes
 from batonmq_server.storage.core.commitlog import CommitLog, PositionRange, StampedBatch
 from batonmq_server.storage.core.compacted import CompactedQueues, PendingOrder, section_of
@@ -34,6 +42,7 @@ from batonmq_server.storage.core.outputs import OutputBatch, OutputTable, parse_
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
 from batonmq_server.storage.core.purge import ORDER_QUEUES, PurgeOrder, QueueTrim, decode_order
 from batonmq_server.storage.core.queue_reader import QueueReader, ReadResult, ReadSpec
+from batonmq_server.storage.core.refused_batches import RefusedBatches
 from batonmq_server.storage.core.schedule import Schedule
 from batonmq_server.storage.core.transactions import Transactions
 from batonmq_server.storage.core.write_run import AdmittedBatch, WriteRun
@@ -94,6 +103,7 @@ class MessageStore:
         self.schedule = Schedule(producers)
         self.transactions = Transactions(producers)
         self.outputs = OutputTable()
+        self._refused = RefusedBatches()
         self.purge_orders: list[PurgeOrder] = []
         self.compacted = CompactedQueues(log)
         self._reader = QueueReader(log, self.compacted)
@@ -154,7 +164,7 @@ class MessageStore:
                 else:
                     receipt = self.outputs.check(checked.outputs, self.store_unix_ms)
                 if receipt is None:
-                    check_takes(checked, topic)
+                    self._check_takes(checked, key, topic)
                     if rejection is not None:
                         raise rejection
                     self.log.check_length(header.length)
@@ -412,6 +422,15 @@ class MessageStore:
         """Move the entries that consume queues have only in memory to their files."""
         for queue in self._queues.values():
             queue.flush()
+
+    def _check_takes(self, checked: CheckedBatch, key: QueueKey, topic: LocalTopic) -> None:
+        """Check that the queue accepts the batch; remember it if the queue is closed."""
+        self._refused.check(checked.header, key)
+        try:
+            check_takes(checked, topic)
+        except NotWritable:
+            self._refused.add(checked.header, key)
+            raise
 
     def _next_offset(self, key: QueueKey) -> int:
         queue = self._queues.get(key)

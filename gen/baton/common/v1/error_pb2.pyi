@@ -160,7 +160,9 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_OFFSET_AHEAD_OF_LOG: _Reason.ValueType  # 41
     """The committed offset is beyond the end of the log. Facts: `offset`, `next_offset`."""
     REASON_SEQUENCE_GAP: _Reason.ValueType  # 42
-    """A sequence number of the producer is missing. Facts: `expected`, `actual`."""
+    """A sequence number of the producer is missing, or its queue was closed when this batch came before:
+    send it in a new epoch of the producer. Facts: `expected` if one is missing, `actual`.
+    """
     REASON_PRODUCER_FENCED: _Reason.ValueType  # 43
     """A newer producer with this id has written; or, for outputs, a newer owner of the input queue.
     Facts: `epoch`, `current`; for outputs `token`, `current`, `reset_epoch`.
@@ -363,7 +365,9 @@ REASON_OFFSET_OUT_OF_RANGE: Reason.ValueType  # 40
 REASON_OFFSET_AHEAD_OF_LOG: Reason.ValueType  # 41
 """The committed offset is beyond the end of the log. Facts: `offset`, `next_offset`."""
 REASON_SEQUENCE_GAP: Reason.ValueType  # 42
-"""A sequence number of the producer is missing. Facts: `expected`, `actual`."""
+"""A sequence number of the producer is missing, or its queue was closed when this batch came before:
+send it in a new epoch of the producer. Facts: `expected` if one is missing, `actual`.
+"""
 REASON_PRODUCER_FENCED: Reason.ValueType  # 43
 """A newer producer with this id has written; or, for outputs, a newer owner of the input queue.
 Facts: `epoch`, `current`; for outputs `token`, `current`, `reset_epoch`.

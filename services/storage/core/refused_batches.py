@@ -1,0 +1,80 @@
+"""Batches that a closed queue has refused, so that it does not take a late copy of one.
+
+A producer sends the messages of such a batch to another queue. An earlier attempt with the same
+bytes may still be on its way. Without this memory it would be stored if the queue was opened again
+before it arrives, and its messages would come twice.
+
+The memory is that of the open store. An attempt can't outlive the process that it was sent to, so
+it could still come twice only if the queue had another leader meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from batonmq._core.queue_sender import ONE_BATCH_EPOCH
+from batonmq._core.records import Header
+from batonmq.errors import SequenceGap
+from batonmq_server.storage.core.producers import QueueKey
+
+REFUSED_MAX = 10_000
+
+
+class _Refused(NamedTuple):
+    """What tells a copy of a batch from another batch with the same sequence."""
+
+    owner: int
+    queue: QueueKey
+    producer_id: int
+    epoch: int
+    sequence: int
+    checksum: int
+
+
+class RefusedBatches:
+    """The newest batches of idempotent producers that were refused because their queue is closed.
+
+    Batches of producers that send only one are left out: these repeat the same bytes until they
+    are taken.
+
+    Args:
+        refused_max: Greatest number of batches; the oldest are forgotten first.
+    """
+
+    def __init__(self, refused_max: int = REFUSED_MAX) -> None:
+        self._refused_max = refused_max
+        self._refused: OrderedDict[_Refused, None] = OrderedDict()
+
+    def check(self, header: Header, queue: QueueKey) -> None:
+        """Check that the queue has not refused this batch.
+
+        Raises:
+            SequenceGap: it has. A producer that still has the batch sends it in a new epoch.
+        """
+        if self._refused and _refused(header, queue) in self._refused:
+            raise SequenceGap(
+                f"the batch with sequence {header.sequence} of producer {header.producer_id} was "
+                "refused when its queue was closed",
+                remedy="Send its messages in a new epoch of the producer.",
+                facts={"actual": header.sequence},
+            )
+
+    def add(self, header: Header, queue: QueueKey) -> None:
+        """Remember that the queue has refused a batch because it is closed."""
+        if header.producer_id <= 0 or header.producer_epoch == ONE_BATCH_EPOCH:
+            return
+        self._refused[_refused(header, queue)] = None
+        if len(self._refused) > self._refused_max:
+            self._refused.popitem(last=False)
+
+
+def _refused(header: Header, queue: QueueKey) -> _Refused:
+    return _Refused(
+        header.owner,
+        queue,
+        header.producer_id,
+        header.producer_epoch,
+        header.sequence,
+        header.checksum,
+    )
