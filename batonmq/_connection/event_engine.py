@@ -15,7 +15,7 @@ import grpc
 VARIABLE = "GRPC_EXPERIMENTS"
 """Read by gRPC when the process opens its first channel or server."""
 POLLING_THREAD_READS = "-event_engine_client,-event_engine_listener"
-NEXT_UNKNOWN = (1, 86)
+FIRST_UNMEASURED = (1, 86)
 """First version of gRPC with which this was not measured: it may not know the names any more, and
 would write an error for each of them."""
 
@@ -25,7 +25,7 @@ def choose() -> None:
 
     Any value of `GRPC_EXPERIMENTS`, also an empty one, is left as it is.
     """
-    if _version() < NEXT_UNKNOWN:
+    if _version() < FIRST_UNMEASURED:
         os.environ.setdefault(VARIABLE, POLLING_THREAD_READS)  # noqa: TID251  gRPC reads it
 
 
