@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from batonmq._core.mirror_marks import MIRROR_EPOCH
 from batonmq._core.queue_sender import ONE_BATCH_EPOCH
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, NotWritable, SequenceGap
@@ -42,7 +43,8 @@ def append(
 def test_late_copy_is_refused_after_the_queue_is_open_again(
     store: MessageStore, closed: LocalTopic
 ) -> None:
-    assert isinstance(append(store, sent(), closed), NotWritable)
+    for _ in range(2):
+        assert isinstance(append(store, sent(), closed), NotWritable)
     end = store.log.next_position
     for _ in range(2):
         assert isinstance(append(store, sent()), SequenceGap)
@@ -86,7 +88,11 @@ def test_batch_of_another_owner_is_another_batch(store: MessageStore) -> None:
     assert isinstance(append(store, sent(), owner=2), StoreReceipt)
 
 
-@pytest.mark.parametrize("producer", [(0, 0), (17, ONE_BATCH_EPOCH)])
+@pytest.mark.parametrize(
+    "producer",
+    [(0, 0), (17, ONE_BATCH_EPOCH), (17, MIRROR_EPOCH)],
+    ids=["not idempotent", "of one batch", "mirror"],
+)
 def test_producer_that_repeats_the_same_bytes_is_served(
     store: MessageStore, producer: tuple[int, int]
 ) -> None:

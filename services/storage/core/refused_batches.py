@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from batonmq._core.queue_sender import ONE_BATCH_EPOCH
+from batonmq._core.mirror_marks import MIRROR_EPOCH
 from batonmq._core.records import Header
 from batonmq.errors import SequenceGap
 from batonmq_server.storage.core.producers import QueueKey
@@ -35,8 +35,8 @@ class _Refused(NamedTuple):
 class RefusedBatches:
     """The newest batches of idempotent producers that were refused because their queue is closed.
 
-    Batches of producers that send only one are left out: these repeat the same bytes until they
-    are taken.
+    Left out are the batches of mirrors, and of producers that send only one: these repeat the same
+    bytes until they are taken.
 
     Args:
         refused_max: Greatest number of batches; the oldest are forgotten first.
@@ -62,7 +62,7 @@ class RefusedBatches:
 
     def add(self, header: Header, queue: QueueKey) -> None:
         """Remember that the queue has refused a batch because it is closed."""
-        if header.producer_id <= 0 or header.producer_epoch == ONE_BATCH_EPOCH:
+        if header.producer_id <= 0 or header.producer_epoch >= MIRROR_EPOCH:
             return
         self._refused[_refused(header, queue)] = None
         if len(self._refused) > self._refused_max:

@@ -425,12 +425,12 @@ class MessageStore:
 
     def _check_takes(self, checked: CheckedBatch, key: QueueKey, topic: LocalTopic) -> None:
         """Check that the queue accepts the batch; remember it if the queue is closed."""
-        self._refused.check(checked.header, key)
         try:
             check_takes(checked, topic)
         except NotWritable:
             self._refused.add(checked.header, key)
             raise
+        self._refused.check(checked.header, key)
 
     def _next_offset(self, key: QueueKey) -> int:
         queue = self._queues.get(key)
