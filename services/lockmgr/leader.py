@@ -49,7 +49,10 @@ _TRIES_MAX = 4
 """Observations for one request before it waits for the next slot."""
 _HOUSEKEEPING_S = 1.0
 
+TOGETHER_MAX = 256
+"""Outcomes that are yielded together, at most."""
 AcquireOutcome = tuple[GroupQueue, pb.Grant | BatonError]
+Decided = tuple[GroupQueue, pb.Grant | Exception]
 
 
 class Leader:
@@ -90,30 +93,31 @@ class Leader:
     # Calls
 
     async def acquire(
-        self, requests: Sequence[QueueRequest], hold_ms: int, together_max: int
+        self, requests: Sequence[QueueRequest], hold_ms: int, together_bytes: int
     ) -> AsyncGenerator[Sequence[AcquireOutcome], None]:
         """Yield one outcome per request, as soon as it is decided. Closing it ends all waiting.
 
         Args:
-            together_max: Greatest number of outcomes that are yielded together, if they were
-                decided at the same moment.
+            together_bytes: Outcomes that were decided at the same moment are yielded together,
+                until they have so many bytes; 0 for each alone.
 
         Raises:
             NotLeader: the term is over; the other outcomes are not known.
         """
         self.check_leads()
         size = len(requests)
-        decided: asyncio.Queue[tuple[GroupQueue, pb.Grant | Exception]] = asyncio.Queue(size)
+        decided: asyncio.Queue[Decided] = asyncio.Queue(size)
         until_ms = self._term.now_ms() + hold_ms
         started = [self._tasks.create_task(self._answer(r, until_ms, decided)) for r in requests]
         try:
             while size:
-                outcomes = [_checked(await decided.get())]
-                while len(outcomes) < together_max and not decided.empty():
-                    outcomes.append(_checked(decided.get_nowait()))
+                outcomes, failure = taken_together(await decided.get(), decided, together_bytes)
                 size -= len(outcomes)
-                self.check_leads()
-                yield outcomes
+                if outcomes:
+                    self.check_leads()
+                    yield outcomes
+                if failure is not None:
+                    raise failure
         finally:
             for task in started:
                 task.cancel()
@@ -219,7 +223,7 @@ class Leader:
         self,
         request: QueueRequest,
         until_ms: int,
-        decided: asyncio.Queue[tuple[GroupQueue, pb.Grant | Exception]],
+        decided: asyncio.Queue[Decided],
     ) -> None:
         outcome: pb.Grant | Exception = term_ended()
         try:
@@ -323,9 +327,22 @@ class Leader:
                     timings.owner_overdue(key)
 
 
-def _checked(decided: tuple[GroupQueue, pb.Grant | Exception]) -> AcquireOutcome:
-    """Return an outcome of one queue; raise an error that is none."""
-    key, outcome = decided
-    if not isinstance(outcome, pb.Grant | BatonError):
-        raise outcome
-    return key, outcome
+def taken_together(
+    first: Decided, decided: asyncio.Queue[Decided], bytes_max: int
+) -> tuple[list[AcquireOutcome], Exception | None]:
+    """Return the outcomes that are decided by now, and the error that ends the call after them.
+
+    Args:
+        first: The first of them.
+        decided: The others.
+        bytes_max: When the grants have so many bytes, the others are left.
+    """
+    outcomes: list[AcquireOutcome] = []
+    (key, outcome), bytes_count = first, 0
+    while isinstance(outcome, pb.Grant | BatonError):
+        outcomes.append((key, outcome))
+        bytes_count += outcome.ByteSize() if isinstance(outcome, pb.Grant) else 0
+        if len(outcomes) == TOGETHER_MAX or bytes_count >= bytes_max or decided.empty():
+            return outcomes, None
+        key, outcome = decided.get_nowait()
+    return outcomes, outcome

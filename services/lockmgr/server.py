@@ -34,8 +34,11 @@ from batonmq_server.lockmgr.validation import (
 )
 from batonmq_server.runtime.paging import page_of
 
-TOGETHER_MAX = 256
-"""Outcomes or notices in one response; an outcome has some 100 bytes, and 50 kB at most."""
+OUTCOMES_BYTES = 1024 * 1024
+"""A response with so many bytes of grants gets no more of them. A grant has some 100 bytes, but
+more than 1 MB if its group has acknowledged every second message of a large span."""
+NOTICES_MAX = 256
+"""Notices in one response."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -54,8 +57,8 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
     ) -> AsyncIterator[pb.AcquireResponse]:
         """Stream one outcome per requested queue."""
         queue_requests = self._queue_requests(request)
-        together_max = TOGETHER_MAX if request.reads_others else 1
-        decided = self._candidate.leader().acquire(queue_requests, request.hold_ms, together_max)
+        together_bytes = OUTCOMES_BYTES if request.reads_others else 0
+        decided = self._candidate.leader().acquire(queue_requests, request.hold_ms, together_bytes)
         async with aclosing(decided):
             async for outcomes in decided:
                 response, *others = map(lock_proto.outcome_to_pb, outcomes)
@@ -129,7 +132,7 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
     ) -> AsyncIterator[pb.WatchResponse]:
         """Stream notices for one client."""
         incarnation = lock_proto.incarnation_from_pb(request.incarnation)
-        together_max = TOGETHER_MAX if request.reads_others else 1
+        together_max = NOTICES_MAX if request.reads_others else 1
         async with aclosing(self._candidate.leader().watch(incarnation, together_max)) as watched:
             async for notices in watched:
                 response, *others = map(lock_proto.notice_to_pb, notices)
