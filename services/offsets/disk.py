@@ -186,7 +186,7 @@ class LmdbDisk:
             await running[0].wait()
 
     async def _in_thread(self, write: Callable[[], None]) -> None:
-        call = _THREADS.begin(write)
+        call = _THREADS.begin(partial(_logged, write))
         self._in_progress = [one for one in self._in_progress if not one.ended]
         self._in_progress.append(call)
         await call.result()
@@ -258,6 +258,15 @@ class LmdbDisk:
         at: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _logged(write: Callable[[], None]) -> None:
+    """Call `write`; log its error, whose caller may be cancelled."""
+    try:
+        write()
+    except Exception as error:
+        log.debug("write failed error=%s", error)
+        raise
 
 
 def set_aside_damage(folder: Path) -> None:
