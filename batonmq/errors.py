@@ -392,7 +392,7 @@ class OffsetAheadOfLog(BatonError):
 
 
 class SequenceGap(BatonError):
-    """A sequence number of the producer is missing."""
+    """A sequence number is missing, or the queue was closed when this batch came before."""
 
     reason = "SEQUENCE_GAP"
     kind = "FAILED_PRECONDITION"

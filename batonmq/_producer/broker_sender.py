@@ -224,7 +224,8 @@ class BrokerSender:
         now_ms = self._clock.monotonic_ms()
         late_ms = now_ms - self._settings.delivery_timeout_ms
         retry = error.retry is not Retry.NEVER
-        lost = isinstance(error, SequenceGap)  # a batch that was stored in memory only is lost
+        # A batch that was stored in memory only is lost, or the queue was closed meanwhile.
+        lost = isinstance(error, SequenceGap)
         throttled = isinstance(error, Throttled)  # the quota ends, not the broker
         if retry and not no_queue and not lost and not throttled:
             self._results.broker_failed(self._broker)

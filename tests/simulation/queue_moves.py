@@ -33,9 +33,9 @@ from tests.support.conditions import until
 TOPIC, GROUPS, SHOP = "numbers", ("readers", "auditors"), "shop"
 BROKERS, MEMBERS, KEYS, QUEUES = 3, 2, 9, 6
 FAULTS_S, END_S = 30, 600
-PRODUCER = ProducerSettings(request_timeout_ms=7_000)
+PRODUCER = ProducerSettings(request_timeout_ms=1_500)
 FAULTS = Faults(loss=0.01, slow=0.02, slow_ms_max=6_000)
-"""No call arrives after its producer has given it up: see the limits of decision 0056."""
+"""Some calls arrive after their producer has given them up."""
 SETTINGS: Mapping[str, Mapping[str, object]] = {
     "storage": {
         "segment_bytes": 65_536,

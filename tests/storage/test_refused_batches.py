@@ -103,10 +103,10 @@ def test_producer_that_repeats_the_same_bytes_is_served(
 
 def test_oldest_is_forgotten_first() -> None:
     refused, key = RefusedBatches(2), (TOPIC_ID, QUEUE)
-    headers = [read_header(sent(sequence=number)) for number in range(3)]
-    for header in headers:
+    first, oldest, newest = (read_header(sent(sequence=number)) for number in range(3))
+    for header in (first, oldest, first, newest):
         refused.add(header, key)
-    refused.check(headers[0], key)
-    for header in headers[1:]:
+    refused.check(oldest, key)
+    for header in (first, newest):
         with pytest.raises(SequenceGap):
             refused.check(header, key)

@@ -64,7 +64,9 @@ class RefusedBatches:
         """Remember that the queue has refused a batch because it is closed."""
         if header.producer_id <= 0 or header.producer_epoch >= MIRROR_EPOCH:
             return
-        self._refused[_refused(header, queue)] = None
+        refused = _refused(header, queue)
+        self._refused[refused] = None
+        self._refused.move_to_end(refused)
         if len(self._refused) > self._refused_max:
             self._refused.popitem(last=False)
 
