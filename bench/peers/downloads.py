@@ -15,6 +15,8 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
+from batonmq._connection.event_engine import VARIABLE
+
 CACHE = Path.home() / ".cache" / "batonmq-peers"
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
@@ -160,8 +162,12 @@ async def command(
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of this process with other values."""
-    return {**os.environ, **more}
+    """Return the environment of this process with other values.
+
+    What our client library sets for gRPC is left out: clients of other brokers may use gRPC, too.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    return {**inherited, **more}
 
 
 def last_lines(text: str) -> str:
