@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
@@ -140,7 +141,7 @@ class BackupWriter:
         extents = await self._extents(queues)
         new = kept = 0
         for queue, (first, end) in extents.items():
-            have = earlier[queue].next_offset if queue in earlier else first
+            have = _copied_to(earlier[queue]) if queue in earlier else first
             new += max(0, end - max(first, have))
             kept += max(0, min(end, have) - first)
         return BackupPlan(self._number, len(topics), len(queues), len(groups), new, kept)
@@ -312,7 +313,7 @@ class BackupWriter:
             copy = _QueueCopy(first)
             try:
                 if earlier is not None and await self._continues(queue, extent, earlier):
-                    copy = _QueueCopy(max(first, earlier.next_offset), earlier.checksum)
+                    copy = _QueueCopy(max(first, _copied_to(earlier)), earlier.checksum)
                     copy.chunks = [one for one in earlier.chunks if one.next_offset > first]
                 elif earlier is not None:
                     self._notes.append(
@@ -321,16 +322,29 @@ class BackupWriter:
                     )
                 while copy.offset < end:
                     await self._copy_some(queue, copy, end)
-            except TopicNotFound:
-                self._notes.append(f"topic {queue.topic} was deleted during the snapshot")
-            except QueueNotFound:
-                self._notes.append(f"queue {queue} was removed during the snapshot")
-            except OffsetOutOfRange as error:
-                self._notes.append(
-                    f"queue {queue} got shorter during the snapshot: {error.message}"
-                )
+            except (TopicNotFound, QueueNotFound, OffsetOutOfRange) as error:
+                self._notes.append(await self._why_ended(queue, error))
             await self._flush(queue, copy)
             return QueueBackup(queue, end, tuple(copy.chunks), copy.checksum)
+
+    async def _why_ended(
+        self, queue: QueueRef, error: TopicNotFound | QueueNotFound | OffsetOutOfRange
+    ) -> str:
+        """Return why the copy of a queue has ended early.
+
+        Raises:
+            Unreachable: The broker does not know the queue, but it exists.
+        """
+        if isinstance(error, TopicNotFound):
+            return f"topic {queue.topic} was deleted during the snapshot"
+        if isinstance(error, OffsetOutOfRange):
+            return f"queue {queue} got shorter during the snapshot: {error.message}"
+        with suppress(TopicNotFound):
+            if queue in (await self._admin.describe_topic(queue.topic)).topic.queues:
+                raise Unreachable(
+                    f"broker {queue.broker} does not know {queue} yet", retry_after_ms=1_000
+                ) from error
+        return f"queue {queue} was removed during the snapshot"
 
     async def _copy_some(self, queue: QueueRef, copy: _QueueCopy, end: int) -> None:
         """Copy what one call returns."""
@@ -463,6 +477,15 @@ class _QueueCopy:
         self.batches.append(batch)
         self.size += len(batch)
         self.offset, self.checksum = header.next_offset, header.checksum
+
+
+def _copied_to(queue: QueueBackup) -> int:
+    """Return the offset after the last message that the backup has of a queue.
+
+    It may be below `next_offset`: what came behind it was removed then, perhaps with the queue. A
+    queue that is added again has its messages again.
+    """
+    return queue.chunks[-1].next_offset if queue.chunks else 0
 
 
 def _topic_backup(topic: Topic) -> TopicBackup:

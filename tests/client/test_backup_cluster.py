@@ -160,7 +160,9 @@ async def test_queue_that_got_shorter_during_a_snapshot_is_noted(store: FolderSt
 
 
 @pytest.mark.usefixtures("one_batch_per_read")
-async def test_queue_that_is_removed_during_a_snapshot_is_noted(store: FolderStore) -> None:
+async def test_queue_that_is_removed_during_a_snapshot_is_completed_by_the_next(
+    store: FolderStore,
+) -> None:
     settings = {"nameserver": {"shrink_interval_ms": 50}}
     async with MemoryBroker(settings=settings) as broker, broker.admin() as admin:
         await broker.create_topic(TOPIC, 2)
@@ -179,6 +181,11 @@ async def test_queue_that_is_removed_during_a_snapshot_is_noted(store: FolderSto
 
         manifest = await InterruptedWriter(admin, store, remove).run()
         assert manifest.notes == (f"queue {last} was removed during the snapshot",)
+        assert await problems_of(store, manifest) == ()
+        await admin.update_topic(TOPIC, queue_count=2)
+        manifest = await BackupWriter(admin, store).run()
+        (copied,) = (one.chunks for one in manifest.queues if one.queue == last)
+        assert [(one.first_offset, one.next_offset) for one in copied] == [(0, 1), (1, 2)]
         assert await problems_of(store, manifest) == ()
 
 
