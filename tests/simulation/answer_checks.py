@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
@@ -115,6 +116,13 @@ class AnswerChecks:
             self._expected.counts["pauses known"] += 1
             group.pause_known_ms[node] = self._expected.now_ms()
 
+    def _granted(
+        self, node: str, owner: queue_pb2.Incarnation, answer: lockmgr_pb.AcquireResponse
+    ) -> None:
+        key, token = key_of(answer.queue), answer.grant.token
+        if self._expected.queues[key].persisted.get(token) != holder_of(owner):
+            self._expected.fail("V11", f"{key}: {node} grants token {token}, not persisted")
+
     def _lock_answered(
         self,
         node: str,
@@ -122,11 +130,9 @@ class AnswerChecks:
         answer: lockmgr_pb.AcquireResponse | lockmgr_pb.KeepAliveResponse,
     ) -> None:
         if isinstance(answer, lockmgr_pb.AcquireResponse):
-            if not answer.HasField("grant"):
-                return
-            key, owner, token = key_of(answer.queue), request.incarnation, answer.grant.token
-            if self._expected.queues[key].persisted.get(token) != holder_of(owner):
-                self._expected.fail("V11", f"{key}: {node} grants token {token}, not persisted")
+            for one in (answer, *answer.others):
+                if one.HasField("grant"):
+                    self._granted(node, request.incarnation, one)
             return
         for hold, report in zip(request.holds, answer.reports, strict=False):
             if report.state == lockmgr_pb.HOLD_STATE_NOT_OWNER:

@@ -203,7 +203,7 @@ class RunOptions:
             resets=some(3),
             forces=some(2),
             switches=some(3),
-            group_pauses=some(4),
+            group_pauses=some(6),
             watch_breaks=some(2),
             questions=1,
             policy=random.choice(POLICIES),

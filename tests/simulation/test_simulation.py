@@ -46,7 +46,7 @@ LEAST = {
     "hand-overs": 300, "closes": 200, "grants": 500, "starts": 2_000, "repeated": 50, "joins": 300,
     "leaves": 100, "kills": 50, "pauses": 40, "service kills": 80, "service pauses": 50,
     "cuts": 100, "jumps": 25, "lost": 1_000, "slow": 1_000, "duplicated": 400, "late": 1_000,
-    "back resets": 30, "forces": 10, "drains": 20, "changes of the filter": 15, "pauses known": 10,
+    "back resets": 30, "forces": 10, "drains": 20, "changes of the filter": 15, "pauses known": 15,
     "watch breaks": 15, "acks by pull": 150, "questions": 30, "sent back": 300, "elections": 60,
     "shrinks": 60, "leader faults": 20, "lost disks": 10, "advances": 400, "settled advances": 40,
     "starts with a key": 500, "retried in place": 60,
