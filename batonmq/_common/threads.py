@@ -127,7 +127,7 @@ class ThreadCall(Generic[T]):
     def returned(self, result: T | None, error: BaseException | None) -> None:
         """Take the result or the error, in the thread of the call."""
         self._result, self._error = result, error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed, and no task waits
             self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:

@@ -1,8 +1,8 @@
 """Chooses what reads and writes the sockets of gRPC in this process.
 
-Of late gRPC for Python leaves this to a pool of threads, its EventEngine. A message that arrives
-wakes a thread of the pool, which wakes the thread that polls for `grpc.aio`, which wakes the event
-loop. Before, the polling thread read the socket itself, and it still can. See
+gRPC 1.85 for Python leaves this to a pool of threads, its EventEngine. A message that arrives wakes
+a thread of the pool. That thread wakes the polling thread of `grpc.aio`, and this one the event
+loop. In earlier versions the polling thread read the socket itself, and it still can. See
 docs/explanation/decisions/0065-the-polling-thread-reads-the-sockets.md.
 """
 

@@ -294,7 +294,7 @@ class BatchedCalls:
         answer: lockmgr_pb.AcquireResponse,
         sent_ms: int,
     ) -> None:
-        """Settle one request; release a grant that nobody waits for any more."""
+        """Settle one request; release its grant if the caller no longer waits."""
         session, grant = self._session, answer.grant
         if answer.HasField("error"):
             pending.settle(error_from_pb(answer.error))

@@ -261,7 +261,7 @@ class LmdbDisk:
 
 
 def _logged(write: Callable[[], None]) -> None:
-    """Call `write`; log its error, whose caller may be cancelled."""
+    """Call `write`; log its error, because its caller may be cancelled and not see it."""
     try:
         write()
     except Exception as error:

@@ -1,11 +1,10 @@
-"""Batches that a closed queue has refused, so that it does not take a late copy of one.
+"""Batches that a closed queue has refused, so that a late copy of one is refused, too.
 
 A producer sends the messages of such a batch to another queue. An earlier attempt with the same
-bytes may still be on its way. Without this memory it would be stored if the queue was opened again
-before it arrives, and its messages would come twice.
+bytes may still be on its way. If the queue is opened again before it arrives, it would be stored,
+and its messages would be delivered twice.
 
-The memory is that of the open store. An attempt can't outlive the process that it was sent to, so
-it could still come twice only if the queue had another leader meanwhile.
+The memory is that of the open store. What another leader has refused is not known to it.
 """
 
 from __future__ import annotations
