@@ -12,12 +12,19 @@ from pathlib import Path
 import pytest
 
 from batonmq._common.clock import Clock
+from batonmq_server.offsets import placement_resolver
 from batonmq_server.offsets.core.values import QueueLimits
 from batonmq_server.offsets.disk import LmdbDisk
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.offsets.replica_cluster import ReplicaSet, replica_set
 from tests.offsets.running_service import service_on
-from tests.offsets.service_calls import Service
+from tests.offsets.service_calls import TIMEOUT_S, Service
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the service wait for a slow etcd: tests do not repeat calls, as clients do."""
+    monkeypatch.setattr(placement_resolver, "RESOLVE_TIMEOUT_S", float(TIMEOUT_S))
 
 
 @pytest.fixture

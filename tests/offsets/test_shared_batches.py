@@ -129,9 +129,8 @@ async def test_commit_without_token_for_an_unknown_group_creates_no_placement(
 
 
 async def test_groups_of_a_call_are_resolved_concurrently(
-    service: Service, etcd: StalledEtcd, monkeypatch: pytest.MonkeyPatch
+    service: Service, etcd: StalledEtcd
 ) -> None:
-    monkeypatch.setattr(placement_resolver, "RESOLVE_TIMEOUT_S", 10.0)
     etcd.stalled = True
     query = pb.QueryRequest(queues=[queue(group) for group in MADE_UP])
     async with asyncio.TaskGroup() as tasks:
@@ -143,9 +142,9 @@ async def test_groups_of_a_call_are_resolved_concurrently(
 async def test_slow_etcd_fails_only_items_of_groups_that_need_it(
     service: Service, etcd: StalledEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement_resolver, "RESOLVE_TIMEOUT_S", 0.05)
     await service.start_owner()
     etcd.stalled = True
+    monkeypatch.setattr(placement_resolver, "RESOLVE_TIMEOUT_S", 0.05)
     query = pb.QueryRequest(queues=[*map(queue, MADE_UP), queue()])
     answer = await call(service, "Query", query)
     assert reasons(answer.outcomes)[:-1] == ["REASON_NOT_SERVING"] * len(MADE_UP)
