@@ -392,7 +392,7 @@ class OffsetAheadOfLog(BatonError):
 
 
 class SequenceGap(BatonError):
-    """A sequence number is missing, or the queue was closed when this batch came before."""
+    """A sequence number of the producer is missing."""
 
     reason = "SEQUENCE_GAP"
     kind = "FAILED_PRECONDITION"
@@ -484,7 +484,7 @@ class TransactionEnded(BatonError):
 
 
 class NotWritable(BatonError):
-    """The topic, or the queue, does not take messages."""
+    """The topic, or the queue, does not take messages, or began to after the batch was sent."""
 
     reason = "NOT_WRITABLE"
     kind = "FAILED_PRECONDITION"

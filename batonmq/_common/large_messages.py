@@ -46,12 +46,12 @@ def is_large(byte_count: int, batch_count: int) -> bool:
 
 
 def append_request(
-    batches: Sequence[bytes], durability: pb.Durability.ValueType
+    batches: Sequence[bytes], durability: pb.Durability.ValueType, topic_epochs: Sequence[int]
 ) -> pb.AppendRequest:
     """Return a request for a stub of `storage_stub`; a large one is encoded already."""
     if not is_large(sum(map(len, batches)), len(batches)):
-        return pb.AppendRequest(batches=batches, durability=durability)
-    rest = pb.AppendRequest(durability=durability).SerializeToString()
+        return pb.AppendRequest(batches=batches, durability=durability, topic_epochs=topic_epochs)
+    rest = pb.AppendRequest(durability=durability, topic_epochs=topic_epochs).SerializeToString()
     encoded: object = b"".join((rest, *_fields(_APPENDED, batches)))
     return cast("pb.AppendRequest", encoded)
 

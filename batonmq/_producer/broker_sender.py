@@ -67,6 +67,10 @@ class BatchResults(Protocol):
         """Return whether the latest route says that the queue is writable."""
         ...
 
+    def topic_epoch(self, topic: str) -> int:
+        """Return the epoch of the topic, as its latest route says."""
+        ...
+
     def move(self, sender: QueueSender[BatchOutcome], error: BatonError) -> None:
         """Move the batches of a queue that is not writable to other queues of its topic."""
         ...
@@ -169,7 +173,7 @@ class BrokerSender:
         """
         self._in_flight_count += 1
         try:
-            outcomes = await self._append([s.in_flight.encoded for s in senders if s.in_flight])
+            outcomes = await self._append(senders)
         finally:
             self._in_flight_count -= 1
             self._answered.set()
@@ -192,20 +196,24 @@ class BrokerSender:
             sender.backing_off = False
             self.wake(sender)
 
-    async def _append(self, batches: list[bytes]) -> Sequence[pb.AppendReceipt | BatonError]:
-        """Return one outcome per batch; if the call failed, its error for each batch."""
+    async def _append(
+        self, senders: Sequence[QueueSender[BatchOutcome]]
+    ) -> Sequence[pb.AppendReceipt | BatonError]:
+        """Return one outcome per batch in flight; if the call failed, its error for each batch."""
         timeout_s = self._settings.request_timeout_ms / 1000
         try:
             stub = await self._directory.connected_storage(self._broker, timeout_s)
         except BatonError as error:
             not_sent = NotSent(error.message, retry_after_ms=error.retry_after_ms)
-            return [not_sent] * len(batches)
-        request = append_request(batches, self._settings.durability.value)
+            return [not_sent] * len(senders)
+        batches = [sender.in_flight.encoded for sender in senders if sender.in_flight]
+        epochs = [self._results.topic_epoch(sender.queue.topic) for sender in senders]
+        request = append_request(batches, self._settings.durability.value, epochs)
         begin_ms = self._clock.monotonic_ms()
         try:
             answer = await stub.Append(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            return [from_rpc_error(error)] * len(batches)
+            return [from_rpc_error(error)] * len(senders)
         self._results.broker_answered(self._broker, self._clock.monotonic_ms() - begin_ms)
         return [
             error_from_pb(outcome.error) if outcome.HasField("error") else outcome.receipt
@@ -224,8 +232,7 @@ class BrokerSender:
         now_ms = self._clock.monotonic_ms()
         late_ms = now_ms - self._settings.delivery_timeout_ms
         retry = error.retry is not Retry.NEVER
-        # A batch that was stored in memory only is lost, or the queue was closed meanwhile.
-        lost = isinstance(error, SequenceGap)
+        lost = isinstance(error, SequenceGap)  # a batch that was stored in memory only is lost
         throttled = isinstance(error, Throttled)  # the quota ends, not the broker
         if retry and not no_queue and not lost and not throttled:
             self._results.broker_failed(self._broker)

@@ -173,6 +173,11 @@ class SendBuffer:
         known = self.topics.get(queue.topic)
         return known is None or queue in known.queues
 
+    def topic_epoch(self, topic: str) -> int:
+        """Return the epoch of the topic, as its latest route says."""
+        known = self.topics.get(topic)
+        return known.epoch if known is not None else 0
+
     def move(self, sender: QueueSender[BatchOutcome], error: BatonError) -> None:
         """Move the batches of a queue that is not writable to other queues of the topic.
 

@@ -40,6 +40,7 @@ class TopicQueues:
             same queue.
 
     Attributes:
+        epoch: Of the topic, as its newest route says.
         queues: The writable queues.
         current: Sender of the queue whose turn it is; None if it was not looked up yet.
     """
@@ -61,7 +62,7 @@ class TopicQueues:
 
     def _read(self, route: nameserver_pb.Route) -> None:
         self._name, self._all = route.topic.name, frozenset(queues_of(route))
-        self.queues = writable_queues_of(route)
+        self.queues, self.epoch = writable_queues_of(route), route.topic.epoch
         self._compacted = route.topic.HasField("compaction")
         self._keyed = KeyedQueues(self.queues)
         self.current: QueueSender[BatchOutcome] | None = None

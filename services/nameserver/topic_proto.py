@@ -35,6 +35,7 @@ def topic_to_pb(topic: Topic) -> pb.Topic:
         retention_ms=topic.retention_ms,
         retention_bytes=topic.retention_bytes,
         compaction=_compaction_to_pb(topic),
+        epoch=topic.epoch,
     )
 
 
@@ -52,6 +53,7 @@ def topic_to_bytes(topic: Topic) -> bytes:
         retention_ms=topic.retention_ms,
         retention_bytes=topic.retention_bytes,
         compaction=_compaction_to_pb(topic),
+        epoch=topic.epoch,
     ).SerializeToString()
 
 
@@ -62,7 +64,9 @@ def topic_from_bytes(value: bytes) -> Topic:
         name=topic.name,
         topic_id=topic.topic_id,
         spread=tuple(
-            QueueSpread(s.broker, s.queue_count, s.write_queue_count, s.room, s.closed)
+            QueueSpread(
+                s.broker, s.queue_count, s.write_queue_count, s.room, s.closed, s.opened_epoch
+            )
             for s in topic.spread
         ),
         create_unix_ms=topic.create_unix_ms,
@@ -73,6 +77,7 @@ def topic_from_bytes(value: bytes) -> Topic:
         retention_ms=topic.retention_ms,
         retention_bytes=topic.retention_bytes,
         compaction=_compaction_of(topic.compaction) if topic.HasField("compaction") else None,
+        epoch=topic.epoch,
     )
 
 
@@ -166,6 +171,7 @@ def spread_to_pb(part: QueueSpread) -> pb.QueueSpread:
         write_queue_count=part.write_queue_count,
         room=part.room,
         closed=part.closed,
+        opened_epoch=part.opened_epoch,
     )
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from batonmq.errors import TopicExists, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
+from batonmq_server.nameserver.core.topic_epochs import with_epochs
 from batonmq_server.nameserver.core.topics import Compaction, Topic, spread_queues, with_rooms
 from batonmq_server.nameserver.topic_proto import topic_from_bytes, topic_to_bytes
 from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
@@ -130,7 +131,7 @@ class TopicStore:
             if stored is None:
                 raise topic_not_found(name)
             before = topic_from_bytes(stored.value)
-            after = change(before)
+            after = with_epochs(before, change(before))
             if after == before:
                 return before, stored.mod_revision
             revision = await self._etcd.txn(

@@ -49,7 +49,8 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         batches = validation.parse_batches(request, replicated=role.replicated)
         self._parts.flusher.check()
         owner = owner_of(self._parts.identity_of(context))
-        checked = [_checked(batch, owner) for batch in batches]
+        epochs = validation.parse_topic_epochs(request)
+        checked = [_checked(b, owner, e) for b, e in zip(batches, epochs, strict=True)]
         if any(isinstance(one, CheckedBatch) and one.outputs is not None for one in checked):
             checked = self._permitted_outputs(checked, context)
         good = [one for one in checked if isinstance(one, CheckedBatch)]
@@ -243,8 +244,8 @@ def _in_sight(seconds: float) -> int:
     return int(seconds) if seconds < SECONDS_MAX else 0
 
 
-def _checked(batch: bytes, owner: int) -> CheckedBatch | BatonError:
+def _checked(batch: bytes, owner: int, topic_epoch: int | None) -> CheckedBatch | BatonError:
     try:
-        return check(batch, owner)
+        return check(batch, owner, topic_epoch)
     except BatonError as error:
         return error

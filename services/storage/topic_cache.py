@@ -151,6 +151,7 @@ class TopicCache:
             retention_ms=topic.retention_ms,
             retention_bytes=topic.retention_bytes,
             compaction=_compaction(topic),
+            opened_epoch=local[0].opened_epoch if local else 0,
         )
         self._known[name] = (stored.mod_revision, queues)
         return queues

@@ -92,6 +92,23 @@ def parse_batches(request: pb.AppendRequest, *, replicated: bool = False) -> lis
     return batches
 
 
+def parse_topic_epochs(request: pb.AppendRequest) -> Sequence[int | None]:
+    """Return the epoch of the topic of each batch; None for those whose sender does not say it.
+
+    Raises:
+        InvalidArgument: there is another number of epochs than of batches.
+    """
+    epochs, count = request.topic_epochs, len(request.batches)
+    if not epochs:
+        return (None,) * count
+    if len(epochs) != count:
+        raise InvalidArgument(
+            f"topic_epochs must have one epoch per batch or none, got {len(epochs)} for {count}",
+            facts={"field": "topic_epochs"},
+        )
+    return epochs
+
+
 def check_batches(batches: Sequence[bytes]) -> None:
     """Check the number of batches of a request and their total length.
 

@@ -28,6 +28,7 @@ from batonmq.errors import (
     BadBatch,
     InvalidArgument,
     LimitExceeded,
+    NotWritable,
     TopicNotFound,
     Unreachable,
 )
@@ -181,6 +182,25 @@ def test_unknown_compression_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="gzip") as refused:
         Producer("127.0.0.1:1", settings)
     assert refused.value.remedy == "Use none, lz4 or zstd."
+
+
+# ---- a queue that was closed and opened again
+
+
+async def test_refused_batch_is_repeated_in_the_epoch_of_the_newest_route() -> None:
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+        at.storage.refusal = lambda _: (
+            NotWritable("opened again") if at.storage.topic_epochs[-1] == [0] else None
+        )
+        async with asyncio.TaskGroup() as tasks:
+            sending = tasks.create_task(producer.send("orders", b"a"))
+            await until(lambda: len(at.storage.topic_epochs) > 1)
+            assert not sending.done()
+            at.nameserver.epoch = 2
+            at.nameserver.set_topic("orders", 1)
+        assert at.storage.topic_epochs[-1] == [2]
+        assert at.storage.stored == [b"a"]
+        assert len({batch for request in at.storage.requests for batch in request}) == 1
 
 
 # ---- order of a key while the queues change

@@ -47,11 +47,13 @@ class NameserverTwin(nameserver_grpc.NameserverServiceServicer):
 
     Attributes:
         other_address: Address of the other broker; empty if there is none.
+        epoch: Of the topics.
         route_queries: Topic of each QueryRoute.
     """
 
     def __init__(self) -> None:
         self.queue_counts: dict[str, int] = {}
+        self.epoch = 0
         self.storage_address = NOWHERE
         self.other_address = ""
         self.route_queries: list[str] = []
@@ -78,7 +80,7 @@ class NameserverTwin(nameserver_grpc.NameserverServiceServicer):
             for broker, address in self._addresses().items()
         ]
         return nameserver_pb.Route(
-            topic=nameserver_pb.Topic(name=topic, topic_id=1, spread=spread),
+            topic=nameserver_pb.Topic(name=topic, topic_id=1, spread=spread, epoch=self.epoch),
             brokers=brokers,
             generation=self._generation,
         )
@@ -121,6 +123,7 @@ class StorageTwin(pb_grpc.StorageServiceServicer):
 
     Attributes:
         requests: The batches of each Append, in the order of arrival.
+        topic_epochs: Of each Append.
         queues: Bodies by topic and queue.
         log: Bodies in the order of storing.
         headers: Headers of the stored batches, in order.
@@ -131,6 +134,7 @@ class StorageTwin(pb_grpc.StorageServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[list[bytes]] = []
+        self.topic_epochs: list[list[int]] = []
         self.durabilities: list[int] = []
         self.queues: defaultdict[tuple[str, int], list[bytes]] = defaultdict(list)
         self.log: list[bytes] = []
@@ -152,6 +156,7 @@ class StorageTwin(pb_grpc.StorageServiceServicer):
     async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendResponse:
         self.requests.append(list(request.batches))
         self.durabilities.append(request.durability)
+        self.topic_epochs.append(list(request.topic_epochs))
         if len(request.batches) > 1_024:
             raise LimitExceeded(f"{len(request.batches)} batches")
         await self.before(request.batches)

@@ -59,14 +59,22 @@ def test_messages_of_small_batches_are_left_to_the_runtime() -> None:
     assert not is_large(LARGE_BYTES, 17)
     assert not is_large(LARGE_BYTES - 1, 1)
     many = [bytes(1_024)] * 300
-    request = append_request(many, pb.DURABILITY_MEMORY)
-    assert request == pb.AppendRequest(batches=many, durability=pb.DURABILITY_MEMORY)
+    request = append_request(many, pb.DURABILITY_MEMORY, [0] * 300)
+    expected = pb.AppendRequest(
+        batches=many, durability=pb.DURABILITY_MEMORY, topic_epochs=[0] * 300
+    )
+    assert request == expected
 
 
 def test_append_request_is_that_of_the_contract() -> None:
-    small = append_request(BATCHES[:5], pb.DURABILITY_FSYNCED)
-    assert small == pb.AppendRequest(batches=BATCHES[:5], durability=pb.DURABILITY_FSYNCED)
-    large = cast("object", append_request(BATCHES, pb.DURABILITY_FSYNCED))
+    epochs = range(len(BATCHES))
+    small = append_request(BATCHES[:5], pb.DURABILITY_FSYNCED, epochs[:5])
+    assert small == pb.AppendRequest(
+        batches=BATCHES[:5], durability=pb.DURABILITY_FSYNCED, topic_epochs=epochs[:5]
+    )
+    large = cast("object", append_request(BATCHES, pb.DURABILITY_FSYNCED, epochs))
     assert isinstance(large, bytes)
-    expected = pb.AppendRequest(batches=BATCHES, durability=pb.DURABILITY_FSYNCED)
+    expected = pb.AppendRequest(
+        batches=BATCHES, durability=pb.DURABILITY_FSYNCED, topic_epochs=epochs
+    )
     assert pb.AppendRequest.FromString(large) == expected

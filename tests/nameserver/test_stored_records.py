@@ -37,7 +37,9 @@ TOPIC = StoredTopic(
     name="flights",
     topic_id=7,
     spread=[
-        pb.QueueSpread(broker="broker-a", queue_count=5, write_queue_count=3, room="north"),
+        pb.QueueSpread(
+            broker="broker-a", queue_count=5, write_queue_count=3, room="north", opened_epoch=2
+        ),
     ],
     create_unix_ms=1_700_000_000_000,
     permission=pb.TOPIC_PERMISSION_READ,
@@ -45,6 +47,7 @@ TOPIC = StoredTopic(
     message_type=pb.TOPIC_MESSAGE_TYPE_FIFO,
     retention_ms=604_800_000,
     retention_bytes=2**40,
+    epoch=4,
     compaction=pb.Compaction(tombstone_retention_ms=5, min_lag_ms=6, dirty_percent=7),
 )
 GROUP = StoredGroup(
@@ -120,8 +123,8 @@ NOT_RETURNED = {"owner", "creator", "tls_address", "plain_address"}
 RECORDS = {
     "topic": (
         TOPIC,
-        "0a07666c696768747310071a150a0862726f6b65722d611005180322056e6f7274682080d095ffbc31280230"
-        "01408088b2a00248808080808020c00202920306080510061807",
+        "0a07666c696768747310071a170a0862726f6b65722d611005180322056e6f72746830022080d095ffbc3128"
+        "023001408088b2a002488080808080205004c00202920306080510061807",
     ),
     "group": (
         GROUP,

@@ -236,14 +236,18 @@ async def _move(run: MovesRun, admin: Admin, draws: Random, end_s: float) -> Non
         kind = draws.random()
         source, target = draws.sample([f"broker-{number}" for number in range(BROKERS)], 2)
         try:
-            if kind < 0.3:
+            if kind < 0.2:
                 await move_queues(admin, TOPIC, source, target, 1, by="operator")
-            elif kind < 0.7:
+            elif kind < 0.45:
                 await move_queues(admin, TOPIC, source, target, by="operator")
-            elif kind < 0.8:
+            elif kind < 0.55:
                 await spread_queues(admin, TOPIC, by="operator")
-            else:
+            elif kind < 0.65:
                 await admin.update_topic(TOPIC, queue_count=draws.randrange(BROKERS, 2 * QUEUES))
+            else:
+                await move_queues(admin, TOPIC, source, target, by="operator")
+                await asyncio.sleep(draws.uniform(1, 4))  # less than the delay of some requests
+                await move_queues(admin, TOPIC, target, source, by="operator")
             run.counts["moves"] += 1
         except BatonError:
             run.counts["moves that failed"] += 1

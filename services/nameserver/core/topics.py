@@ -21,6 +21,8 @@ class QueueSpread:
             that all queues take messages.
         room: Machine room of the broker when the queues were assigned to it; empty for none.
         closed: Whether no queue takes messages: all are retiring.
+        opened_epoch: Epoch of the topic in which queues here began to take messages again; 0 if
+            none has.
     """
 
     broker: str
@@ -28,6 +30,7 @@ class QueueSpread:
     write_queue_count: int = 0
     room: str = ""
     closed: bool = False
+    opened_epoch: int = 0
 
     @property
     def writable_count(self) -> int:
@@ -61,6 +64,7 @@ class Topic:
         retention_ms: Retention time of its messages; 0 for that of the broker.
         retention_bytes: Maximum bytes of a queue; 0 for unlimited.
         compaction: Set if it is compacted; fixed when it is created.
+        epoch: See `topic_epochs`.
     """
 
     name: str
@@ -74,6 +78,7 @@ class Topic:
     retention_ms: int = 0
     retention_bytes: int = 0
     compaction: Compaction | None = None
+    epoch: int = 0
 
     @property
     def queue_count(self) -> int:

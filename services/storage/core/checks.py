@@ -27,6 +27,7 @@ class LocalTopic:
         retention_ms: Retention time of its messages; 0 for that of the broker.
         retention_bytes: Maximum bytes of a queue; 0 for unlimited.
         compaction: How its queues are compacted; None if they are not.
+        opened_epoch: Batches that were sent in an earlier epoch of the topic are refused.
     """
 
     topic_id: int
@@ -37,6 +38,7 @@ class LocalTopic:
     retention_ms: int = 0
     retention_bytes: int = 0
     compaction: CompactionPolicy | None = None
+    opened_epoch: int = 0
 
     def takes(self, queue_id: int) -> bool:
         """Return whether the queue accepts messages."""
@@ -62,18 +64,21 @@ class CheckedBatch:
 
     Attributes:
         outputs: Its output columns; None if its messages are not outputs.
+        topic_epoch: Epoch of the topic in which it was sent; None if its sender did not say.
     """
 
     header: Header
     batch: bytes
     outputs: OutputBatch | None = None
+    topic_epoch: int | None = None
 
 
-def check(batch: bytes, owner: int = 0) -> CheckedBatch:
+def check(batch: bytes, owner: int = 0, topic_epoch: int | None = None) -> CheckedBatch:
     """Check a batch that a producer has sent.
 
     Args:
         owner: Owner of the batch, see `owner_of`. What the batch itself says is ignored.
+        topic_epoch: See `CheckedBatch`.
 
     Raises:
         BadBatch, BadChecksum, LimitExceeded, InvalidName: the batch is rejected.
@@ -88,7 +93,7 @@ def check(batch: bytes, owner: int = 0) -> CheckedBatch:
         raise BadBatch(
             f"producer_id must {least}, got {header.producer_id}", facts={"field": "producer_id"}
         )
-    return CheckedBatch(header, batch, outputs)
+    return CheckedBatch(header, batch, outputs, topic_epoch)
 
 
 def check_no_outputs(checked: CheckedBatch) -> CheckedBatch:
@@ -137,7 +142,7 @@ def check_takes(checked: CheckedBatch, queues: LocalTopic) -> None:
     """Check that the queue of a batch accepts its messages.
 
     Raises:
-        NotWritable: it accepts no messages.
+        NotWritable: it accepts no messages, or was opened after the batch was sent.
         BadBatch: the topic is compacted, and a message has no ordering key.
     """
     header = checked.header
@@ -148,4 +153,16 @@ def check_takes(checked: CheckedBatch, queues: LocalTopic) -> None:
         raise NotWritable(
             f"{which}topic {header.topic} accepts no messages",
             facts={"topic": header.topic, "queue_id": header.queue_id},
+        )
+    if checked.topic_epoch is not None and checked.topic_epoch < queues.opened_epoch:
+        raise NotWritable(
+            f"queue {header.queue_id} of topic {header.topic} takes messages again, but this batch "
+            "was sent before",
+            remedy="Send it again with the newest route of the topic.",
+            facts={
+                "topic": header.topic,
+                "queue_id": header.queue_id,
+                "topic_epoch": checked.topic_epoch,
+                "opened_epoch": queues.opened_epoch,
+            },
         )

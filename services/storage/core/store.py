@@ -20,7 +20,6 @@ from batonmq.errors import (
     DataLossDetail,
     DiskFull,
     NotLeader,
-    NotWritable,
     Overloaded,
 )
 from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic, check_queue, check_takes
@@ -42,7 +41,6 @@ from batonmq_server.storage.core.outputs import OutputBatch, OutputTable, parse_
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
 from batonmq_server.storage.core.purge import ORDER_QUEUES, PurgeOrder, QueueTrim, decode_order
 from batonmq_server.storage.core.queue_reader import QueueReader, ReadResult, ReadSpec
-from batonmq_server.storage.core.refused_batches import RefusedBatches
 from batonmq_server.storage.core.schedule import Schedule
 from batonmq_server.storage.core.transactions import Transactions
 from batonmq_server.storage.core.write_run import AdmittedBatch, WriteRun
@@ -103,7 +101,6 @@ class MessageStore:
         self.schedule = Schedule(producers)
         self.transactions = Transactions(producers)
         self.outputs = OutputTable()
-        self._refused = RefusedBatches()
         self.purge_orders: list[PurgeOrder] = []
         self.compacted = CompactedQueues(log)
         self._reader = QueueReader(log, self.compacted)
@@ -164,7 +161,7 @@ class MessageStore:
                 else:
                     receipt = self.outputs.check(checked.outputs, self.store_unix_ms)
                 if receipt is None:
-                    self._check_takes(checked, key, topic)
+                    check_takes(checked, topic)
                     if rejection is not None:
                         raise rejection
                     self.log.check_length(header.length)
@@ -422,15 +419,6 @@ class MessageStore:
         """Move the entries that consume queues have only in memory to their files."""
         for queue in self._queues.values():
             queue.flush()
-
-    def _check_takes(self, checked: CheckedBatch, key: QueueKey, topic: LocalTopic) -> None:
-        """Check that the queue accepts the batch; remember it if the queue is closed."""
-        try:
-            check_takes(checked, topic)
-        except NotWritable:
-            self._refused.add(checked.header, key)
-            raise
-        self._refused.check(checked.header, key)
 
     def _next_offset(self, key: QueueKey) -> int:
         queue = self._queues.get(key)

@@ -160,9 +160,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_OFFSET_AHEAD_OF_LOG: _Reason.ValueType  # 41
     """The committed offset is beyond the end of the log. Facts: `offset`, `next_offset`."""
     REASON_SEQUENCE_GAP: _Reason.ValueType  # 42
-    """A sequence number of the producer is missing, or its queue was closed when this batch came before:
-    send it in a new epoch of the producer. Facts: `expected` if one is missing, `actual`.
-    """
+    """A sequence number of the producer is missing. Facts: `expected`, `actual`."""
     REASON_PRODUCER_FENCED: _Reason.ValueType  # 43
     """A newer producer with this id has written; or, for outputs, a newer owner of the input queue.
     Facts: `epoch`, `current`; for outputs `token`, `current`, `reset_epoch`.
@@ -181,7 +179,9 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     `schedule_id`.
     """
     REASON_NOT_WRITABLE: _Reason.ValueType  # 48
-    """The topic, or the queue, does not take messages. Facts: `topic`, `queue_id`."""
+    """The topic, or the queue, does not take messages; or it takes them again since the batch was sent.
+    Facts: `topic`, `queue_id`; in the second case also `topic_epoch`, `opened_epoch`.
+    """
     REASON_NOT_READABLE: _Reason.ValueType  # 49
     """The topic, or the queue, does not allow reading. Facts: `topic`, `queue_id`."""
     REASON_TRANSACTION_NOT_FOUND: _Reason.ValueType  # 50
@@ -365,9 +365,7 @@ REASON_OFFSET_OUT_OF_RANGE: Reason.ValueType  # 40
 REASON_OFFSET_AHEAD_OF_LOG: Reason.ValueType  # 41
 """The committed offset is beyond the end of the log. Facts: `offset`, `next_offset`."""
 REASON_SEQUENCE_GAP: Reason.ValueType  # 42
-"""A sequence number of the producer is missing, or its queue was closed when this batch came before:
-send it in a new epoch of the producer. Facts: `expected` if one is missing, `actual`.
-"""
+"""A sequence number of the producer is missing. Facts: `expected`, `actual`."""
 REASON_PRODUCER_FENCED: Reason.ValueType  # 43
 """A newer producer with this id has written; or, for outputs, a newer owner of the input queue.
 Facts: `epoch`, `current`; for outputs `token`, `current`, `reset_epoch`.
@@ -386,7 +384,9 @@ REASON_NOT_SCHEDULED: Reason.ValueType  # 47
 `schedule_id`.
 """
 REASON_NOT_WRITABLE: Reason.ValueType  # 48
-"""The topic, or the queue, does not take messages. Facts: `topic`, `queue_id`."""
+"""The topic, or the queue, does not take messages; or it takes them again since the batch was sent.
+Facts: `topic`, `queue_id`; in the second case also `topic_epoch`, `opened_epoch`.
+"""
 REASON_NOT_READABLE: Reason.ValueType  # 49
 """The topic, or the queue, does not allow reading. Facts: `topic`, `queue_id`."""
 REASON_TRANSACTION_NOT_FOUND: Reason.ValueType  # 50

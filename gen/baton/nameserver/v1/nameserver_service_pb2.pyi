@@ -696,6 +696,7 @@ class Topic(_message.Message):
     INHERITED_FIELD_NUMBER: _builtins.int
     RETENTION_MS_FIELD_NUMBER: _builtins.int
     RETENTION_BYTES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     MESSAGE_TYPE_FIELD_NUMBER: _builtins.int
     COMPACTION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -715,6 +716,10 @@ class Topic(_message.Message):
     retention_bytes: _builtins.int
     """Maximum bytes of the batches of one queue in the log; the oldest batches are removed, but never
     the newest one. 0 for unlimited.
+    """
+    epoch: _builtins.int
+    """Rises when a queue stops taking messages, and when one takes messages again; 0 while none has
+    stopped. Producers name it in Append.
     """
     message_type: Global___TopicMessageType.ValueType
     """Type of the messages that remote clients may send to it; fixed when the topic is created."""
@@ -737,12 +742,13 @@ class Topic(_message.Message):
         inherited: _builtins.bool = ...,
         retention_ms: _builtins.int = ...,
         retention_bytes: _builtins.int = ...,
+        epoch: _builtins.int = ...,
         message_type: Global___TopicMessageType.ValueType = ...,
         compaction: Global___Compaction | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["compaction", b"compaction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compaction", b"compaction", "create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "permission", b"permission", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compaction", b"compaction", "create_unix_ms", b"create_unix_ms", "epoch", b"epoch", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "permission", b"permission", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -808,6 +814,7 @@ class QueueSpread(_message.Message):
     WRITE_QUEUE_COUNT_FIELD_NUMBER: _builtins.int
     ROOM_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
+    OPENED_EPOCH_FIELD_NUMBER: _builtins.int
     broker: _builtins.str
     """Broker name."""
     queue_count: _builtins.int
@@ -822,6 +829,10 @@ class QueueSpread(_message.Message):
     """True if no queue of the topic on this broker takes messages: all are retiring. Then
     `write_queue_count` is 0.
     """
+    opened_epoch: _builtins.int
+    """Epoch of the topic in which queues on this broker began to take messages again; 0 if none has. The
+    broker refuses batches that were sent in an earlier one.
+    """
     def __init__(
         self,
         *,
@@ -830,10 +841,11 @@ class QueueSpread(_message.Message):
         write_queue_count: _builtins.int = ...,
         room: _builtins.str = ...,
         closed: _builtins.bool = ...,
+        opened_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "closed", b"closed", "queue_count", b"queue_count", "room", b"room", "write_queue_count", b"write_queue_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "closed", b"closed", "opened_epoch", b"opened_epoch", "queue_count", b"queue_count", "room", b"room", "write_queue_count", b"write_queue_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

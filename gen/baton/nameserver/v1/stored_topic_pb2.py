@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.nameserver.v1 import nameserver_service_pb2 as baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/nameserver/v1/stored_topic.proto\x12\x13\x62\x61ton.nameserver.v1\x1a,baton/nameserver/v1/nameserver_service.proto\"\xf4\x02\n\x0bStoredTopic\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08topic_id\x18\x02 \x01(\x03\x12\x30\n\x06spread\x18\x03 \x03(\x0b\x32 .baton.nameserver.v1.QueueSpread\x12\x16\n\x0e\x63reate_unix_ms\x18\x04 \x01(\x03\x12\x38\n\npermission\x18\x05 \x01(\x0e\x32$.baton.nameserver.v1.TopicPermission\x12\x11\n\tinherited\x18\x06 \x01(\x08\x12\r\n\x05owner\x18\x07 \x01(\t\x12\x14\n\x0cretention_ms\x18\x08 \x01(\x03\x12\x17\n\x0fretention_bytes\x18\t \x01(\x03\x12;\n\x0cmessage_type\x18( \x01(\x0e\x32%.baton.nameserver.v1.TopicMessageType\x12\x33\n\ncompaction\x18\x32 \x01(\x0b\x32\x1f.baton.nameserver.v1.Compactionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/nameserver/v1/stored_topic.proto\x12\x13\x62\x61ton.nameserver.v1\x1a,baton/nameserver/v1/nameserver_service.proto\"\x83\x03\n\x0bStoredTopic\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08topic_id\x18\x02 \x01(\x03\x12\x30\n\x06spread\x18\x03 \x03(\x0b\x32 .baton.nameserver.v1.QueueSpread\x12\x16\n\x0e\x63reate_unix_ms\x18\x04 \x01(\x03\x12\x38\n\npermission\x18\x05 \x01(\x0e\x32$.baton.nameserver.v1.TopicPermission\x12\x11\n\tinherited\x18\x06 \x01(\x08\x12\r\n\x05owner\x18\x07 \x01(\t\x12\x14\n\x0cretention_ms\x18\x08 \x01(\x03\x12\x17\n\x0fretention_bytes\x18\t \x01(\x03\x12\r\n\x05\x65poch\x18\n \x01(\r\x12;\n\x0cmessage_type\x18( \x01(\x0e\x32%.baton.nameserver.v1.TopicMessageType\x12\x33\n\ncompaction\x18\x32 \x01(\x0b\x32\x1f.baton.nameserver.v1.Compactionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,5 +33,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.nameserver.v1.stored_
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STOREDTOPIC']._serialized_start=110
-  _globals['_STOREDTOPIC']._serialized_end=482
+  _globals['_STOREDTOPIC']._serialized_end=497
 # @@protoc_insertion_point(module_scope)

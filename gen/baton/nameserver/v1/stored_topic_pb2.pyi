@@ -34,6 +34,7 @@ class StoredTopic(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     RETENTION_MS_FIELD_NUMBER: _builtins.int
     RETENTION_BYTES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     MESSAGE_TYPE_FIELD_NUMBER: _builtins.int
     COMPACTION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -53,6 +54,10 @@ class StoredTopic(_message.Message):
     retention_bytes: _builtins.int
     """Maximum bytes of the batches of one queue in the log; the oldest batches are removed, but never
     the newest one. 0 for unlimited.
+    """
+    epoch: _builtins.int
+    """Rises when a queue stops taking messages, and when one takes messages again; 0 while none has
+    stopped.
     """
     message_type: _nameserver_service_pb2.TopicMessageType.ValueType
     """Which messages remote clients may send."""
@@ -76,12 +81,13 @@ class StoredTopic(_message.Message):
         owner: _builtins.str = ...,
         retention_ms: _builtins.int = ...,
         retention_bytes: _builtins.int = ...,
+        epoch: _builtins.int = ...,
         message_type: _nameserver_service_pb2.TopicMessageType.ValueType = ...,
         compaction: _nameserver_service_pb2.Compaction | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["compaction", b"compaction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compaction", b"compaction", "create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "owner", b"owner", "permission", b"permission", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compaction", b"compaction", "create_unix_ms", b"create_unix_ms", "epoch", b"epoch", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "owner", b"owner", "permission", b"permission", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

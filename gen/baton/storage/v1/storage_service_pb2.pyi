@@ -104,6 +104,7 @@ class AppendRequest(_message.Message):
 
     BATCHES_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
+    TOPIC_EPOCHS_FIELD_NUMBER: _builtins.int
     durability: Global___Durability.ValueType
     """Durability to wait for. If a follower leaves the in-sync set while the call waits, the receipt of a
     request for DURABILITY_REPLICATED may say DURABILITY_FSYNCED: it states what was reached.
@@ -112,15 +113,24 @@ class AppendRequest(_message.Message):
     def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Encoded batches, 1 to 1,024, each up to 8 MiB, together up to 32 MiB. Required."""
 
+    @_builtins.property
+    def topic_epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Epoch of the topic of each batch, in the order of the batches, as the newest route of the caller
+        says; empty to leave it out. A batch is refused (NOT_WRITABLE) if queues of the topic on this
+        broker have begun to take messages again in a later epoch. So a caller that sends the messages of
+        a refused batch to another queue knows that no late copy of the batch is stored.
+        """
+
     def __init__(
         self,
         *,
         batches: _abc.Iterable[_builtins.bytes] | None = ...,
         durability: Global___Durability.ValueType = ...,
+        topic_epochs: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "durability", b"durability"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "durability", b"durability", "topic_epochs", b"topic_epochs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
