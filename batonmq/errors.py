@@ -484,7 +484,7 @@ class TransactionEnded(BatonError):
 
 
 class NotWritable(BatonError):
-    """The topic, or the queue, does not take messages, or began to after the batch was sent."""
+    """The topic, or the queue, takes no messages, or none that were sent with an older route."""
 
     reason = "NOT_WRITABLE"
     kind = "FAILED_PRECONDITION"

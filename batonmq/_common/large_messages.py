@@ -46,12 +46,21 @@ def is_large(byte_count: int, batch_count: int) -> bool:
 
 
 def append_request(
-    batches: Sequence[bytes], durability: pb.Durability.ValueType, topic_epochs: Sequence[int]
+    batches: Sequence[bytes],
+    durability: pb.Durability.ValueType,
+    topic_epochs: Sequence[int | None],
 ) -> pb.AppendRequest:
-    """Return a request for a stub of `storage_stub`; a large one is encoded already."""
+    """Return a request for a stub of `storage_stub`; a large one is encoded already.
+
+    Args:
+        topic_epochs: One per batch. If one of them is not known, the request has none.
+    """
+    epochs = [epoch for epoch in topic_epochs if epoch is not None]
+    if len(epochs) < len(batches):
+        epochs = []
     if not is_large(sum(map(len, batches)), len(batches)):
-        return pb.AppendRequest(batches=batches, durability=durability, topic_epochs=topic_epochs)
-    rest = pb.AppendRequest(durability=durability, topic_epochs=topic_epochs).SerializeToString()
+        return pb.AppendRequest(batches=batches, durability=durability, topic_epochs=epochs)
+    rest = pb.AppendRequest(durability=durability, topic_epochs=epochs).SerializeToString()
     encoded: object = b"".join((rest, *_fields(_APPENDED, batches)))
     return cast("pb.AppendRequest", encoded)
 

@@ -41,6 +41,11 @@ def writable_queues_of(route: pb.Route) -> tuple[QueueRef, ...]:
     )
 
 
+def topic_epoch_of(route: pb.Route) -> int | None:
+    """Return the epoch of the topic; None from a nameserver that does not know it."""
+    return route.topic.epoch if route.topic.HasField("epoch") else None
+
+
 def writable_count(spread: pb.QueueSpread) -> int:
     """Return how many queues of a topic on one broker take messages."""
     return 0 if spread.closed else spread.write_queue_count or spread.queue_count
@@ -65,18 +70,21 @@ async def follow_route(
 ) -> None:
     """Call `on_route` with every newer route of `topic`, until cancelled; reopen a lost watch.
 
+    A route of a higher epoch counts whatever its generation: another nameserver may be behind with
+    its generations.
+
     Raises:
         TopicNotFound: The topic was deleted.
     """
-    generation, failures = 0, 0
+    generation, epoch, failures = 0, 0, 0
     while True:
         try:
             async for answer in directory.nameserver().WatchRoute(
                 pb.WatchRouteRequest(topic=topic)
             ):
                 failures = 0
-                if answer.route.generation > generation:
-                    generation = answer.route.generation
+                if answer.route.generation > generation or answer.route.topic.epoch > epoch:
+                    generation, epoch = answer.route.generation, answer.route.topic.epoch
                     on_route(answer.route)
             error: BatonError = TopicNotFound(
                 f"the watch of topic {topic} ended", retry_after_ms=100

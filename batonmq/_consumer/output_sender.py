@@ -11,9 +11,11 @@ from typing import Protocol
 import grpc.aio
 
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.large_messages import append_request
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._consumer.session import Session
 from batonmq._core.output_lanes import OutputQueue
+from batonmq._core.topic_epochs import epoch_to_name
 from batonmq.errors import (
     BatonError,
     DiskFull,
@@ -54,6 +56,10 @@ class OutputResults(Protocol):
 
     def refused(self, queue: OutputQueue[Input], error: BatonError) -> bool:
         """Deal with an error that a repetition does not end; return False if it is none."""
+        ...
+
+    def topic_epoch(self, topic: str) -> int | None:
+        """Return the epoch of the topic, as its latest route says; None if it does not."""
         ...
 
     def wake(self, queue: OutputQueue[Input]) -> None:
@@ -129,7 +135,7 @@ class BrokerOutputs:
         """
         self._in_flight_count += 1
         try:
-            outcomes = await self._append(batches)
+            outcomes = await self._append(queues, batches)
         finally:
             self._in_flight_count -= 1
             self._answered.set()
@@ -149,10 +155,17 @@ class BrokerOutputs:
                 failed.append(queue)
         return None if worst is None else (failed, worst)
 
-    async def _append(self, batches: Sequence[bytes]) -> Sequence[pb.AppendReceipt | BatonError]:
+    async def _append(
+        self, queues: Sequence[OutputQueue[Input]], batches: Sequence[bytes]
+    ) -> Sequence[pb.AppendReceipt | BatonError]:
+        for queue in queues:
+            newest = self._results.topic_epoch(queue.queue.topic)
+            queue.topic_epoch = epoch_to_name(queue.topic_epoch, newest)
+        epochs = [queue.topic_epoch for queue in queues]
+        request = append_request(batches, pb.DURABILITY_UNSPECIFIED, epochs)
         try:
             stub = await self._session.directory.connected_storage(self._broker, REQUEST_TIMEOUT_S)
-            answer = await stub.Append(pb.AppendRequest(batches=batches), timeout=REQUEST_TIMEOUT_S)
+            answer = await stub.Append(request, timeout=REQUEST_TIMEOUT_S)
         except grpc.aio.AioRpcError as failure:
             return [from_rpc_error(failure)] * len(batches)
         except BatonError as error:

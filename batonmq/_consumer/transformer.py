@@ -14,7 +14,12 @@ from functools import partial
 from typing import Any
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
-from batonmq._connection.routes import follow_route, wait_for_route, writable_queues_of
+from batonmq._connection.routes import (
+    follow_route,
+    topic_epoch_of,
+    wait_for_route,
+    writable_queues_of,
+)
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.output_encoder import OutputEncoder, Pending
@@ -302,10 +307,17 @@ class Transformer:
             self._renew(state)
             return True
         gone = queue.queue not in self._topics[queue.queue.topic].queues
-        if isinstance(error, NotWritable | QueueNotFound) and gone and not queue.unsure:
+        # The epochs keep out what is still on its way: see `AppendRequest.topic_epochs`.
+        not_stored = isinstance(error, NotWritable) and queue.topic_epoch is not None
+        not_stored |= isinstance(error, NotWritable | QueueNotFound) and not queue.unsure
+        if gone and not_stored:
             self._wake_all(state.lane.move(queue))
             return True
         return False
+
+    def topic_epoch(self, topic: str) -> int | None:
+        """See `OutputResults`."""
+        return self._topics[topic].epoch
 
     def wake(self, queue: OutputQueue[Any]) -> None:
         """See `OutputResults`."""
@@ -461,6 +473,7 @@ class Transformer:
     def _apply(self, route: nameserver_pb.Route) -> None:
         name = route.topic.name
         self._topics[name].change(writable_queues_of(route))
+        self._topics[name].epoch = topic_epoch_of(route)
         for state in self._queues.values():
             self._wake_all(state.lane.release_held(name))
 

@@ -96,10 +96,12 @@ class TopicQueues:
 
     Attributes:
         version: Rises when the queues change.
+        epoch: Of the topic; None if its newest route does not say.
     """
 
     def __init__(self) -> None:
         self.version = 0
+        self.epoch: int | None = None
         self.queues: tuple[QueueRef, ...] = ()
         self.keyed: KeyedQueues | None = None
         self._turn = 0
@@ -123,6 +125,7 @@ class OutputQueue(Generic[Input]):
     Attributes:
         in_flight: The outputs of the batch that was sent; they stay together when it is repeated.
         unsure: Whether an attempt to send these may have succeeded.
+        topic_epoch: Epoch of the topic that attempts have named; see `epoch_to_name`.
         sending: Whether a call with them is under way.
         backing_off: Whether the next attempt has to wait.
         scheduled: Whether a sender is about to take its next batch.
@@ -133,6 +136,7 @@ class OutputQueue(Generic[Input]):
     waiting: deque[PendingOutputs[Input]] = field(default_factory=deque)
     in_flight: list[PendingOutputs[Input]] = field(default_factory=list)
     unsure: bool = False
+    topic_epoch: int | None = None
     sending: bool = False
     backing_off: bool = False
     scheduled: bool = False

@@ -33,6 +33,7 @@ class Batch(Generic[Token]):
         encoded: The bytes; fixed by the first attempt, empty before.
         failures: Number of failed attempts.
         unsure: Whether a failed attempt may have stored the batch.
+        topic_epoch: Epoch of the topic that attempts have named; see `epoch_to_name`.
     """
 
     token: Token
@@ -41,6 +42,7 @@ class Batch(Generic[Token]):
     encoded: bytes = b""
     failures: int = 0
     unsure: bool = False
+    topic_epoch: int | None = None
 
 
 class QueueSender(Generic[Token]):

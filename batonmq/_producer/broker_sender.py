@@ -18,6 +18,7 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import Directory
 from batonmq._core.queue_sender import MAYBE_STORED, Batch, QueueSender, maybe_stored
 from batonmq._core.queues import QueueRef
+from batonmq._core.topic_epochs import epoch_to_name
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq._producer.receipts import BatchOutcome
 from batonmq.errors import (
@@ -67,8 +68,8 @@ class BatchResults(Protocol):
         """Return whether the latest route says that the queue is writable."""
         ...
 
-    def topic_epoch(self, topic: str) -> int:
-        """Return the epoch of the topic, as its latest route says."""
+    def topic_epoch(self, topic: str) -> int | None:
+        """Return the epoch of the topic, as its latest route says; None if that is not known."""
         ...
 
     def move(self, sender: QueueSender[BatchOutcome], error: BatonError) -> None:
@@ -206,8 +207,14 @@ class BrokerSender:
         except BatonError as error:
             not_sent = NotSent(error.message, retry_after_ms=error.retry_after_ms)
             return [not_sent] * len(senders)
-        batches = [sender.in_flight.encoded for sender in senders if sender.in_flight]
-        epochs = [self._results.topic_epoch(sender.queue.topic) for sender in senders]
+        batches, epochs = list[bytes](), list[int | None]()
+        for sender in senders:
+            batch = sender.in_flight
+            assert batch is not None
+            newest = self._results.topic_epoch(sender.queue.topic)
+            batch.topic_epoch = epoch_to_name(batch.topic_epoch, newest)
+            batches.append(batch.encoded)
+            epochs.append(batch.topic_epoch)
         request = append_request(batches, self._settings.durability.value, epochs)
         begin_ms = self._clock.monotonic_ms()
         try:

@@ -173,15 +173,16 @@ class SendBuffer:
         known = self.topics.get(queue.topic)
         return known is None or queue in known.queues
 
-    def topic_epoch(self, topic: str) -> int:
-        """Return the epoch of the topic, as its latest route says."""
+    def topic_epoch(self, topic: str) -> int | None:
+        """Return the epoch of the topic, as its latest route says; None if that is not known."""
         known = self.topics.get(topic)
-        return known.epoch if known is not None else 0
+        return known.epoch if known is not None else None
 
     def move(self, sender: QueueSender[BatchOutcome], error: BatonError) -> None:
         """Move the batches of a queue that is not writable to other queues of the topic.
 
-        A batch that may be stored is settled instead, unless `error` is `NotWritable`.
+        A batch that may be stored is settled instead, unless `error` is `NotWritable`: after that
+        no attempt is stored any more, thanks to the epochs that they name.
         """
         known = self.topics.get(sender.queue.topic)
         for batch in (sender.rejected(), *sender.drop()):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
-from batonmq._connection.routes import queues_of, writable_queues_of
+from batonmq._connection.routes import queues_of, topic_epoch_of, writable_queues_of
 from batonmq._core.broker_health import BrokerHealth
 from batonmq._core.keyed_queues import KeyedQueues
 from batonmq._core.queue_sender import QueueSender
@@ -40,7 +40,7 @@ class TopicQueues:
             same queue.
 
     Attributes:
-        epoch: Of the topic, as its newest route says.
+        epoch: Of the topic, as its newest route says; None if it does not.
         queues: The writable queues.
         current: Sender of the queue whose turn it is; None if it was not looked up yet.
     """
@@ -62,7 +62,8 @@ class TopicQueues:
 
     def _read(self, route: nameserver_pb.Route) -> None:
         self._name, self._all = route.topic.name, frozenset(queues_of(route))
-        self.queues, self.epoch = writable_queues_of(route), route.topic.epoch
+        self.queues = writable_queues_of(route)
+        self.epoch = topic_epoch_of(route)
         self._compacted = route.topic.HasField("compaction")
         self._keyed = KeyedQueues(self.queues)
         self.current: QueueSender[BatchOutcome] | None = None

@@ -263,7 +263,8 @@ class Catalog:
         """Raise the generation to the revision of the change, or by one if that is higher.
 
         Topics and nodes arrive in two streams, so a change may arrive after one with a higher
-        revision. The generations of two replicas then differ by one until the next change.
+        revision. The generations of two replicas may differ then, and so may what they know at the
+        same generation.
         """
         revision = max(self.topic_mirror.revision, self._nodes.revision)
         self._route_generation = max(self._route_generation + 1, revision)

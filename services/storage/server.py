@@ -54,7 +54,8 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         if any(isinstance(one, CheckedBatch) and one.outputs is not None for one in checked):
             checked = self._permitted_outputs(checked, context)
         good = [one for one in checked if isinstance(one, CheckedBatch)]
-        topics = await self._parts.topics.find_all({one.header.topic for one in good})
+        names = {one.header.topic for one in good}
+        topics = await self._parts.topics.find_all(names, _newest_epochs(good))
         members_min = 2 if request.durability == pb.DURABILITY_REPLICATED else 1
         results = iter(self._append(good, topics, members_min))
         outcomes = [next(results) if isinstance(one, CheckedBatch) else one for one in checked]
@@ -242,6 +243,16 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
 def _in_sight(seconds: float) -> int:
     """Return `seconds`, or 0 if they are more than SECONDS_MAX."""
     return int(seconds) if seconds < SECONDS_MAX else 0
+
+
+def _newest_epochs(batches: Sequence[CheckedBatch]) -> dict[str, int]:
+    """Return the highest epoch of each topic that a batch names, without epochs of 0."""
+    epochs: dict[str, int] = {}
+    for one in batches:
+        if one.topic_epoch:
+            topic = one.header.topic
+            epochs[topic] = max(one.topic_epoch, epochs.get(topic, 0))
+    return epochs
 
 
 def _checked(batch: bytes, owner: int, topic_epoch: int | None) -> CheckedBatch | BatonError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 
 from google.protobuf.message import DecodeError
 
@@ -37,6 +38,7 @@ class TopicCache:
         self._mirror, self._session, self._broker, self._clock = mirror, session, broker, clock
         self._known: dict[str, tuple[int, LocalTopic]] = {}
         self._missing: dict[str, int] = {}
+        self._epochs: dict[str, int] = {}
         self._lookup = asyncio.Lock()
         mirror.on_change.append(self._forget)
 
@@ -85,29 +87,48 @@ class TopicCache:
                 f"this node has not heard from etcd within {WAIT_S} s that topic {name} is deleted"
             ) from error
 
-    async def find(self, name: str) -> LocalTopic:
-        """Return the topic. An unknown name is looked up in etcd, by one caller at a time.
+    async def find(self, name: str, epoch: int = 0) -> LocalTopic:
+        """Return the topic; it is looked up in etcd, by one caller at a time, if it is not known.
+
+        Args:
+            epoch: The caller has heard of this epoch of the topic. A topic that is older here is
+                looked up, too.
 
         Raises:
             TopicNotFound: the topic does not exist.
             NoQuorum: the topic is not known here, and etcd does not answer.
         """
-        if (topic := self.known(name)) is not None:
+        topic = self.known(name)
+        if topic is not None and epoch <= self._heard_of(name, topic):
             return topic
         async with self._lookup:
             topic = self.known(name)
-            if topic is None and self._missing.get(name, 0) <= self._clock.monotonic_ms():
+            if topic is None:
+                if self._missing.get(name, 0) <= self._clock.monotonic_ms():
+                    topic = await self._look_up(name)
+            elif epoch > self._heard_of(name, topic):
                 topic = await self._look_up(name)
+                self._epochs[name] = epoch  # etcd may have a lower one: an earlier version wrote it
         if topic is None:
             raise _not_found(name)
         return topic
 
-    async def find_all(self, names: Iterable[str]) -> dict[str, LocalTopic | BatonError]:
-        """Return, for each of `names`, the topic or the error that `find` raises."""
+    def _heard_of(self, name: str, topic: LocalTopic) -> int:
+        """Return the highest epoch for which the topic needs no lookup."""
+        return max(topic.epoch, self._epochs.get(name, 0))
+
+    async def find_all(
+        self, names: Iterable[str], epochs: Mapping[str, int] = MappingProxyType({})
+    ) -> dict[str, LocalTopic | BatonError]:
+        """Return, for each of `names`, the topic or the error that `find` raises.
+
+        Args:
+            epochs: Of the topics that the caller has heard of a later epoch than 0 of.
+        """
         topics: dict[str, LocalTopic | BatonError] = {}
         for name in names:
             try:
-                topics[name] = await self.find(name)
+                topics[name] = await self.find(name, epochs.get(name, 0))
             except BatonError as error:
                 topics[name] = error
         return topics
@@ -151,6 +172,7 @@ class TopicCache:
             retention_ms=topic.retention_ms,
             retention_bytes=topic.retention_bytes,
             compaction=_compaction(topic),
+            epoch=topic.epoch,
             opened_epoch=local[0].opened_epoch if local else 0,
         )
         self._known[name] = (stored.mod_revision, queues)
@@ -158,8 +180,12 @@ class TopicCache:
 
     def _forget(self, names: frozenset[str]) -> None:
         for name in names:
-            self._known.pop(name, None)
+            stored, cached = self._mirror.values.get(name), self._known.get(name)
+            revision = self._mirror.revision if stored is None else stored.mod_revision
+            if cached is None or cached[0] <= revision:  # else a lookup was ahead of the mirror
+                self._known.pop(name, None)
             self._missing.pop(name, None)
+            self._epochs.pop(name, None)
 
 
 def _write_queue_count(spread: pb.QueueSpread) -> int | None:

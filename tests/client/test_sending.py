@@ -29,6 +29,7 @@ from batonmq.errors import (
     InvalidArgument,
     LimitExceeded,
     NotWritable,
+    Overloaded,
     TopicNotFound,
     Unreachable,
 )
@@ -196,11 +197,36 @@ async def test_refused_batch_is_repeated_in_the_epoch_of_the_newest_route() -> N
             sending = tasks.create_task(producer.send("orders", b"a"))
             await until(lambda: len(at.storage.topic_epochs) > 1)
             assert not sending.done()
-            at.nameserver.epoch = 2
+            at.nameserver.epoch, at.nameserver.generation = 2, -10  # of another nameserver
             at.nameserver.set_topic("orders", 1)
         assert at.storage.topic_epochs[-1] == [2]
         assert at.storage.stored == [b"a"]
         assert len({batch for request in at.storage.requests for batch in request}) == 1
+
+
+async def test_no_attempt_names_a_lower_epoch_than_one_before() -> None:
+    async with twins(orders=1) as at:
+        at.nameserver.epoch = 2
+        async with Producer(at.address) as producer:
+            at.storage.refusal = lambda _: (
+                Overloaded("busy") if len(at.storage.topic_epochs) < 3 else None
+            )
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(producer.send("orders", b"a"))
+                await until(lambda: at.storage.topic_epochs)
+                at.nameserver.epoch = 1  # a nameserver that has not heard of the newest change
+                at.nameserver.set_topic("orders", 1)
+            assert at.storage.topic_epochs == [[2]] * len(at.storage.topic_epochs)
+            await producer.send("orders", b"b")
+            assert at.storage.topic_epochs[-1] == [1]
+
+
+async def test_epoch_that_the_route_does_not_say_is_left_out() -> None:
+    async with twins(orders=1) as at:
+        at.nameserver.epoch = None
+        async with Producer(at.address) as producer:
+            await producer.send("orders", b"a")
+        assert at.storage.topic_epochs == [[]]
 
 
 # ---- order of a key while the queues change

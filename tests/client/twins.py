@@ -47,23 +47,23 @@ class NameserverTwin(nameserver_grpc.NameserverServiceServicer):
 
     Attributes:
         other_address: Address of the other broker; empty if there is none.
-        epoch: Of the topics.
+        epoch: Of the topics; None as from a nameserver of an earlier version.
         route_queries: Topic of each QueryRoute.
     """
 
     def __init__(self) -> None:
         self.queue_counts: dict[str, int] = {}
-        self.epoch = 0
+        self.epoch: int | None = 0
         self.storage_address = NOWHERE
         self.other_address = ""
         self.route_queries: list[str] = []
-        self._generation = 1
+        self.generation = 1
         self._changed = asyncio.Event()
 
     def set_topic(self, topic: str, queue_count: int) -> None:
         """Create or change a topic; 0 deletes it."""
         self.queue_counts[topic] = queue_count
-        self._generation += 1
+        self.generation += 1
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -82,7 +82,7 @@ class NameserverTwin(nameserver_grpc.NameserverServiceServicer):
         return nameserver_pb.Route(
             topic=nameserver_pb.Topic(name=topic, topic_id=1, spread=spread, epoch=self.epoch),
             brokers=brokers,
-            generation=self._generation,
+            generation=self.generation,
         )
 
     def _addresses(self) -> dict[str, str]:

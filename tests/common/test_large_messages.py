@@ -66,6 +66,11 @@ def test_messages_of_small_batches_are_left_to_the_runtime() -> None:
     assert request == expected
 
 
+def test_epochs_of_topics_are_left_out_if_one_is_not_known() -> None:
+    request = append_request([b"1", b"2"], pb.DURABILITY_MEMORY, [None, 3])
+    assert request == pb.AppendRequest(batches=[b"1", b"2"], durability=pb.DURABILITY_MEMORY)
+
+
 def test_append_request_is_that_of_the_contract() -> None:
     epochs = range(len(BATCHES))
     small = append_request(BATCHES[:5], pb.DURABILITY_FSYNCED, epochs[:5])

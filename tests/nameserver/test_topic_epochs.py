@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given, settings
@@ -36,12 +36,19 @@ def permitted(permission: str) -> Change:
     return lambda before: replace(before, permission=permission)
 
 
+def closed_before_epochs(before: Topic) -> Topic:
+    """A topic whose queues an earlier version has closed; see `states`."""
+    return replace(resized(6)(before), epoch=-1)
+
+
 def states(first: Topic, *changes: Change) -> list[Topic]:
     """Return the topic before and after each change; one that is refused changes nothing."""
     found = [first]
     for change in changes:
         try:
-            found.append(with_epochs(found[-1], change(found[-1])))
+            after = change(found[-1])
+            unknown = after.epoch < 0
+            found.append(replace(after, epoch=0) if unknown else with_epochs(found[-1], after))
         except BatonError:
             continue
     return found
@@ -49,6 +56,10 @@ def states(first: Topic, *changes: Change) -> list[Topic]:
 
 def epochs(state: Topic) -> tuple[int, dict[str, int]]:
     return state.epoch, {part.broker: part.opened_epoch for part in state.spread}
+
+
+def queue_count(state: Topic, broker: str) -> int:
+    return {part.broker: part.queue_count for part in state.spread}.get(broker, 0)
 
 
 def takes(state: Topic, queue: tuple[str, int]) -> bool:
@@ -69,10 +80,11 @@ def takes(state: Topic, queue: tuple[str, int]) -> bool:
         ([moved("a", "b"), without_retiring_queues, resized(9)], (2, {"a": 2, "b": 0})),
         ([permitted("READ"), permitted("READ_WRITE")], (2, {"a": 2, "b": 2})),
         ([permitted("WRITE"), permitted("READ_WRITE")], (0, {"a": 0, "b": 0})),
+        ([closed_before_epochs, resized(12)], (1, {"a": 1, "b": 1, "c": 1})),
     ],
     ids=[
         "grown", "shrunk", "shrunk and grown", "moved", "moved back", "removed and added",
-        "read only for a time", "write only for a time",
+        "read only for a time", "write only for a time", "closed by an earlier version",
     ],
 )  # fmt: skip
 def test_epoch_rises_when_queues_stop_and_begin_again(
@@ -97,17 +109,23 @@ CHANGES = st.one_of(
 )
 
 
-@settings(max_examples=500)
-@given(st.lists(CHANGES, max_size=10))
+@settings(max_examples=200)
+@given(st.lists(CHANGES, max_size=8))
 def test_late_attempt_has_an_earlier_epoch_than_the_queue_that_was_opened_again(
     changes: list[Change],
 ) -> None:
     found = states(topic(QueueSpread("a", 2), QueueSpread("b", 2)), *changes)
     for state in found:
         assert all(part.opened_epoch <= state.epoch for part in state.spread)
-    for sent, stopped, now in combinations(found, 3):
+    # The route of the producer may be newer than what the broker knows. The broker looks the topic
+    # up then, unless the epochs are equal. A queue that it does not know proves nothing.
+    for sent, (stopped, now) in product(found, combinations(found, 2)):
+        if sent.epoch > stopped.epoch:
+            continue
         for part in now.spread:
-            known = {one.broker: one.queue_count for one in sent.spread}.get(part.broker, 0)
-            for queue in ((part.broker, number) for number in range(known)):
+            for number in range(
+                min(queue_count(sent, part.broker), queue_count(stopped, part.broker))
+            ):
+                queue = part.broker, number
                 if takes(now, queue) and not takes(stopped, queue):
                     assert sent.epoch < part.opened_epoch

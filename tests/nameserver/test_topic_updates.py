@@ -69,6 +69,13 @@ async def test_retiring_queues_take_no_messages_at_once_and_the_route_is_pushed(
     assert not again.created
 
 
+async def test_epoch_rises_when_queues_stop_and_begin_again(nameserver: Replica) -> None:
+    assert (await update(nameserver, "flights", 4)).epoch == 1
+    opened = await update(nameserver, "flights", 8)
+    assert (opened.epoch, [part.opened_epoch for part in opened.spread]) == (2, [2])
+    assert (await nameserver.route("flights")).topic == opened
+
+
 async def test_permission_is_changed_alone(nameserver: Replica) -> None:
     updated = await update(nameserver, "flights", permission=pb.TOPIC_PERMISSION_READ)
     assert updated.permission == pb.TOPIC_PERMISSION_READ

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from batonmq_server.nameserver import topic_store
 from batonmq_server.nameserver.retirement import RetirementReader
 from tests.simulation.mutant_search import assert_found
 from tests.simulation.queue_moves import play_moves
@@ -65,15 +64,9 @@ def brokers_are_not_asked_what_they_hold(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RetirementReader, "_held_by", broken)
 
 
-def queues_that_are_opened_again_take_late_requests(patch: pytest.MonkeyPatch) -> None:
-    """A queue that is opened again takes batches that were sent before it was closed."""
-    patch.setattr(topic_store, "with_epochs", lambda _, after: after)
-
-
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], tuple[int, frozenset[str]]] = {
     queues_are_removed_unread: (0, frozenset({"handled"})),
     brokers_are_not_asked_what_they_hold: (0, frozenset({"handled"})),
-    queues_that_are_opened_again_take_late_requests: (84, frozenset({"stored once"})),
 }
 """The first run to play, and the rules that are to be broken."""
 

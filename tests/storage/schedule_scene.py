@@ -73,7 +73,7 @@ class TopicsTwin(TopicCache):
     def known(self, name: str) -> LocalTopic | None:
         return self.topics.get(name) if name not in self.errors else None
 
-    async def find(self, name: str) -> LocalTopic:
+    async def find(self, name: str, epoch: int = 0) -> LocalTopic:
         self.lookup_started.set()
         await self.gate.wait()
         if name in self.errors:

@@ -12,6 +12,8 @@ import grpc.aio
 import pytest
 
 from baton.common.v1 import error_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb
 from batonmq._core.records import HEADER_BYTES, BatchBuilder, Message, encode_record
@@ -24,7 +26,7 @@ from batonmq.errors import (
     LimitExceeded,
     TopicNotFound,
 )
-from tests.storage.batches import TOPIC, batch
+from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.running_node import TIMEOUT_S, running_node
 
 
@@ -231,6 +233,17 @@ async def test_topic_created_again_starts_at_offset_zero(
             (receipt,) = await node.append(batch(b"new"))
             first_offsets.append(receipt.first_offset)
         assert first_offsets == [*range(2, len(first_offsets) + 1), 0]
+
+
+async def test_batch_that_names_an_earlier_epoch_is_rejected(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node:
+        spread = nameserver_pb.QueueSpread(broker="broker-a", queue_count=8, opened_epoch=2)
+        await node.write_topic(StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=[spread], epoch=2))
+        request = pb.AppendRequest(batches=[batch(b"a"), batch(b"b")], topic_epochs=[2, 1])
+        outcomes = (await node.stub.Append(request, timeout=TIMEOUT_S)).outcomes
+        assert reasons(list(outcomes)) == ["stored", "NOT_WRITABLE"]
 
 
 async def test_call_without_a_deadline_is_rejected(etcd_endpoint: str, tmp_path: Path) -> None:

@@ -41,13 +41,15 @@ class Scene:
         self.mirror = EtcdMirror(session, "topics/")
         self.topics = TopicCache(self.mirror, session, "broker-a", self.clock)
 
-    async def put(self, name: str, topic_id: int, **queue_counts: int) -> int:
+    async def put(self, name: str, topic_id: int, *, epoch: int = 0, **queue_counts: int) -> int:
         spread = [
-            pb.QueueSpread(broker=broker.replace("_", "-"), queue_count=count)
+            pb.QueueSpread(
+                broker=broker.replace("_", "-"), queue_count=count, opened_epoch=epoch // 2
+            )
             for broker, count in queue_counts.items()
         ]
-        value = StoredTopic(name=name, topic_id=topic_id, spread=spread).SerializeToString()
-        return await self.session.put(self.session.key("topics", name), value)
+        topic = StoredTopic(name=name, topic_id=topic_id, spread=spread, epoch=epoch)
+        return await self.session.put(self.session.key("topics", name), topic.SerializeToString())
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
@@ -110,6 +112,43 @@ async def test_topic_created_within_that_second_is_found_at_once(etcd_endpoint: 
         revision = await scene.put("a", 7, broker_a=3)
         await scene.mirror.reached(revision)
         assert await scene.topics.find("a") == LocalTopic(7, 3)
+
+
+async def test_topic_is_looked_up_if_the_caller_has_heard_of_a_later_epoch(
+    etcd_endpoint: str,
+) -> None:
+    async with new_scene(etcd_endpoint) as scene:
+        await scene.put("a", 7, broker_a=3)
+        await scene.topics.find("a")
+        await scene.put("a", 7, broker_a=4, epoch=4)
+        assert await scene.topics.find("a") == LocalTopic(7, 3)
+        for epoch in (4, 3, 4):
+            known = await scene.topics.find_all(["a"], {"a": epoch})
+            assert known["a"] == LocalTopic(7, 4, epoch=4, opened_epoch=2)
+        assert scene.session.lookup_count == 2
+
+
+async def test_epoch_that_etcd_does_not_have_is_looked_up_once(etcd_endpoint: str) -> None:
+    async with new_scene(etcd_endpoint) as scene:
+        await scene.put("a", 7, broker_a=3, epoch=2)
+        for epoch in (9, 9, 5):
+            known = await scene.topics.find("a", epoch)
+            assert known == LocalTopic(7, 3, epoch=2, opened_epoch=1)
+        assert scene.session.lookup_count == 2
+
+
+async def test_event_from_before_a_lookup_does_not_bring_the_older_topic_back(
+    etcd_endpoint: str,
+) -> None:
+    async with new_scene(etcd_endpoint) as scene:
+        old = await scene.put("a", 7, broker_a=3)
+        await scene.put("a", 7, broker_a=4, epoch=2)
+        newest = await scene.topics.find("a")
+        stored = KeyValue("a", StoredTopic(name="a", topic_id=7).SerializeToString(), old, old)
+        scene.mirror.values["a"], scene.mirror.revision = stored, old
+        for changed in scene.mirror.on_change:
+            changed(frozenset({"a"}))
+        assert scene.topics.known("a") == newest
 
 
 async def test_deleted_or_recreated_topic_is_not_the_old_topic(etcd_endpoint: str) -> None:

@@ -5,8 +5,11 @@ its queue takes no messages. An earlier attempt with the same bytes may still be
 must not be stored when the queue takes messages again.
 
 So the epoch of the topic rises when a queue stops taking messages, and when one takes messages
-again. A producer names the epoch of its route with each attempt. A broker refuses attempts of an
-earlier epoch than the one in which its queues were opened.
+again. A producer names with each attempt the epoch of its newest route, and never a lower one than
+with an attempt before. A broker refuses attempts that name an earlier epoch than the one in which
+its queues were opened. It looks the topic up in etcd before it compares, if an attempt names a
+later epoch than it knows. So whatever it refuses, it refuses at an epoch that is at least that of
+every earlier attempt, and each later opening is higher.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from batonmq_server.nameserver.core.topics import Topic
 def with_epochs(before: Topic, after: Topic) -> Topic:
     """Return `after`, which replaces `before`, with the epochs that follow from the change.
 
-    While no queue of the topic has ever stopped taking messages, the epoch stays 0. A queue that is
-    added then is new: no attempt for it is on its way.
+    The epoch is 0 until a queue stops taking messages. A queue that is added before is new: no
+    attempt for it is on its way. An earlier version may have closed queues without epochs.
     """
     had, has = _taking_counts(before), _taking_counts(after)
     stopped = any(has.get(broker, 0) < count for broker, count in had.items())
     began = {broker for broker, count in has.items() if count > had.get(broker, 0)}
-    opened = began if before.epoch else set()
+    has_stopped = before.epoch or before.shrinking or before.permission == "READ"
+    opened = began if has_stopped else set()
     if not stopped and not opened:
         return replace(after, epoch=before.epoch)
     epoch = before.epoch + 1

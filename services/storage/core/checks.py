@@ -27,7 +27,9 @@ class LocalTopic:
         retention_ms: Retention time of its messages; 0 for that of the broker.
         retention_bytes: Maximum bytes of a queue; 0 for unlimited.
         compaction: How its queues are compacted; None if they are not.
-        opened_epoch: Batches that were sent in an earlier epoch of the topic are refused.
+        epoch: Of the topic; see `core.topic_epochs` of the nameserver.
+        opened_epoch: Epoch in which queues on this broker began to take messages again; 0 if none
+            has. Batches that name an earlier one are refused.
     """
 
     topic_id: int
@@ -38,6 +40,7 @@ class LocalTopic:
     retention_ms: int = 0
     retention_bytes: int = 0
     compaction: CompactionPolicy | None = None
+    epoch: int = 0
     opened_epoch: int = 0
 
     def takes(self, queue_id: int) -> bool:
@@ -64,7 +67,7 @@ class CheckedBatch:
 
     Attributes:
         outputs: Its output columns; None if its messages are not outputs.
-        topic_epoch: Epoch of the topic in which it was sent; None if its sender did not say.
+        topic_epoch: Epoch of the topic that its sender has named; None for none.
     """
 
     header: Header
@@ -142,7 +145,7 @@ def check_takes(checked: CheckedBatch, queues: LocalTopic) -> None:
     """Check that the queue of a batch accepts its messages.
 
     Raises:
-        NotWritable: it accepts no messages, or was opened after the batch was sent.
+        NotWritable: it accepts no messages, or none with the epoch that the batch names.
         BadBatch: the topic is compacted, and a message has no ordering key.
     """
     header = checked.header
@@ -156,9 +159,9 @@ def check_takes(checked: CheckedBatch, queues: LocalTopic) -> None:
         )
     if checked.topic_epoch is not None and checked.topic_epoch < queues.opened_epoch:
         raise NotWritable(
-            f"queue {header.queue_id} of topic {header.topic} takes messages again, but this batch "
-            "was sent before",
-            remedy="Send it again with the newest route of the topic.",
+            f"the batch was sent with a route of topic {header.topic} that is older than the last "
+            "opening of queues on this broker",
+            remedy="Send it again with the newest route.",
             facts={
                 "topic": header.topic,
                 "queue_id": header.queue_id,

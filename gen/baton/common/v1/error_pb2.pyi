@@ -179,8 +179,9 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     `schedule_id`.
     """
     REASON_NOT_WRITABLE: _Reason.ValueType  # 48
-    """The topic, or the queue, does not take messages; or it takes them again since the batch was sent.
-    Facts: `topic`, `queue_id`; in the second case also `topic_epoch`, `opened_epoch`.
+    """The topic, or the queue, does not take messages; or the batch names an epoch of the topic before
+    queues on this broker were opened again. Facts: `topic`, `queue_id`; in the second case also
+    `topic_epoch`, `opened_epoch`.
     """
     REASON_NOT_READABLE: _Reason.ValueType  # 49
     """The topic, or the queue, does not allow reading. Facts: `topic`, `queue_id`."""
@@ -384,8 +385,9 @@ REASON_NOT_SCHEDULED: Reason.ValueType  # 47
 `schedule_id`.
 """
 REASON_NOT_WRITABLE: Reason.ValueType  # 48
-"""The topic, or the queue, does not take messages; or it takes them again since the batch was sent.
-Facts: `topic`, `queue_id`; in the second case also `topic_epoch`, `opened_epoch`.
+"""The topic, or the queue, does not take messages; or the batch names an epoch of the topic before
+queues on this broker were opened again. Facts: `topic`, `queue_id`; in the second case also
+`topic_epoch`, `opened_epoch`.
 """
 REASON_NOT_READABLE: Reason.ValueType  # 49
 """The topic, or the queue, does not allow reading. Facts: `topic`, `queue_id`."""

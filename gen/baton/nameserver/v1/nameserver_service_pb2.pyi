@@ -719,7 +719,7 @@ class Topic(_message.Message):
     """
     epoch: _builtins.int
     """Rises when a queue stops taking messages, and when one takes messages again; 0 while none has
-    stopped. Producers name it in Append.
+    stopped. Producers name it in Append. Unset from earlier versions.
     """
     message_type: Global___TopicMessageType.ValueType
     """Type of the messages that remote clients may send to it; fixed when the topic is created."""
@@ -742,15 +742,17 @@ class Topic(_message.Message):
         inherited: _builtins.bool = ...,
         retention_ms: _builtins.int = ...,
         retention_bytes: _builtins.int = ...,
-        epoch: _builtins.int = ...,
+        epoch: _builtins.int | None = ...,
         message_type: Global___TopicMessageType.ValueType = ...,
         compaction: Global___Compaction | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["compaction", b"compaction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "compaction", b"compaction", "epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compaction", b"compaction", "create_unix_ms", b"create_unix_ms", "epoch", b"epoch", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "permission", b"permission", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "compaction", b"compaction", "create_unix_ms", b"create_unix_ms", "epoch", b"epoch", "inherited", b"inherited", "message_type", b"message_type", "name", b"name", "permission", b"permission", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__epoch: _TypeAlias = _typing.Literal["epoch"]  # noqa: Y015
+    _WhichOneofArgType__epoch: _TypeAlias = _typing.Literal["_epoch", b"_epoch"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__epoch) -> _WhichOneofReturnType__epoch | None: ...
 
 Global___Topic: _TypeAlias = Topic  # noqa: Y015
 
