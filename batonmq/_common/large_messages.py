@@ -15,6 +15,7 @@ import grpc.aio
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+from batonmq._common.topic_epochs import UNKNOWN_EPOCH
 
 LARGE_BYTES, BATCH_BYTES = 256 * 1024, 16 * 1024
 """Bytes of batches, and mean size of one, from which a message is encoded here. With less, the
@@ -53,11 +54,9 @@ def append_request(
     """Return a request for a stub of `storage_stub`; a large one is encoded already.
 
     Args:
-        topic_epochs: One per batch. If one of them is not known, the request has none.
+        topic_epochs: One per batch; None for one that is not known.
     """
-    epochs = [epoch for epoch in topic_epochs if epoch is not None]
-    if len(epochs) < len(batches):
-        epochs = []
+    epochs = [UNKNOWN_EPOCH if epoch is None else epoch for epoch in topic_epochs]
     if not is_large(sum(map(len, batches)), len(batches)):
         return pb.AppendRequest(batches=batches, durability=durability, topic_epochs=epochs)
     rest = pb.AppendRequest(durability=durability, topic_epochs=epochs).SerializeToString()

@@ -13,9 +13,9 @@ import grpc.aio
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.large_messages import append_request
 from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._common.topic_epochs import epoch_to_name
 from batonmq._consumer.session import Session
 from batonmq._core.output_lanes import OutputQueue
-from batonmq._core.topic_epochs import epoch_to_name
 from batonmq.errors import (
     BatonError,
     DiskFull,

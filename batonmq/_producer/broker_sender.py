@@ -15,10 +15,10 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.large_messages import append_request
 from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._common.topic_epochs import epoch_to_name
 from batonmq._connection.directory import Directory
 from batonmq._core.queue_sender import MAYBE_STORED, Batch, QueueSender, maybe_stored
 from batonmq._core.queues import QueueRef
-from batonmq._core.topic_epochs import epoch_to_name
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq._producer.receipts import BatchOutcome
 from batonmq.errors import (

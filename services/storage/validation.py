@@ -10,6 +10,7 @@ from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.topic_epochs import UNKNOWN_EPOCH
 from batonmq._core.names import check_broker, check_group, check_offsets_set, check_topic
 from batonmq._core.subscription import SqlFilter, parse_filter
 from batonmq.errors import InvalidArgument, LimitExceeded, WrongBroker
@@ -93,7 +94,7 @@ def parse_batches(request: pb.AppendRequest, *, replicated: bool = False) -> lis
 
 
 def parse_topic_epochs(request: pb.AppendRequest) -> Sequence[int | None]:
-    """Return the epoch of the topic of each batch; None for those whose sender does not say it.
+    """Return the epoch of the topic of each batch; None if the sender does not say it.
 
     Raises:
         InvalidArgument: there is another number of epochs than of batches.
@@ -106,7 +107,7 @@ def parse_topic_epochs(request: pb.AppendRequest) -> Sequence[int | None]:
             f"topic_epochs must have one epoch per batch or none, got {len(epochs)} for {count}",
             facts={"field": "topic_epochs"},
         )
-    return epochs
+    return [None if epoch == UNKNOWN_EPOCH else epoch for epoch in epochs]
 
 
 def check_batches(batches: Sequence[bytes]) -> None:

@@ -16,6 +16,7 @@ from typing import Literal
 import pytest
 
 from batonmq._blocking import BlockingProducer
+from batonmq._common.topic_epochs import UNKNOWN_EPOCH
 from batonmq._core.compression import Compression
 from batonmq._core.keyed_queues import KeyedQueues
 from batonmq._core.queues import QueueRef
@@ -221,12 +222,12 @@ async def test_no_attempt_names_a_lower_epoch_than_one_before() -> None:
             assert at.storage.topic_epochs[-1] == [1]
 
 
-async def test_epoch_that_the_route_does_not_say_is_left_out() -> None:
+async def test_epoch_that_the_route_does_not_say_is_not_known() -> None:
     async with twins(orders=1) as at:
         at.nameserver.epoch = None
         async with Producer(at.address) as producer:
             await producer.send("orders", b"a")
-        assert at.storage.topic_epochs == [[]]
+        assert at.storage.topic_epochs == [[UNKNOWN_EPOCH]]
 
 
 # ---- order of a key while the queues change

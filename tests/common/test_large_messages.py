@@ -11,8 +11,10 @@ from typing import Any, cast
 from baton.common.v1 import error_pb2, queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.large_messages import LARGE_BYTES, append_request, encode_frames, is_large
+from batonmq._common.topic_epochs import UNKNOWN_EPOCH
 
 RANDOM = Random(16)
+
 BATCHES = [RANDOM.randbytes(size) for size in (0, 1, 127, 128, 20_000, LARGE_BYTES)]
 
 
@@ -66,9 +68,9 @@ def test_messages_of_small_batches_are_left_to_the_runtime() -> None:
     assert request == expected
 
 
-def test_epochs_of_topics_are_left_out_if_one_is_not_known() -> None:
+def test_epoch_that_is_not_known_is_marked() -> None:
     request = append_request([b"1", b"2"], pb.DURABILITY_MEMORY, [None, 3])
-    assert request == pb.AppendRequest(batches=[b"1", b"2"], durability=pb.DURABILITY_MEMORY)
+    assert list(request.topic_epochs) == [UNKNOWN_EPOCH, 3]
 
 
 def test_append_request_is_that_of_the_contract() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.topic_epochs import UNKNOWN_EPOCH
 from batonmq.errors import BatonError, InvalidArgument, NotWritable
 from batonmq_server.storage.core.checks import LocalTopic, check
 from batonmq_server.storage.core.producers import StoreReceipt
@@ -68,7 +69,9 @@ def test_message_that_was_accepted_before_is_delivered(store: MessageStore) -> N
 
 
 @pytest.mark.parametrize(
-    ("epochs", "expected"), [((), (None, None)), ((0, 7), (0, 7))], ids=["none", "one each"]
+    ("epochs", "expected"),
+    [((), (None, None)), ((0, 7), (0, 7)), ((UNKNOWN_EPOCH, 0), (None, 0))],
+    ids=["none", "one each", "one unknown"],
 )
 def test_epochs_are_those_of_the_batches(
     epochs: tuple[int, ...], expected: tuple[int | None, ...]

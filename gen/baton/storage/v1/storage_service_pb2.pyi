@@ -115,11 +115,11 @@ class AppendRequest(_message.Message):
 
     @_builtins.property
     def topic_epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Epoch of the topic of each batch, in the order of the batches; empty to leave it out. A batch is
-        refused (NOT_WRITABLE) if queues of the topic on this broker have begun to take messages again in
-        a later epoch. If every attempt to send a batch names the epoch of the newest route that the caller
-        knows, and none a lower one than an attempt before, then no attempt is stored any more once one was
-        refused with NOT_WRITABLE.
+        """Epoch of the topic of each batch, in the order of the batches; 2^32 - 1 for a batch whose sender
+        does not know it. Empty to leave all out. A batch is refused (NOT_WRITABLE) if queues of the topic
+        on this broker have begun to take messages again in a later epoch. If every attempt to send a batch
+        names the epoch of the newest route that the caller knows, and none a lower one than an attempt
+        before, then no attempt is stored any more once one was refused with NOT_WRITABLE.
         """
 
     def __init__(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+UNKNOWN_EPOCH = (1 << 32) - 1
+"""Named by an attempt whose sender does not know the epoch."""
+
 
 def epoch_to_name(named: int | None, newest: int | None) -> int | None:
     """Return the epoch that the next attempt names: never a lower one than an attempt before.
