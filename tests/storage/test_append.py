@@ -26,6 +26,7 @@ from batonmq.errors import (
     LimitExceeded,
     TopicNotFound,
 )
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.running_node import TIMEOUT_S, running_node
 
@@ -244,6 +245,24 @@ async def test_batch_that_names_an_earlier_epoch_is_rejected(
         request = pb.AppendRequest(batches=[batch(b"a"), batch(b"b")], topic_epochs=[2, 1])
         outcomes = (await node.stub.Append(request, timeout=TIMEOUT_S)).outcomes
         assert reasons(list(outcomes)) == ["stored", "NOT_WRITABLE"]
+
+
+async def test_broker_that_is_behind_the_epoch_of_a_batch_looks_the_topic_up(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a", queue_id=5))
+        monkeypatch.setattr(EtcdMirror, "_apply", lambda *_: None)  # it follows etcd no more
+        spread = nameserver_pb.QueueSpread(broker="broker-a", queue_count=8, write_queue_count=4)
+        await node.write_topic(StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=[spread], epoch=1))
+        for epoch, outcome in ((0, "stored"), (1, "NOT_WRITABLE"), (0, "NOT_WRITABLE")):
+            request = pb.AppendRequest(
+                batches=[batch(b"b", queue_id=5)],
+                topic_epochs=[epoch],
+                durability=pb.DURABILITY_MEMORY,
+            )
+            outcomes = (await node.stub.Append(request, timeout=TIMEOUT_S)).outcomes
+            assert reasons(list(outcomes)) == [outcome]
 
 
 async def test_call_without_a_deadline_is_rejected(etcd_endpoint: str, tmp_path: Path) -> None:
