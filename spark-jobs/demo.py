@@ -30,6 +30,7 @@ import deltalake
 import pyarrow as pa
 
 from baton.metrics.v1.metrics_service_pb2 import MetricBatch
+from batonmq._common import timeouts
 from batonmq._common.aio import interruptible
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
@@ -231,7 +232,7 @@ async def resolved(stage: DemoPaths, jobs: Process) -> Counter[tuple[str, str]]:
     """
     log = stage.folder / "stream.log"
     try:
-        async with asyncio.timeout(stage.limit_s):
+        async with timeouts.timeout(stage.limit_s):
             while jobs.returncode is None:
                 found = await changes(stage)
                 if all(found[rule, "RESOLVED"] >= found[rule, "FIRING"] > 0 for rule in AWAITED):
@@ -255,7 +256,7 @@ async def reported(stage: DemoPaths, name: str) -> None:
     """Run one report; `verdict` checks its result."""
     log = stage.folder / f"{name}.log"
     process = await stage.job(name, log)
-    async with asyncio.timeout(stage.limit_s):
+    async with timeouts.timeout(stage.limit_s):
         await process.wait()
     if not stage.report(name, "report.json").exists():
         raise RuntimeError(f"{name} failed: see {log}")

@@ -8,6 +8,8 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
+from batonmq._common import timeouts
+
 T = TypeVar("T")
 
 
@@ -65,7 +67,7 @@ async def unless(event: Waitable, work: Coroutine[Any, Any, T]) -> T | None:
 async def wait_until(event: asyncio.Event, timeout_ms: int) -> bool:
     """Return whether `event` is set within `timeout_ms`."""
     try:
-        async with asyncio.timeout(timeout_ms / 1000):
+        async with timeouts.timeout(timeout_ms / 1000):
             await event.wait()
     except TimeoutError:
         return False

@@ -18,6 +18,7 @@ import grpc.aio
 
 from baton.calls.v1 import call_service_pb2 as pb
 from baton.calls.v1 import call_service_pb2_grpc as pb_grpc
+from batonmq._common import timeouts
 from batonmq._common.rpc import STATUS_TRAILER
 from batonmq._connection.wrapped_channel import WrappedChannel
 
@@ -184,7 +185,7 @@ class CallStream:
                 return False
             self._changed.clear()
             try:
-                async with asyncio.timeout(IDLE_S):
+                async with timeouts.timeout(IDLE_S):
                     await self._changed.wait()
             except TimeoutError:
                 if not self._waiting:

@@ -19,6 +19,7 @@ from baton.nameserver.v1 import quota_service_pb2_grpc as quota_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
+from batonmq._common import timeouts
 from batonmq._common.backoff import Backoff
 from batonmq._common.clock import Clock
 from batonmq._common.large_messages import storage_stub
@@ -205,7 +206,7 @@ class Directory:
         state = channel.get_state(try_to_connect=True)
         if state is not grpc.ChannelConnectivity.READY:
             with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
+                async with timeouts.timeout(timeout_s):
                     while state in _CONNECTING:
                         await channel.wait_for_state_change(state)
                         state = channel.get_state(try_to_connect=True)

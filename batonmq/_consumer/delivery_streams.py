@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common import timeouts
 from batonmq._common.aio import unless
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import Directory
@@ -87,7 +88,7 @@ class DeliveryStream:
         async with asyncio.TaskGroup() as tasks:
             writing = tasks.create_task(self._write(call))
             try:
-                async with asyncio.timeout(SILENCE_S_MAX) as silence:
+                async with timeouts.timeout(SILENCE_S_MAX) as silence:
                     async for response in call:
                         silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S_MAX)
                         for frame in response.frames:

@@ -11,6 +11,7 @@ from typing import Protocol
 import grpc.aio
 
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common import timeouts
 from batonmq._common.large_messages import append_request
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._common.topic_epochs import epoch_to_name
@@ -106,7 +107,7 @@ class BrokerOutputs:
             return
         self._answered.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(HOLD_S):
+            async with timeouts.timeout(HOLD_S):
                 await self._answered.wait()
 
     def _take(self) -> tuple[list[OutputQueue[Input]], list[bytes]]:

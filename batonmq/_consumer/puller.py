@@ -10,6 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Literal, SupportsIndex, TypeVar
 
+from batonmq._common import timeouts
 from batonmq._common.aio import only_error
 from batonmq._connection.directory import CALL_TIMEOUT_S, ClientEnvironment, Directory
 from batonmq._connection.routes import query_route, queues_of
@@ -317,7 +318,7 @@ class Puller:
             DataLoss: a stored batch is damaged; seek behind it.
         """
         try:
-            async with asyncio.timeout(timeout_ms / 1000):
+            async with timeouts.timeout(timeout_ms / 1000):
                 while not (messages := self._take(count_max)):
                     self._available.clear()
                     await self._available.wait()

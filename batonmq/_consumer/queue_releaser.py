@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -10,6 +9,7 @@ import grpc.aio
 
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from batonmq._common import timeouts
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._consumer.batched_calls import BatchedCalls
@@ -38,7 +38,7 @@ class QueueReleaser:
         """Wait until `drained` holds, or the drain times out."""
         timeout_ms = self._session.drain_timeout_ms
         try:
-            async with asyncio.timeout(None if timeout_ms is None else timeout_ms / 1000):
+            async with timeouts.timeout(None if timeout_ms is None else timeout_ms / 1000):
                 await drained.wait()
         except TimeoutError:
             log.info("drain timed out queue=%s", self._queue)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import grpc.aio
 
 from baton.storage.v1 import reply_service_pb2 as pb
+from batonmq._common import timeouts
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._consumer.message import ReceivedMessage
@@ -115,7 +116,7 @@ class ReplySender:
     async def flush(self, timeout_s: float) -> None:
         """Wait until no reply waits, at most for `timeout_s`."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeouts.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
             log.warning("replies were not sent before the consumer closed")

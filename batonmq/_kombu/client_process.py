@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import Any
 
+from batonmq._common import timeouts
 from batonmq._consumer.held_messages import HeldMessage
 from batonmq._kombu.frames import Frame, FrameDecoder, encode_frame
 from batonmq._kombu.link_errors import error_text
@@ -115,7 +116,7 @@ class ClientProcess:
     async def _open(self, fields: dict[str, Any], _: bytes) -> None:
         limit_s = self._options.connect_timeout_ms / 1000
         try:
-            async with asyncio.timeout(limit_s):
+            async with timeouts.timeout(limit_s):
                 await self._admin.directory.refresh()
         except TimeoutError:
             raise Unreachable(
@@ -270,7 +271,7 @@ async def serve(link: socket.socket) -> None:
                 frames = list(decoder.feed(data))
         except ConnectionError as error:
             log.info("the program has gone: %s", error)
-        async with asyncio.timeout(CLOSE_S):
+        async with timeouts.timeout(CLOSE_S):
             await process.close()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from batonmq._common import timeouts
 from batonmq._common.aio import only_error
 from batonmq._consumer.consumer import Consumer, hold_messages
 from batonmq._consumer.consumer_settings import ConsumerSettings
@@ -206,7 +207,7 @@ class QueueConsumer:
     async def _wait_for_queues(self, consumer: Consumer) -> None:
         if not consumer.assignment:
             with suppress(TimeoutError):  # there may be more members than queues
-                async with asyncio.timeout(FIRST_QUEUES_S):
+                async with timeouts.timeout(FIRST_QUEUES_S):
                     await self._granted.wait()
 
     async def _pump(self, messages: HeldMessages) -> None:

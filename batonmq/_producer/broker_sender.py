@@ -12,6 +12,7 @@ from typing import Protocol
 import grpc.aio
 
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common import timeouts
 from batonmq._common.clock import Clock
 from batonmq._common.large_messages import append_request
 from batonmq._common.rpc import error_from_pb, from_rpc_error
@@ -141,7 +142,7 @@ class BrokerSender:
             return
         self._answered.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(HOLD_S):
+            async with timeouts.timeout(HOLD_S):
                 await self._answered.wait()
 
     def _take(self) -> list[QueueSender[BatchOutcome]]:

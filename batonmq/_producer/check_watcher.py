@@ -13,6 +13,7 @@ from typing import Any
 import grpc.aio
 
 from baton.storage.v1 import transaction_service_pb2 as pb
+from batonmq._common import timeouts
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import Directory
 from batonmq.errors import BatonError, Unreachable
@@ -75,7 +76,7 @@ class CheckWatcher:
         stub = await self._directory.transactions(broker)
         call = stub.WatchChecks(pb.WatchChecksRequest(group=self._group))
         try:
-            async with asyncio.timeout(SILENCE_S_MAX) as silence:
+            async with timeouts.timeout(SILENCE_S_MAX) as silence:
                 async for response in call:
                     opened.set()
                     silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S_MAX)

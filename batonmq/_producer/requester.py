@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import grpc.aio
 
 from baton.storage.v1 import reply_service_pb2 as pb
+from batonmq._common import timeouts
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import Directory
 from batonmq._core.queues import QueueRef
@@ -97,7 +98,7 @@ class Requester:
         now_s, outcome = asyncio.get_running_loop().time, "error"
         begin_s = now_s()
         try:
-            async with asyncio.timeout(timeout_ms / 1000):
+            async with timeouts.timeout(timeout_ms / 1000):
                 reply = await self._exchange(topic, message, timeout_ms, ordering_key, queue)
             outcome = "failed" if reply.error else "replied"
         except TimeoutError:
@@ -197,7 +198,7 @@ class Requester:
         stub = await self._directory.replies(node_id)
         call = stub.WatchReplies(pb.WatchRepliesRequest())
         try:
-            async with asyncio.timeout(SILENCE_S_MAX) as silence:
+            async with timeouts.timeout(SILENCE_S_MAX) as silence:
                 async for response in call:
                     silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S_MAX)
                     if response.HasField("inbox"):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._common import timeouts
 from batonmq._core.names import METRICS_TOPIC
 from batonmq._telemetry.event_hub import BATCH_INTERVAL_S, EventBuffer, EventHub
 from batonmq.errors import BatonError
@@ -227,7 +228,7 @@ class MetricsPublisher:
 
     async def _pause(self, seconds: float) -> None:
         try:
-            async with asyncio.timeout(seconds):
+            async with timeouts.timeout(seconds):
                 await self._stopping.wait()
         except TimeoutError:
             return

@@ -28,6 +28,7 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
+from batonmq._common import timeouts
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import (
     CALL_TIMEOUT_S,
@@ -652,7 +653,7 @@ class Admin:
         deadline, failures = loop.time() + limit_s, 0
         error: BatonError = Unreachable(f"no answer within {limit_s:g} s")
         try:
-            async with asyncio.timeout_at(deadline):
+            async with timeouts.timeout_at(deadline):
                 while True:
                     try:
                         return await ask(deadline - loop.time())

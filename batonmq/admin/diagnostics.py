@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from baton.storage.v1 import storage_service_pb2 as storage_pb
+from batonmq._common import timeouts
 from batonmq._common.clock import Clock
 from batonmq._common.health import ask_health
 from batonmq._connection.security import Security
@@ -70,7 +71,7 @@ class Diagnostics:
         self.add_json("about.json", self._about())
         try:
             async with (
-                asyncio.timeout(_WHOLE_TIMEOUT_S),
+                timeouts.timeout(_WHOLE_TIMEOUT_S),
                 Admin(self._nameserver, timeout_s=_TIMEOUT_S, security=self._security) as admin,
             ):
                 cluster = await self._tried("cluster", admin.cluster())
@@ -233,7 +234,7 @@ async def scrape(address: str) -> str:
     Raises:
         OSError, EOFError, TimeoutError: The page can't be read.
     """
-    async with asyncio.timeout(_TIMEOUT_S):
+    async with timeouts.timeout(_TIMEOUT_S):
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=_SCRAPE_BYTES_MAX)
         try:

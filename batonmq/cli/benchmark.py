@@ -20,6 +20,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from batonmq._common import timeouts
 from batonmq._connection.security import Security
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
@@ -217,7 +218,7 @@ class Bench:
         """
         queues = set((await self._admin.describe_topic(self._topic)).topic.queues)
         try:
-            async with asyncio.timeout(_STALL_S):
+            async with timeouts.timeout(_STALL_S):
                 while not queues <= set(consumer.assignment):
                     granted.clear()
                     await granted.wait()
@@ -340,7 +341,7 @@ class _LoadReceiver:
         try:
             while not stored <= self.numbers.keys():
                 self._arrived.clear()
-                async with asyncio.timeout(_STALL_S):
+                async with timeouts.timeout(_STALL_S):
                     await self._arrived.wait()
         except TimeoutError:
             return

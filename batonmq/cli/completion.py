@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from batonmq._common import timeouts
 from batonmq.cli import context_file
 from batonmq.cli.context_file import SECURITY, Context, ContextError
 from batonmq.cli.global_options import DEFAULT_NAMESERVER
@@ -59,7 +60,7 @@ def _ask(context: click.Context, names: Callable[[Admin], Awaitable[list[str]]])
     from batonmq.errors import BatonError  # noqa: PLC0415
 
     async def ask() -> list[str]:
-        async with asyncio.timeout(_TIMEOUT_S), _admin(context) as admin:
+        async with timeouts.timeout(_TIMEOUT_S), _admin(context) as admin:
             return await names(admin)
 
     try:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import click
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._common import timeouts
 from batonmq._common.clock import Clock
 from batonmq._core.queues import QueueRef
 from batonmq._core.top_board import Board, GroupQueueStatus, Snapshot
@@ -104,7 +105,7 @@ class _LiveView:
             while not quit_pressed.is_set():
                 self._draw()
                 try:
-                    async with asyncio.timeout(1 / FRAMES_PER_S):
+                    async with timeouts.timeout(1 / FRAMES_PER_S):
                         await quit_pressed.wait()
                 except TimeoutError:
                     continue

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, cast
 
+from batonmq._common import timeouts
 from batonmq._consumer.handler_results import RetryLater, failure_of
 from batonmq._consumer.message import ReceivedMessage
 from batonmq.errors import InvalidArgument
@@ -95,7 +96,7 @@ def idempotent(
     async def handle_once(message: ReceivedMessage) -> object:
         name, owner = key(message), secrets.token_hex(16)
         # The timeout starts before the claim does, so the handler ends before the claim expires.
-        async with asyncio.timeout(claim_ms / 1000):
+        async with timeouts.timeout(claim_ms / 1000):
             holder = await store.put(name, owner, owner, claim_ms)
             if holder == DONE:
                 log.info("message was already done message=%r key=%s", message, name)
@@ -121,7 +122,7 @@ def idempotent(
 async def _release(store: Store, name: str, owner: str) -> None:
     """Release the claim; log a failure, so that the error of the handler is raised instead."""
     try:
-        async with asyncio.timeout(RELEASE_TIMEOUT_MS / 1000):
+        async with timeouts.timeout(RELEASE_TIMEOUT_MS / 1000):
             await store.remove(name, owner)
     except Exception:
         log.warning("claim not released, it will expire key=%s", name, exc_info=True)

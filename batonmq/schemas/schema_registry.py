@@ -8,6 +8,7 @@ import logging
 from types import TracebackType
 from typing import Self
 
+from batonmq._common import timeouts
 from batonmq._connection.directory import ClientEnvironment
 from batonmq._connection.security import Security
 from batonmq._consumer.message import ReceivedMessage
@@ -141,7 +142,7 @@ class SchemaRegistry:
             await puller.assign([self._queue])
             await puller.seek(self._queue, self._next_offset)
             try:
-                async with asyncio.timeout(READ_TIMEOUT_S):
+                async with timeouts.timeout(READ_TIMEOUT_S):
                     while (position := await puller.position(self._queue)) < end:
                         for messages in (await puller.poll()).values():
                             for message in messages:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
+from batonmq._common import timeouts
 from batonmq.errors import BatonError
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class LiveHub:
             yield "retry: 3000\n\n"
             while True:
                 try:
-                    async with asyncio.timeout(PING_S):
+                    async with timeouts.timeout(PING_S):
                         await viewer.changed.wait()
                 except TimeoutError:
                     yield ": still here\n\n"

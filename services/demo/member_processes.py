@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from batonmq._common import timeouts
 from batonmq._connection.security import Security, to_json
 from batonmq._process.environment import with_absolute_python_path
 
@@ -161,7 +162,7 @@ class MemberGroup:
 
     async def ended(self, members: list[MemberProcess]) -> None:
         """Wait until the processes of `members`, which were asked to leave, have ended."""
-        async with asyncio.timeout(LEAVE_TIMEOUT_S):
+        async with timeouts.timeout(LEAVE_TIMEOUT_S):
             await asyncio.wait([self._running[member.name] for member in members])
 
 

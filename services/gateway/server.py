@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2, service_pb2_grpc
+from batonmq._common import timeouts
 from batonmq._connection.directory import Directory
 from batonmq._connection.routes import query_route, queues_of
 from batonmq._producer.once_sender import OnceSender
@@ -183,7 +184,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
                 self._checks.publish(caller.client_id, [topic])
             left_s = max(0.0, _left_s(context) - DEADLINE_MARGIN_S)
             try:
-                async with asyncio.timeout(left_s):
+                async with timeouts.timeout(left_s):
                     entries = await self._sender.send(caller, topic, messages, int(1_000 * left_s))
             except TimeoutError:
                 return service_pb2.SendMessageResponse(status=_SEND_TIMED_OUT)
@@ -440,7 +441,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
             self._parts.clients.note(caller, name)
             handle, group = self._held(name, request.receipt_handle)
             try:
-                async with asyncio.timeout(max(0.0, _left_s(context) - DEADLINE_MARGIN_S)):
+                async with timeouts.timeout(max(0.0, _left_s(context) - DEADLINE_MARGIN_S)):
                     await group.forward(handle, topic)
             except TimeoutError:
                 return kind(status=_TIMED_OUT)
@@ -486,7 +487,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         async def end(caller: Caller) -> service_pb2.EndTransactionResponse:
             topic = caller.topic(request.topic)
             try:
-                async with asyncio.timeout(max(0.0, _left_s(context) - DEADLINE_MARGIN_S)):
+                async with timeouts.timeout(max(0.0, _left_s(context) - DEADLINE_MARGIN_S)):
                     await self._transactions.end(topic, request.transaction_id, request.resolution)
             except TimeoutError:
                 return kind(status=_END_TIMED_OUT)

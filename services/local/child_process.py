@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from batonmq._common import timeouts
 from batonmq._process.environment import with_absolute_python_path
 
 _POLL_S = 0.05
@@ -144,7 +145,7 @@ class ChildProcess:
             NotReady: it ended, or `timeout_s` passed.
         """
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeouts.timeout(timeout_s):
                 await until(self._serves_or_ended)
         except TimeoutError:
             raise NotReady(f"{self.name} was not ready after {timeout_s:g} s") from None
@@ -161,7 +162,7 @@ class ChildProcess:
         self.send(signal.SIGTERM)
         self.send(signal.SIGCONT)
         try:
-            async with asyncio.timeout(grace_s):
+            async with timeouts.timeout(grace_s):
                 await self.ended()
         except TimeoutError:
             self.kill_now()

@@ -16,6 +16,7 @@ import grpc.aio
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
+from batonmq._common import timeouts
 from batonmq._connection.channels import connector
 from batonmq._connection.security import Security
 from batonmq_server.local.child_process import ChildProcess, NotReady, ProcessStarter, until
@@ -272,7 +273,7 @@ async def _is_port_free(port: int) -> bool:
 
 async def _wait(condition: Callable[[], Awaitable[bool]], timeout_s: float, otherwise: str) -> None:
     try:
-        async with asyncio.timeout(timeout_s):
+        async with timeouts.timeout(timeout_s):
             await until(condition)
     except TimeoutError:
         raise NotReady(f"{otherwise} after {timeout_s:g} s") from None

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
+from batonmq._common import timeouts
 from batonmq._common.backoff import Backoff
 from batonmq._common.clock import Clock
 from batonmq_server.local.child_process import ChildProcess, NotReady, describe_exit, until
@@ -77,7 +78,7 @@ class Supervisor:
         Raises:
             TimeoutError: it was not ready in time.
         """
-        async with asyncio.timeout(READY_S):
+        async with timeouts.timeout(READY_S):
             await until(self._children[name].serves)
 
     async def start(self, name: str) -> None:

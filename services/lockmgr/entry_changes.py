@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from batonmq._common import timeouts
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, NotLeader
 
@@ -105,7 +106,7 @@ class EntryChanges:
     async def wait_for_all(self) -> None:
         """Return once no change is in progress, or after `CHANGE_WAIT_S`."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CHANGE_WAIT_S):
+            async with timeouts.timeout(CHANGE_WAIT_S):
                 while self._in_progress:
                     await asyncio.wait(self._in_progress.values())
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
 from baton.nameserver.v1.stored_group_pb2 import StoredGroup
+from batonmq._common import timeouts
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import Internal, NotMember, NotSubscribed, SubscriptionDraining
 from batonmq_server.lockmgr.core.lock_entry import Requester
@@ -148,7 +149,7 @@ class GroupMembership:
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WAIT_S):
+            async with timeouts.timeout(WAIT_S):
                 while not holds():
                     await self._changed.wait()
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
+from batonmq._common import timeouts
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError
 from batonmq_server.lockmgr.group_membership import GroupMembership
@@ -90,7 +91,7 @@ class QueueNotifier:
         self._request_held.set()
         self._add_waiter(key, requester, held_delta=1)
         try:
-            async with asyncio.timeout((until_ms - now_ms) / 1000):
+            async with timeouts.timeout((until_ms - now_ms) / 1000):
                 await woken.wait()
         except TimeoutError:
             return False

@@ -17,6 +17,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common import timeouts
 from batonmq.errors import Internal, NotServing, Overloaded
 from batonmq_server.nameserver.core.groups import Group
 from batonmq_server.nameserver.core.topics import Route, Topic, build_route
@@ -109,7 +110,7 @@ class Catalog:
             NotServing: they do not have it within 5 s. The write stays in force.
         """
         try:
-            async with asyncio.timeout(CATCH_UP_MS_MAX / 1000):
+            async with timeouts.timeout(CATCH_UP_MS_MAX / 1000):
                 await self.topic_mirror.reached(topics)
                 await self.group_records.mirror.reached(groups)
                 await self.live.reached(live)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common import timeouts
 from batonmq.errors import NoQuorum, NotDrainable
 from batonmq_server.nameserver.core.node_drain import check_successor
 from batonmq_server.nameserver.node_drains import (
@@ -57,7 +58,7 @@ class LeaderMoves:
         try:
             await self._exclude_others(found, lease, by)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(WAIT_S):
+                async with timeouts.timeout(WAIT_S):
                     await self._led(found)
         finally:
             with contextlib.suppress(NoQuorum):

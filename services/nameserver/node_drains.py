@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common import timeouts
 from batonmq.errors import InvalidArgument, LimitExceeded, NoQuorum, NotDrainable
 from batonmq_server.nameserver.core.node_drain import DrainScene, check_service, successors
 from batonmq_server.nameserver.node_proto import node_from_bytes
@@ -41,7 +41,7 @@ class NodeDrains:
     async def drained(self) -> list[pb.DrainedNode]:
         """Return the drained nodes by service and node id; the last known ones without etcd."""
         try:
-            async with asyncio.timeout(LIST_TIMEOUT_S):
+            async with timeouts.timeout(LIST_TIMEOUT_S):
                 nodes = [_mark(stored) for stored in await self._marks("elections/")]
         except (NoQuorum, TimeoutError) as error:
             log.warning("drained nodes not read error=%s", error)

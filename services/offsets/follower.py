@@ -17,6 +17,7 @@ import grpc.aio
 
 from baton.offsets.v1 import replication_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2_grpc as pb_grpc
+from batonmq._common import timeouts
 from batonmq._common.backoff import Backoff
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch, OldEpochDetail, Unreachable
@@ -167,7 +168,7 @@ class Follower:
         request = pb.ReadAllRequest(node_id=self._node_id, epoch=before.epoch)
         now_s = asyncio.get_running_loop().time
         try:
-            async with asyncio.timeout(PART_TIMEOUT_S) as silence:
+            async with timeouts.timeout(PART_TIMEOUT_S) as silence:
                 async for part in stub.ReadAll(request, timeout=READ_ALL_TIMEOUT_S):
                     silence.reschedule(now_s() + PART_TIMEOUT_S)
                     entries += [(entry.key, entry.value) for entry in part.entries]

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
+from batonmq._common import timeouts
 from batonmq.errors import NoQuorum, NotServing
 from batonmq_server.offsets.core.local_placements import arriving, moved
 from batonmq_server.offsets.core.progress_table import ProgressTable
@@ -80,7 +81,7 @@ class PlacementResolver:
             return
         slots = asyncio.Semaphore(LOOKUPS_AT_ONCE_MAX)
         try:
-            async with asyncio.timeout(RESOLVE_TIMEOUT_S), asyncio.TaskGroup() as tasks:
+            async with timeouts.timeout(RESOLVE_TIMEOUT_S), asyncio.TaskGroup() as tasks:
                 for group in sorted(unknown):
                     tasks.create_task(self._resolve(group, slots))
         except TimeoutError:

@@ -17,6 +17,7 @@ import grpc.aio
 
 from baton.calls.v1 import call_service_pb2 as pb
 from baton.calls.v1 import call_service_pb2_grpc as pb_grpc
+from batonmq._common import timeouts
 from batonmq._common.rpc import STATUS_TRAILER
 from batonmq.errors import BatonError, NotServing, Unauthenticated
 from batonmq_server.runtime.interceptor import EdgeInterceptor
@@ -187,7 +188,7 @@ class _CallStream:
             raise _Failed(grpc.StatusCode.DEADLINE_EXCEEDED)
         decode = handler.request_deserializer or bytes
         try:
-            async with asyncio.timeout_at(context.end_s):
+            async with timeouts.timeout_at(context.end_s):
                 response = await handler.unary_unary(decode(call.request), context)
         except (TimeoutError, _Failed) as error:
             # A process that stops turns the end by the deadline into NOT_SERVING.

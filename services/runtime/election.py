@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batonmq._common import timeouts
 from batonmq._common.aio import wait_until
 from batonmq.errors import NoQuorum
 from batonmq_server.etcd_api import kv_pb2
@@ -190,7 +191,7 @@ class Election:
             return
         with contextlib.suppress(TimeoutError, NoQuorum):  # the refresh shows whether etcd answers
             async with (
-                asyncio.timeout(self._ttl_ms / 3000),
+                timeouts.timeout(self._ttl_ms / 3000),
                 contextlib.aclosing(self.session.watch(self.key, revision + 1)) as answers,
             ):
                 async for answer in answers:
@@ -259,7 +260,7 @@ class Election:
                 return
             sent_ms, left_ms = self.session.clock.monotonic_ms(), self._left_ms()
             try:
-                async with asyncio.timeout(max(0, left_ms) / 1_000):
+                async with timeouts.timeout(max(0, left_ms) / 1_000):
                     if not await lease.refresh():
                         return
             except (NoQuorum, TimeoutError):

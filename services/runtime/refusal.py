@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 
+from batonmq._common import timeouts
+
 TIMEOUT_S = 1.0
 
 
@@ -17,7 +19,7 @@ async def refuses(address: str) -> bool:
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with timeouts.timeout(TIMEOUT_S):
             addresses = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
             for family, kind, protocol, _, target in addresses:
                 with socket.socket(family, kind, protocol) as probe:

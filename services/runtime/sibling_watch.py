@@ -21,6 +21,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
+from batonmq._common import timeouts
 from batonmq.errors import NoQuorum
 from batonmq_server.runtime.health import LIVE
 from batonmq_server.runtime.service_runtime import Runtime
@@ -109,7 +110,7 @@ class SiblingWatch:
         request = health_pb2.HealthCheckRequest(service=LIVE)
         watch = stub.Watch(request)  # type: ignore[attr-defined]
         try:
-            async with asyncio.timeout(FIRST_ANSWER_S) as first:
+            async with timeouts.timeout(FIRST_ANSWER_S) as first:
                 async for _ in watch:
                     first.reschedule(None)
         except (grpc.aio.AioRpcError, TimeoutError):

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from batonmq._common import timeouts
 from batonmq._common.threads import DaemonThreads
 from batonmq.errors import NotServing
 from batonmq_server.runtime.descriptor_shortage import is_shortage
@@ -201,7 +202,7 @@ class Flusher:
 
     async def _pause(self) -> None:
         try:
-            async with asyncio.timeout(self._interval_ms / 1000):
+            async with timeouts.timeout(self._interval_ms / 1000):
                 await self._urgent.wait()
         except TimeoutError:
             return

@@ -10,6 +10,7 @@ import asyncio
 import logging
 
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common import timeouts
 from batonmq.errors import BatonError, NoQuorum, NotEnoughReplicas, NotLeader, NotServing
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.replication.replica_node import ReplicaNode
@@ -225,7 +226,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         """
         while True:
             try:
-                async with asyncio.timeout(_TOPICS_WAIT_S):
+                async with timeouts.timeout(_TOPICS_WAIT_S):
                     return await self._topics.caught_up()
             except NoQuorum:
                 await asyncio.sleep(_TOPICS_RETRY_S)

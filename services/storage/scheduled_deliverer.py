@@ -16,6 +16,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from batonmq._common import timeouts
 from batonmq._core.records import Header, read_header
 from batonmq.errors import (
     BatonError,
@@ -147,7 +148,7 @@ class ScheduledDeliverer:
         if next_unix_ms is not None and (in_ms := next_unix_ms - self._clock.unix_ms()) > 0:
             wait_ms = min(in_ms, CLOCK_INTERVAL_MS)
         try:
-            async with asyncio.timeout(None if wait_ms is None else wait_ms / 1000):
+            async with timeouts.timeout(None if wait_ms is None else wait_ms / 1000):
                 await self._changed.wait()
         except TimeoutError:
             return

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
+from batonmq._common import timeouts
 from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, NoQuorum, TopicExists, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
@@ -78,7 +79,7 @@ class TopicCache:
         if topic is not None and topic.topic_id in topic_ids:
             raise TopicExists(f"topic {name} exists", remedy="Delete the topic first.")
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with timeouts.timeout(WAIT_S):
                 async for _ in self._mirror.watch():
                     if all(self.is_gone(name, topic_id) for topic_id in topic_ids):
                         return

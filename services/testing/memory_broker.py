@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import grpc.aio
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common import timeouts
 from batonmq._common.clock import Clock
 from batonmq._connection.directory import CALL_TIMEOUT_S, ClientEnvironment
 from batonmq._consumer.consumer import Consumer
@@ -97,7 +98,7 @@ class MemoryBroker:
         try:
             for service in services.cluster(environment, self._brokers, self._settings):
                 self._start(service)
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with timeouts.timeout(START_TIMEOUT_S):
                 await self._registered()
             environment.network.faults = self._faults or self._quiet
         except BaseException:
@@ -251,7 +252,7 @@ class MemoryBroker:
         pause_s, pause_s_max = 0.01, 30 if virtual else 0.1
         left = "not known"
         try:
-            async with asyncio.timeout(limit_s):
+            async with timeouts.timeout(limit_s):
                 while left := await self._left(group):
                     await asyncio.sleep(pause_s)
                     pause_s = min(pause_s * 1.5, pause_s_max)

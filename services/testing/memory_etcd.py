@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar
 
+from batonmq._common import timeouts
 from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum
 from batonmq_server.etcd_api import kv_pb2
@@ -330,7 +331,7 @@ class MemoryEtcdSession(EtcdSession):
 
         network.send(name, NAME, arrive)
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with timeouts.timeout(TIMEOUT_S):
                 return await answer
         except TimeoutError as error:
             raise NoQuorum("etcd: no answer") from error

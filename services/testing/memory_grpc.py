@@ -23,6 +23,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from batonmq._common import timeouts
 from batonmq._common.rpc import from_rpc_error
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.testing.memory_network import (
@@ -154,7 +155,7 @@ class _ClientCall:
         """Return the next response; the call ends if there is none."""
         watcher = self._call.network.watcher
         try:
-            async with asyncio.timeout_at(self._end_s):
+            async with timeouts.timeout_at(self._end_s):
                 answer = await self._call.next()
         except (TimeoutError, grpc.aio.AioRpcError) as error:
             self.cancel()
@@ -355,7 +356,7 @@ class MemoryServer:
                 requests = _Requests(call.requests, handler.request_deserializer)
             else:
                 request = handler.request_deserializer(call.raw)
-            async with asyncio.timeout_at(context.end_s):
+            async with timeouts.timeout_at(context.end_s):
                 if not call.streams:
                     answer = await handler.unary_unary(request, context)
                     self._network.watcher.answered(call, request, answer)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from batonmq._common import timeouts
 from batonmq_server.testing.virtual_time import VirtualHost
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -180,7 +181,7 @@ class MemoryNetwork:
 
         self.send(host.name, target, arrive)
         try:
-            async with asyncio.timeout(1):
+            async with timeouts.timeout(1):
                 return bool(await answer)
         except TimeoutError:
             return False

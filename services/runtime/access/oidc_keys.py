@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import jwt
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
+from batonmq._common import timeouts
 from batonmq._common.clock import Clock
 from batonmq.errors import NotServing, Unauthenticated
 from batonmq_server.runtime.log_limiter import LogLimiter
@@ -277,7 +278,7 @@ class IssuerKeys:
             if not self._failed:
                 rest_s = (self._source.interval_ms - self._source.pause_ms) / 1000
                 try:
-                    async with asyncio.timeout(rest_s):
+                    async with timeouts.timeout(rest_s):
                         await self._wanted.wait()
                 except TimeoutError:
                     pass

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from batonmq._common import timeouts
 from batonmq_server.etcd_api import rpc_pb2 as pb
 from batonmq_server.etcd_api import rpc_pb2_grpc as pb_grpc
 
@@ -60,7 +61,7 @@ class EtcdMember:
         Raises:
             TimeoutError: it took too long, or was given up.
         """
-        async with asyncio.timeout(timeout_s) as waiting:
+        async with timeouts.timeout(timeout_s) as waiting:
             self._pending.add(waiting)
             try:
                 yield
