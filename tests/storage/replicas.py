@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,10 +134,13 @@ class Replica(RunningNode):
         return await self.replication.DescribeReplicas(request, timeout=TIMEOUT_S)
 
     def log(self) -> dict[str, bytes]:
-        """Return the segment files that are not all zeros."""
+        """Return the segment files that are not all zeros; the node may remove some meanwhile."""
         folder = self.folder / "log"
-        paths = folder.iterdir() if folder.exists() else ()
-        segments = {path.name: path.read_bytes() for path in paths if path.name.isdecimal()}
+        segments: dict[str, bytes] = {}
+        for path in list(folder.iterdir()) if folder.exists() else ():
+            if path.name.isdecimal():
+                with suppress(FileNotFoundError):
+                    segments[path.name] = path.read_bytes()
         return {name: content for name, content in segments.items() if any(content)}
 
 
