@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -21,8 +22,10 @@ from batonmq_server.storage.core.compaction_policy import CompactionPolicy
 
 log = logging.getLogger(__name__)
 
+Key = TypeVar("Key")
+
 MISSING_MS = 1_000
-"""Time for which a name that etcd does not have is not looked up again."""
+"""Time for which a name, or an epoch, that etcd does not have is not looked up again."""
 MISSING_MAX = 10_000
 WAIT_S = 10
 
@@ -39,7 +42,7 @@ class TopicCache:
         self._mirror, self._session, self._broker, self._clock = mirror, session, broker, clock
         self._known: dict[str, tuple[int, LocalTopic]] = {}
         self._missing: dict[str, int] = {}
-        self._epochs: dict[str, int] = {}
+        self._unfounded: dict[tuple[str, int], int] = {}
         self._lookup = asyncio.Lock()
         mirror.on_change.append(self._forget)
 
@@ -100,23 +103,36 @@ class TopicCache:
             NoQuorum: the topic is not known here, and etcd does not answer.
         """
         topic = self.known(name)
-        if topic is not None and epoch <= self._heard_of(name, topic):
+        if topic is not None and not self._is_older(name, topic, epoch):
             return topic
         async with self._lookup:
             topic = self.known(name)
             if topic is None:
                 if self._missing.get(name, 0) <= self._clock.monotonic_ms():
                     topic = await self._look_up(name)
-            elif epoch > self._heard_of(name, topic):
+            elif self._is_older(name, topic, epoch):
                 topic = await self._look_up(name)
-                self._epochs[name] = epoch  # etcd may have a lower one: an earlier version wrote it
+                if topic is not None and topic.epoch < epoch:
+                    self._note(self._unfounded, (name, epoch))
         if topic is None:
             raise _not_found(name)
         return topic
 
-    def _heard_of(self, name: str, topic: LocalTopic) -> int:
-        """Return the highest epoch for which the topic needs no lookup."""
-        return max(topic.epoch, self._epochs.get(name, 0))
+    def _is_older(self, name: str, topic: LocalTopic, epoch: int) -> bool:
+        """Return whether the topic may be older than `epoch`.
+
+        An epoch that etcd did not have a moment ago does not count: a nameserver of an earlier
+        version may have reset it, or the sender is wrong.
+        """
+        if epoch <= topic.epoch:
+            return False
+        return self._unfounded.get((name, epoch), 0) <= self._clock.monotonic_ms()
+
+    def _note(self, found: dict[Key, int], key: Key) -> None:
+        """Note that etcd did not have `key`, for `MISSING_MS`."""
+        if len(found) >= MISSING_MAX:
+            found.clear()
+        found[key] = self._clock.monotonic_ms() + MISSING_MS
 
     async def find_all(
         self, names: Iterable[str], epochs: Mapping[str, int] = MappingProxyType({})
@@ -151,9 +167,7 @@ class TopicCache:
         if stored is not None and stored.mod_revision > self._mirror.revision:
             return self._parsed(name, stored)
         if (topic := self.known(name)) is None:  # unless the mirror has received it meanwhile
-            if len(self._missing) >= MISSING_MAX:
-                self._missing.clear()
-            self._missing[name] = self._clock.monotonic_ms() + MISSING_MS
+            self._note(self._missing, name)
         return topic
 
     def _parsed(self, name: str, stored: KeyValue) -> LocalTopic | None:
@@ -186,7 +200,6 @@ class TopicCache:
             if cached is None or cached[0] <= revision:  # else a lookup was ahead of the mirror
                 self._known.pop(name, None)
             self._missing.pop(name, None)
-            self._epochs.pop(name, None)
 
 
 def _write_queue_count(spread: pb.QueueSpread) -> int | None:

@@ -128,13 +128,30 @@ async def test_topic_is_looked_up_if_the_caller_has_heard_of_a_later_epoch(
         assert scene.session.lookup_count == 2
 
 
-async def test_epoch_that_etcd_does_not_have_is_looked_up_once(etcd_endpoint: str) -> None:
+async def test_epoch_that_etcd_does_not_have_is_not_looked_up_again_within_a_second(
+    etcd_endpoint: str,
+) -> None:
     async with new_scene(etcd_endpoint) as scene:
         await scene.put("a", 7, broker_a=3, epoch=2)
-        for epoch in (9, 9, 5):
-            known = await scene.topics.find("a", epoch)
+        await scene.topics.find("a")
+        for _ in range(3):
+            known = await scene.topics.find("a", 9)
             assert known == LocalTopic(7, 3, epoch=2, opened_epoch=1)
         assert scene.session.lookup_count == 2
+        scene.clock.ahead_ms = MISSING_MS + 1
+        await scene.topics.find("a", 9)
+        assert scene.session.lookup_count == 3
+
+
+async def test_wrong_epoch_of_one_sender_does_not_hide_the_epoch_of_another(
+    etcd_endpoint: str,
+) -> None:
+    async with new_scene(etcd_endpoint) as scene:
+        await scene.put("a", 7, broker_a=3)
+        await scene.topics.find("a", 4_000_000_000)
+        await scene.topics.find("a", 4_000_000_000)
+        await scene.put("a", 7, broker_a=4, epoch=2)
+        assert (await scene.topics.find("a", 2)).queue_count == 4
 
 
 async def test_event_from_before_a_lookup_does_not_bring_the_older_topic_back(
