@@ -1,9 +1,9 @@
 """`asyncio.timeout` and `asyncio.timeout_at`, also for Python 3.11.0 to 3.11.2.
 
-There the end of the time raises CancelledError instead of TimeoutError in a task that has been
-cancelled before, as in the clean-up after a cancellation: the task ends, and nobody notices. So a
-consumer could forget a queue that was assigned to it. Later versions compare with the number of
-cancellations at the begin: https://github.com/python/cpython/issues/102780
+On these versions `asyncio.timeout` raises CancelledError instead of TimeoutError if its task was
+cancelled before, as in the clean-up after a cancellation. The task then ends without an error. So a
+consumer could forget a queue that was assigned to it. Later versions compare the number of
+cancellations with that at the start: https://github.com/python/cpython/issues/102780
 """
 
 from __future__ import annotations

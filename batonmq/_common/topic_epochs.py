@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 UNKNOWN_EPOCH = (1 << 32) - 1
-"""Named by an attempt whose sender does not know the epoch."""
+"""What a sender names if it does not know the epoch."""
 
 
 def epoch_to_name(named: int | None, newest: int | None) -> int | None:

@@ -37,7 +37,7 @@ def permitted(permission: str) -> Change:
 
 
 def closed_before_epochs(before: Topic) -> Topic:
-    """A topic whose queues an earlier version has closed; see `states`."""
+    """Close queues as an earlier version did, without epochs; see `states`."""
     return replace(resized(6)(before), epoch=-1)
 
 
