@@ -20,8 +20,7 @@ import hashlib
 import struct
 from typing import NamedTuple
 
-from crc32c import crc32c
-
+from batonmq._core.checksum import crc32c
 from batonmq._core.queue_sender import ONE_BATCH_EPOCH
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import (

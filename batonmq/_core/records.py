@@ -51,12 +51,13 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate, chain, repeat
 from typing import NamedTuple, TypeVar
 
+from batonmq._core.checksum import crc32c
 from batonmq._core.compression import Compression, RecordCompressor
 from batonmq.errors import BadBatch, BadChecksum, LimitExceeded
 
@@ -398,7 +399,6 @@ class BatchBuilder:
                 born_unix_ms, queue_id, count, len(self._extra_keys), len(name), flags,
             )
         )  # fmt: skip
-        crc32c = _crc32c()
         crc = crc32c(body, crc32c(head[BODY_FROM:]))
         struct.pack_into(">I", head, STAMP_TO, crc)
         return bytes(head) + body
@@ -522,7 +522,7 @@ def stamped_head(  # noqa: PLR0913  keyword-only from the position on
 ) -> bytes:
     """Return bytes [0, 56) of `batch` with storage's stamp; the other bytes do not change."""
     written = STAMP.pack(position, first_offset, store_unix_ms, owner, topic_id, epoch)
-    crc = _crc32c()(written).to_bytes(4, "big")
+    crc = crc32c(written).to_bytes(4, "big")
     return b"".join((batch[:12], crc, written, batch[STAMP_TO:BODY_FROM]))
 
 
@@ -698,24 +698,10 @@ def check_limit(field_name: str, actual: int, limit: int) -> None:
         )
 
 
-def prepare() -> None:
-    """Import the packages for checksums and compression now, and not with the first batch."""
-
-    _crc32c()
-
-
-@cache
-def _crc32c() -> Callable[..., int]:
-    """Return the function of the package crc32c; the import of the package takes 20 ms."""
-    from crc32c import crc32c  # noqa: PLC0415
-
-    return crc32c
-
-
 def _check_crc(batch: bytes | memoryview, written_at: int, begin: int, end: int) -> None:
     """Compare the checksum at `written_at` with that of [begin, end), without a copy."""
     expected = int.from_bytes(batch[written_at : written_at + 4], "big")
-    actual = _crc32c()(memoryview(batch)[begin:end])
+    actual = crc32c(memoryview(batch)[begin:end])
     if expected != actual:
         raise BadChecksum(
             f"the checksum is {actual:#010x}, the batch says {expected:#010x}",

@@ -6,8 +6,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Iterator
 
-from crc32c import crc32c
-
+from batonmq._core.checksum import crc32c
 from batonmq._core.queue_sender import ONE_BATCH_EPOCH
 from batonmq._core.records import (
     BODY_FROM,

@@ -21,7 +21,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from batonmq._core import records, sql_parser
+from batonmq._core import sql_parser
 from batonmq_server.local.fork_server import NUMBER_BYTES
 from batonmq_server.local.parent_death import die_with_parent
 
@@ -133,7 +133,6 @@ def preload(modules: list[str]) -> None:
             own = f"{module}.__main__" if package else module
             importlib.import_module(own)
             del sys.modules[own]
-    records.prepare()
     sql_parser.prepare()
     gc.collect()
     gc.freeze()  # keeps the collector from writing to pages that are shared with the children

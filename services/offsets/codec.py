@@ -10,11 +10,11 @@ keys of a group are adjacent. All other keys begin with NUL. A value begins with
 
 from __future__ import annotations
 
-from crc32c import crc32c
 from google.protobuf.message import DecodeError
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import stored_progress_pb2
+from batonmq._core.checksum import crc32c
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import DataLoss
 from batonmq_server.offsets.core.holds import DeliveryReach, EndedToken, HoldEnd, TokenChange

@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import lmdb
-from crc32c import crc32c
 
+from batonmq._core.checksum import crc32c
 from batonmq.errors import DataLoss
 from batonmq_server.offsets.codec import META, unseal
 from batonmq_server.offsets.core.change_log import HISTORY, POSITION, Entry

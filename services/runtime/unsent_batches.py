@@ -17,7 +17,7 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from crc32c import crc32c
+from batonmq._core.checksum import crc32c
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batonmq._core import records, sql_parser
+from batonmq._core import sql_parser
 from batonmq_server.runtime.malloc_settings import keep_freed_memory
 from batonmq_server.runtime.process import run
 from batonmq_server.storage.app import build
@@ -10,6 +10,5 @@ from batonmq_server.storage.config import StorageSettings
 
 if __name__ == "__main__":
     keep_freed_memory()
-    records.prepare()
     sql_parser.prepare()
     run("storage", StorageSettings, build)

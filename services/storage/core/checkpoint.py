@@ -65,8 +65,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from crc32c import crc32c
 
+from batonmq._core.checksum import crc32c
 from batonmq_server.storage.core.compacted import Section
 from batonmq_server.storage.core.delay_queue import ROW as DELAY_ROW
 from batonmq_server.storage.core.keyindex import OpenRun, RunExtent

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from crc32c import crc32c
 
 from batonmq._columns.batch_columns import record_lengths
+from batonmq._core.checksum import crc32c
 from batonmq._core.compression import RecordCompressor
 from batonmq._core.records import (
     BODY_BYTES_MAX,

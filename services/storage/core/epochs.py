@@ -22,8 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from crc32c import crc32c
-
+from batonmq._core.checksum import crc32c
 from batonmq.errors import DataLoss, DataLossDetail
 from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 

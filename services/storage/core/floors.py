@@ -21,8 +21,7 @@ import struct
 from collections.abc import Collection
 from typing import NamedTuple
 
-from crc32c import crc32c
-
+from batonmq._core.checksum import crc32c
 from batonmq.errors import DataLoss, DataLossDetail
 
 PATH = "floors"

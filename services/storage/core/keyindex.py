@@ -43,9 +43,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from crc32c import crc32c
 
 from batonmq._columns.batch_columns import key_hashes
+from batonmq._core.checksum import crc32c
 from batonmq._core.records import Header
 from batonmq_server.storage.core.compaction_order import written_unix_ms
 from batonmq_server.storage.core.files import UNREADABLE, BadIndex, Disk, FileCache

@@ -18,8 +18,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from crc32c import crc32c
-
+from batonmq._core.checksum import crc32c
 from batonmq._core.records import Header, read_header
 from batonmq.errors import BatonError, DataLoss, DataLossDetail
 from batonmq_server.storage.core import checkpoint, floors

@@ -13,8 +13,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from crc32c import crc32c
-
+from batonmq._core.checksum import crc32c
 from batonmq._core.records import (
     BATCH_BYTES_MAX,
     BODY_BYTES_MAX,

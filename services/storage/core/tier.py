@@ -35,8 +35,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple, Protocol
 
-from crc32c import crc32c
-
+from batonmq._core.checksum import crc32c
 from batonmq.errors import DataLoss, DataLossDetail, NotServing
 from batonmq_server.storage.core.files import File
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from batonmq._core import records, sql_parser
+from batonmq._core import sql_parser
 from batonmq.errors import DiskFull
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.process import run
@@ -125,7 +125,6 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
 
 
 if __name__ == "__main__":
-    records.prepare()
     sql_parser.prepare()
     run(
         "storage",
