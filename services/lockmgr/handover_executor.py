@@ -155,7 +155,7 @@ class HandOverExecutor:
         result = await self._term.store.persist(LockWrite(request.key, lock, entry.revision))
         if isinstance(result, WriteConflict):
             return self._not_persisted(request.key, result)
-        self._table.end_freed(request.key, lock, result)
+        self._table.end_freed(request.key, lock, result, self._term.now_ms())
         return passed.fenced.answer
 
     async def repeat_grant(

@@ -187,7 +187,7 @@ class QueueReleaser:
             log.error("lock in etcd was changed by another writer key=%s", key)
             self._table.end_reloaded(key, result.lock, result.revision, fenced=False)
         else:
-            self._table.end_freed(key, lock, result)
+            self._table.end_freed(key, lock, result, self._term.now_ms())
         return not isinstance(result, WriteConflict)
 
     # Forced by an operator

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from statistics import median, quantiles
+from typing import Any
 
 import pytest
 
 from baton.common.v1 import error_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
-from batonmq.errors import BatonError
+from batonmq.errors import BatonError, Unacked, Unreachable
 from tests.lockmgr.scene import HOLD_MS, Member, Node, Scene, entries, waits
 from tests.support.conditions import until
 
@@ -80,6 +81,31 @@ async def test_many_queues_are_handed_over_at_the_same_time(scene: Scene) -> Non
     assert {entry.owner.client_id for entry in await entries(node)} == {"b"}
 
 
+async def test_released_queue_is_granted_without_an_observation(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=60_000), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
+    await scene.deliver(1, 0, 3)
+    await scene.close(1, committed=3)
+    assert await a.release(node, 1) == 1
+    scene.rules.rules["Query"] = _lost
+    grant = await b.acquire(node, await scene.set_group(b))
+    assert (grant.token, grant.committed_offset, len(grant.maybe_seen)) == (2, 3, 0)
+
+
+async def test_queue_that_was_released_without_a_close_is_observed(scene: Scene) -> None:
+    """Offsets refuses the fence, which expects a closed token."""
+    node, a, b = await scene.leader(slot_ms=60_000), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
+    await scene.deliver(1, 0, 3)
+    assert await a.release(node, 1) == 1
+    generation = await scene.set_group(b)
+    refused = (await b.acquire_each(node, generation))[0]
+    assert isinstance(refused, Unacked)
+    assert refused.facts["unacked"] == "3"
+    await scene.commit(1, 3)
+    assert (await b.acquire(node, generation)).token == 2
+
+
 async def test_grants_denials_and_releases_are_published_as_events(scene: Scene) -> None:
     node, a, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
     events: list[metrics_pb.MetricEvent] = []
@@ -139,3 +165,8 @@ async def test_entries_are_counted_by_state(scene: Scene) -> None:
 async def _watch(node: Node, events: list[metrics_pb.MetricEvent]) -> None:
     async for batch in node.runtime.hub.watch():
         events.extend(batch.events)
+
+
+async def _lost(*_: Any) -> Any:
+    """Fail a call before it is carried out (a rule)."""
+    raise Unreachable("lost on the way")

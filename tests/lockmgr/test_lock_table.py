@@ -407,7 +407,7 @@ def test_grant_reports_the_time_since_the_first_refusal_of_the_new_owner() -> No
 def test_freed_entry_keeps_token_and_generation() -> None:
     table = owned_by_a()
     table.begin_change(KEY, ChangeStep.RELEASE)
-    table.end_freed(KEY, LockRecord(token=7, generation=5), 2)
+    table.end_freed(KEY, LockRecord(token=7, generation=5), 2, 1_000)
     entry = table.get(KEY)
     assert entry is not None
     assert entry.lock == LockRecord(token=7, generation=5)
@@ -432,9 +432,20 @@ def test_freed_queue_keeps_the_observation_of_its_token() -> None:
     assert isinstance(error, WaitDecision)
     assert isinstance(error.error, Unacked)
     table.begin_change(KEY, ChangeStep.RELEASE)
-    table.end_freed(KEY, LockRecord(token=7, generation=5), 2)
-    assert not table.needs_observation(KEY, OTHER_REQUESTER, 2)
-    assert decide(table, 2) == GrantDecision(FREE, observation)
+    table.end_freed(KEY, LockRecord(token=7, generation=5), 2, 1_000)
+    assert not table.needs_observation(KEY, OTHER_REQUESTER, 1_002)
+    assert decide(table, 1_002) == GrantDecision(FREE, observation)
+
+
+def test_release_counts_as_an_observation_of_a_closed_token() -> None:
+    table = owned_by_a()
+    started = table.begin_observation(KEY)
+    table.begin_change(KEY, ChangeStep.RELEASE)
+    table.end_freed(KEY, LockRecord(token=7, generation=5), 2, 1_000)
+    table.end_observation(KEY, Observation(token=7, committed=1, delivered=2), started, 1_001)
+    assert not table.needs_observation(KEY, OTHER_REQUESTER, 1_499)
+    assert decide(table, 1_499) == GrantDecision(FREE, Observation(token=7, closed=True))
+    assert table.needs_observation(KEY, OTHER_REQUESTER, 1_500)
 
 
 def test_contradicted_observation_is_repeated() -> None:

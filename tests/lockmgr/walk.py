@@ -578,7 +578,7 @@ class World:
                 return
         acquire = hand_over.acquire
         if acquire is None:
-            self.table.end_freed(KEY, lock, self.revision)
+            self.table.end_freed(KEY, lock, self.revision, self.now_ms)
             self.seen["freed by a fence"] += 1
             return
         newly_acquired = hand_over.grant.newly_acquired
@@ -627,7 +627,7 @@ class World:
         def write() -> None:
             if leader == self.term:
                 self.stored, self.revision = self.stored.freed(), self.revision + 1
-                self.table.end_freed(KEY, self.stored, self.revision)
+                self.table.end_freed(KEY, self.stored, self.revision, self.now_ms)
                 self.seen["released"] += 1
 
         self.send(write, lossy=False)
