@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import sys
 import urllib.request
@@ -30,7 +31,12 @@ from batonmq._common.health import SERVING, ask_health
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.channels import connect
 from batonmq.errors import NoDeadline
-from batonmq_server.local.child_process import ChildProcess, Program
+from batonmq_server.local.child_process import (
+    ChildProcess,
+    ProcessStarter,
+    Program,
+    start_program,
+)
 from batonmq_server.local.ports import keep_ports
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.health import LIVE, READY, STARTED
@@ -57,7 +63,12 @@ class Running:
 
 @asynccontextmanager
 async def offsets(
-    etcd: EtcdSession, endpoint: str, folder: Path, **more: object
+    etcd: EtcdSession,
+    endpoint: str,
+    folder: Path,
+    *,
+    start: ProcessStarter | None = None,
+    **more: object,
 ) -> AsyncIterator[Running]:
     async def registered() -> bool:
         return await etcd.get(KEY) is not None
@@ -81,7 +92,7 @@ async def offsets(
             },
             drop=("BATON_",),
         ),
-        fork_server().start,
+        start or fork_server().start,
     )
     child.spawn()
     try:
@@ -117,6 +128,17 @@ async def test_process_serves_the_common_endpoints_and_stops_cleanly(
         assert await etcd.get(KEY) is None, "deleted at once, not when the lease expires"
         assert '"event": "draining' in running.log()
         assert '"event": "stopped"' in running.log()
+
+
+async def test_garbage_collections_skip_what_the_start_has_made(
+    etcd: EtcdSession, etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """Started alone: a process of the fork server has frozen objects from its beginning."""
+    async with offsets(etcd, etcd_endpoint, tmp_path, start=start_program) as running:
+        await until(lambda: "frozen_objects=" in running.log())
+        frozen = re.search(r"frozen_objects=(\d+)", running.log())
+        assert frozen is not None
+        assert int(frozen[1]) > 10_000
 
 
 async def test_process_registers_its_dns_names_and_serves_health_on_its_own_port(
