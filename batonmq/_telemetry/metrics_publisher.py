@@ -180,7 +180,7 @@ class MetricsPublisher:
                 self._gather_last()
                 await self._send_all(sender, buffer)
                 return
-            self._hub.gather_if_due()
+            await self._hub.gather_if_due()
             await self._send_all(sender, buffer)
 
     async def _send_all(self, sender: MetricsSender, buffer: EventBuffer) -> None:

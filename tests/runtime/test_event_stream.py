@@ -8,9 +8,10 @@ Method: the hub itself, then its servicer behind a real server.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
@@ -18,7 +19,12 @@ from baton.metrics.v1 import metrics_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._telemetry import event_hub as events
-from batonmq._telemetry.event_hub import EVENTS_MAX, WATCHERS_MAX, EventHub
+from batonmq._telemetry.event_hub import (
+    EVENTS_AT_ONCE,
+    EVENTS_MAX,
+    WATCHERS_MAX,
+    EventHub,
+)
 from batonmq.errors import Overloaded
 from batonmq_server.runtime.event_stream_server import add_event_stream
 from tests.support.conditions import until
@@ -163,8 +169,42 @@ async def test_two_watchers_do_not_double_the_collections(
 
     hub.gatherers.append(gatherer)
     hub.gather()
-    hub.gather_if_due()
+    await hub.gather_if_due()
     assert collections == [1]
+
+
+async def test_many_events_are_gathered_in_steps() -> None:
+    hub, count = new_hub(), 10 * EVENTS_AT_ONCE
+    hub.gatherers.append(lambda: map(event, range(count)))
+    seen = [0]
+    with hub.listen() as listener:
+        async with asyncio.TaskGroup() as tasks:
+            gathering = tasks.create_task(hub.gather_if_due())
+            while not gathering.done():
+                await asyncio.sleep(0)
+                seen.append(len(listener._events))
+    steps = [after - before for before, after in pairwise(seen)]
+    assert max(steps) == EVENTS_AT_ONCE
+    assert sum(steps) == count
+
+
+async def test_gathering_that_is_interrupted_is_finished_by_the_next_one() -> None:
+    hub, numbers = new_hub(), list(range(EVENTS_AT_ONCE + 10))
+
+    def gatherer() -> Iterator[pb.MetricEvent]:
+        taken, numbers[:] = numbers[:], []
+        yield from map(event, taken)
+
+    hub.gatherers.append(gatherer)
+    with hub.listen() as listener:
+        async with asyncio.TaskGroup() as tasks:
+            gathering = tasks.create_task(hub.gather_if_due())
+            await asyncio.sleep(0)
+            gathering.cancel()
+        numbers.append(1_000)
+        hub.gather()
+        gathered = [one.appended.message_count for one in listener.take(1 << 20)]
+    assert gathered == [*range(EVENTS_AT_ONCE + 10), 1_000]
 
 
 async def test_each_watcher_gets_all_events() -> None:

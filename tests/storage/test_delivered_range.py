@@ -74,15 +74,27 @@ def test_runs_name_the_delivered_offsets(
 
 
 def test_pulls_that_deliver_all_messages_are_one_range_without_runs() -> None:
-    range_ = DeliveredRange(PullDelivery(first_offset=5, next_offset=7))
-    assert range_.extend(PullDelivery(first_offset=7, next_offset=9))
-    (report,) = range_.reports()
-    assert (report.first_offset, report.next_offset, report.message_count, report.runs) == (
-        5,
-        9,
-        4,
-        [],
-    )
+    first = PullDelivery(first_offset=5, next_offset=7, redelivered_count=1, byte_count=20)
+    range_ = DeliveredRange(first)
+    assert range_.extend(PullDelivery(first_offset=7, next_offset=9, byte_count=30))
+    assert list(range_.reports()) == [
+        ReportedRange(
+            first_offset=5,
+            next_offset=9,
+            message_count=4,
+            filtered_count=0,
+            lost_count=0,
+            redelivered_count=1,
+            byte_count=50,
+            runs=[],
+        )
+    ]
+
+
+def test_lost_messages_of_a_whole_range_have_a_run() -> None:
+    step = PullDelivery(first_offset=5, next_offset=9, lost_count=3)
+    (report,) = DeliveredRange(step).reports()
+    assert (report.message_count, report.lost_count, report.runs) == (1, 3, [3, 1, 0])
 
 
 def test_range_without_a_passing_message_has_a_run() -> None:

@@ -80,6 +80,9 @@ class DeliveredRange:
 
     def reports(self) -> Iterator[ReportedRange]:
         """Yield the range in parts; counts that can't be divided are in the first part."""
+        if len(self._parts) == 1 and self._parts[0][2] is None and not self._lost:
+            yield self._whole()
+            return
         begins, ends = self._edges()
         if len(begins):
             apart = begins[1:] != ends[:-1]
@@ -113,6 +116,19 @@ class DeliveredRange:
                 begins.append(first)
                 ends.append(last)
         return np.concatenate(begins), np.concatenate(ends)
+
+    def _whole(self) -> ReportedRange:
+        """Return the range if all of its messages were delivered, which needs no columns."""
+        return ReportedRange(
+            first_offset=self._first,
+            next_offset=self.next_offset,
+            message_count=self.next_offset - self._first,
+            filtered_count=0,
+            lost_count=0,
+            redelivered_count=self._redelivered,
+            byte_count=self._byte_count,
+            runs=[],
+        )
 
     def _part(self, first: int, next_: int, begins: Int64Array, ends: Int64Array) -> ReportedRange:
         is_first = first == self._first
