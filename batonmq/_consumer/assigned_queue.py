@@ -109,6 +109,7 @@ class AssignedQueue:
         self.commit_waiters = CommitWaiters()
         self.on_work_dropped: Callable[[], None] = lambda: None
         self.on_granted: Callable[[], None] = lambda: None
+        self.on_arrived: Callable[[], object] = lambda: None
         self.wakeup, self.freed = Wakeup(), asyncio.Event()
         self.revoked = Condition(self.wakeup, lambda: not self._ownership.assigned)
         self.stopped = Condition(self.wakeup, lambda: self.state is not OwnershipState.OWNED)
@@ -193,6 +194,7 @@ class AssignedQueue:
     def notify_arrived(self) -> None:
         """Wake the handlers: a message may wait."""
         self.buffer.arrived.set()
+        self.on_arrived()
         self._session.available.set()
 
     def may_start(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from functools import partial
+
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.running_calls import RunningCall
@@ -12,21 +15,25 @@ RUN_MESSAGES_MAX = 64
 
 
 class QueueRotation:
-    """The queues of one consumer in turn, and the message that was returned last."""
+    """The queues of one consumer that may have messages, and the message that was returned last.
+
+    The first queue has the turn. A queue without a message leaves, and comes back behind the others
+    when one arrives, so queues without messages cost nothing.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._queues: list[AssignedQueue] = []
-        self._left = 0
+        self._waiting: OrderedDict[AssignedQueue, None] = OrderedDict()
+        self._left = RUN_MESSAGES_MAX
         self._current: tuple[AssignedQueue, ReceivedMessage, RunningCall] | None = None
 
     def add(self, queue: AssignedQueue) -> None:
-        """Include a queue."""
-        self._queues.append(queue)
+        """Include a queue that has no message yet."""
+        queue.on_arrived = partial(self._waiting.setdefault, queue)
 
     def remove(self, queue: AssignedQueue) -> None:
         """Leave a queue out."""
-        self._queues.remove(queue)
+        self._waiting.pop(queue, None)
 
     @property
     def run_ended(self) -> bool:
@@ -35,17 +42,20 @@ class QueueRotation:
 
     def take(self) -> ReceivedMessage | None:
         """Start the next message; return None if none waits."""
-        for _ in range(len(self._queues) + 1):
-            if self._left > 0 and self._queues:
-                queue = self._queues[0]
-                if (message := queue.take_one()) is not None:
-                    self._left -= 1
-                    now_ms = self._session.clock.monotonic_ms()
-                    call = self._session.running.begin(queue.ref, message.offset, now_ms)
-                    self._current = queue, message, call
-                    return message
-            self._queues = self._queues[1:] + self._queues[:1]
-            self._left = RUN_MESSAGES_MAX
+        while self._waiting:
+            queue = next(iter(self._waiting))
+            if self._left == 0:
+                self._left = RUN_MESSAGES_MAX
+                self._waiting.move_to_end(queue)
+            elif (message := queue.take_one()) is not None:
+                self._left -= 1
+                now_ms = self._session.clock.monotonic_ms()
+                call = self._session.running.begin(queue.ref, message.offset, now_ms)
+                self._current = queue, message, call
+                return message
+            else:
+                self._left = RUN_MESSAGES_MAX
+                del self._waiting[queue]
         return None
 
     def finish(self) -> ReceivedMessage | None:
