@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 from apache.rocketmq.v2 import definition_pb2 as pb
 from batonmq._common.aio import only_error, wait_until
@@ -130,7 +131,7 @@ class GroupConsumer:
         self.group, self._parts = group, parts
         self._clock, self._settings = parts.environment.clock, parts.settings
         self._subscriptions: dict[str, _Subscription] = {}
-        self._pools: dict[tuple[QueueRef, str], _QueuePool] = {}
+        self._pools: dict[QueueRef, dict[str, _QueuePool]] = {}
         self._waiters: dict[str, deque[_Waiter]] = {}
         self._held: HeldMessages | None = None
         self._failure: BatonError | None = None
@@ -146,7 +147,7 @@ class GroupConsumer:
     @property
     def leased_count(self) -> int:
         """Number of messages that clients hold."""
-        return sum(pool.leases.leased_count for pool in self._pools.values())
+        return sum(pool.leases.leased_count for pool in self._each_pool())
 
     @property
     def waiting_count(self) -> int:
@@ -155,12 +156,12 @@ class GroupConsumer:
 
     def leases(self) -> Iterator[tuple[QueueRef, QueueLeases]]:
         """Yield the leases of each queue; a queue of retries may have several parts, by topic."""
-        for pool in self._pools.values():
+        for pool in self._each_pool():
             yield pool.ref, pool.leases
 
     def oldest_lease_ms(self) -> int | None:
         """Return when the oldest delivery that a client holds began."""
-        begins = (pool.leases.oldest_lease_ms() for pool in self._pools.values())
+        begins = (pool.leases.oldest_lease_ms() for pool in self._each_pool())
         return min((one for one in begins if one is not None), default=None)
 
     def subscribes(self, topic: str) -> bool:
@@ -244,7 +245,7 @@ class GroupConsumer:
     def undo(self, deliveries: Sequence[Delivery]) -> None:
         """Take back deliveries that did not reach their client."""
         for one in deliveries:
-            pool = self._pools.get((one.queue, one.message.topic))
+            pool = self._find_pool(one.queue, one.message.topic)
             if pool is not None:
                 pool.leases.undo(one.offset, one.serial)
         self._wake()
@@ -309,7 +310,7 @@ class GroupConsumer:
     def terminated(self, client_id: str) -> None:
         """Let the renewed leases of a client that has ended expire soon."""
         at_ms = self._clock.monotonic_ms() + TERMINATED_MS
-        for pool in self._pools.values():
+        for pool in self._each_pool():
             pool.leases.expire_soon(client_id, at_ms)
         self._wake()
 
@@ -384,7 +385,7 @@ class GroupConsumer:
 
     def _is_idle(self) -> bool:
         idle_ms = self._clock.monotonic_ms() - self._used_ms
-        waits = self.waiting_count or any(len(pool.leases) for pool in self._pools.values())
+        waits = self.waiting_count or any(len(pool.leases) for pool in self._each_pool())
         return idle_ms >= self._settings.group_idle_ms and not waits
 
     def _lose(self, topic: str, error: BatonError) -> bool:
@@ -418,8 +419,7 @@ class GroupConsumer:
         A handler would go on under the next token of its consumer (protocol section 11). A client
         must not: another gateway may have delivered and ended its messages meanwhile.
         """
-        for key in [key for key in self._pools if key[0] == ref]:
-            pool = self._pools.pop(key)
+        for pool in self._pools.pop(ref, {}).values():
             for offset, one in pool.held.items():
                 if offset not in pool.ending and self._held is not None:
                     self._held.give_up(one)
@@ -427,15 +427,15 @@ class GroupConsumer:
 
     def _withdraw(self, ref: QueueRef) -> None:
         """Give up what no client holds of a queue that is handed over."""
-        for pool in [one for one in self._pools.values() if one.ref == ref]:
+        for pool in list(self._pools.get(ref, {}).values()):
             for offset in pool.leases.withdraw():
                 if self._held is not None:
                     self._held.give_up(pool.held.pop(offset))
 
     def _drop(self, ref: QueueRef) -> None:
         """Forget a queue whose held messages do not count any more."""
-        for key in [key for key in self._pools if key[0] == ref]:
-            self._pools.pop(key).lose()
+        for pool in self._pools.pop(ref, {}).values():
+            pool.lose()
 
     # ---- deliveries
 
@@ -445,7 +445,7 @@ class GroupConsumer:
             held.available.clear()
             self._expire(held)
             self._serve()
-            ends = (pool.leases.next_expiry_ms() for pool in self._pools.values())
+            ends = (pool.leases.next_expiry_ms() for pool in self._each_pool())
             end_ms = min((one for one in ends if one is not None), default=None)
             if end_ms is None:
                 await held.available.wait()
@@ -484,7 +484,7 @@ class GroupConsumer:
             if not held.queues[ref].may_start():
                 continue
             self._fill(held, ref, topic, count_max - len(batch))
-            pool = self._pools.get((ref, topic))
+            pool = self._find_pool(ref, topic)
             while pool is not None and len(batch) < count_max and size < BATCH_BYTES_MAX:
                 leased = pool.leases.lease(1, now_ms, terms)
                 if not leased:
@@ -511,7 +511,7 @@ class GroupConsumer:
         """Start messages of a queue until `wanted` of a topic may be leased."""
         backlog = self._backlog(ref)
         while backlog < BACKLOG_MAX:
-            pool = self._pools.get((ref, topic))
+            pool = self._find_pool(ref, topic)
             if pool is not None and pool.leases.ready_count >= wanted:
                 return
             taken = held.take(ref)
@@ -525,20 +525,27 @@ class GroupConsumer:
             of_topic.leases.add(message.offset, before, message.ordering_key or "")
 
     def _backlog(self, ref: QueueRef) -> int:
-        pools = (pool for pool in self._pools.values() if pool.ref == ref)
+        pools = self._pools.get(ref, {}).values()
         return sum(len(pool.leases) - pool.leases.leased_count for pool in pools)
 
+    def _each_pool(self) -> Iterator[_QueuePool]:
+        return chain.from_iterable(pools.values() for pools in self._pools.values())
+
+    def _find_pool(self, ref: QueueRef, topic: str) -> _QueuePool | None:
+        return self._pools.get(ref, {}).get(topic)
+
     def _pool(self, ref: QueueRef, topic: str) -> _QueuePool:
-        pool = self._pools.get((ref, topic))
+        pools = self._pools.setdefault(ref, {})
+        pool = pools.get(topic)
         if pool is None:
             leases = QueueLeases(self._settings.delivery_attempts_max, self._parts.serials)
-            pool = self._pools[ref, topic] = _QueuePool(ref, leases)
+            pool = pools[topic] = _QueuePool(ref, leases)
         return pool
 
     def _pool_of(self, handle: ReceiptHandle, topic: str) -> _QueuePool | None:
         if handle.gateway != self._settings.node_id:
             return None
-        return self._pools.get((handle.queue, topic))
+        return self._find_pool(handle.queue, topic)
 
     def _not_held(self, handle: ReceiptHandle) -> Refused:
         own = self._settings.node_id
@@ -553,7 +560,7 @@ class GroupConsumer:
 
     def _expire(self, held: HeldMessages) -> None:
         now_ms = self._clock.monotonic_ms()
-        for pool in list(self._pools.values()):
+        for pool in list(self._each_pool()):
             for lease in pool.leases.expire(now_ms, self._parts.clients.is_alive):
                 failure = HandlingFailure(
                     "timeout", "not acknowledged within its invisible duration"
