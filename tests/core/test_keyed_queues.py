@@ -53,6 +53,13 @@ def test_ordering_key_goes_to_the_queue_with_the_highest_score(key: str, count: 
     assert keyed.of(key) == keyed.of(key)
 
 
+def test_the_highest_score_of_many_queues_counts() -> None:
+    queues = tuple(QueueRef("orders", "broker-a", number) for number in range(300))
+    keyed = KeyedQueues(queues)
+    for key in KEYS[:100]:
+        assert keyed.of(key) == max(queues, key=lambda queue: score(key, queue))
+
+
 def test_ordering_keys_spread_over_all_queues() -> None:
     counts = Counter(map(KeyedQueues(QUEUES).of, KEYS))
     assert len(counts) == len(QUEUES)
