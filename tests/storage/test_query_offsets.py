@@ -5,7 +5,10 @@ Method: the whole node over gRPC with a real etcd.
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -14,6 +17,7 @@ from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq.errors import BatonError, InvalidArgument, LimitExceeded
+from batonmq_server.storage.server import QUEUES_AT_ONCE, StorageServicer
 from tests.storage.batches import TOPIC, batch
 from tests.storage.running_node import BROKER, TIMEOUT_S, RunningNode, running_node
 from tests.support.conditions import until
@@ -45,6 +49,30 @@ async def test_offsets_of_queues_with_and_without_messages(
     async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a", b"b", queue_id=3))
         assert await query(node, queue(queue_id=3), queue(queue_id=4)) == [(0, 2), (0, 0)]
+
+
+async def test_other_calls_go_on_while_many_queues_are_asked_for(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, seen = [0], list[int]()
+    original = StorageServicer._offsets
+
+    async def counted(self: StorageServicer, *asked: Any) -> pb.QueryOffsetsOutcome:
+        seen.append(turns[0])
+        return await original(self, *asked)
+
+    async def count_turns() -> None:
+        while True:
+            await asyncio.sleep(0)
+            turns[0] += 1
+
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+        await node.append(batch(b"a"))
+        monkeypatch.setattr(StorageServicer, "_offsets", counted)
+        counting = tasks.create_task(count_turns())
+        assert await query(node, *[queue()] * 5 * QUEUES_AT_ONCE) == [(0, 1)] * 5 * QUEUES_AT_ONCE
+        counting.cancel()
+    assert list(Counter(seen).values()) == [QUEUES_AT_ONCE] * 5
 
 
 async def test_only_safe_messages_count(etcd_endpoint: str, tmp_path: Path) -> None:
