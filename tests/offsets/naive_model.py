@@ -255,8 +255,7 @@ class Naive:
 
     def settle(self, token: int, advance_id: int, sent: int) -> None:
         if token == self.token and self.advance is not None and self.advance[0] == advance_id:
-            acked = max(self.acked, default=-1) + 1
-            self.known = self.delivered = max(self.known, sent, acked)
+            self.known = self.delivered = max(self.known, self.committed, sent)
             self.advance = None
 
     def acknowledge(self, acks: Acks) -> set[int]:
@@ -271,6 +270,7 @@ class Naive:
         self.check(token, acks.reset_epoch)
         new = self.acknowledge(acks)
         if new:
+            self.known = max(self.known, *(offset + 1 for offset in new))
             self.add(new, source)
         self.access_ms = now_ms
         return self.committed, bool(new)

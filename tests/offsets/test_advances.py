@@ -10,7 +10,7 @@ import asyncio
 import pytest
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
-from batonmq.errors import AckCap, Fenced, InvalidArgument, Unacked
+from batonmq.errors import AckCap, BeyondDelivered, Fenced, InvalidArgument, Unacked
 from batonmq_server.offsets import log_end_reader
 from batonmq_server.offsets.core.ranges import EMPTY
 from batonmq_server.offsets.core.values import HolderPosition, QueueLimits
@@ -113,6 +113,23 @@ def test_settlement_replaces_the_advance_by_what_was_sent() -> None:
     assert scene.queue.exact
     scene.settle(1, ID, 3)
     assert scene.queue.delivered_offset == 14
+
+
+def test_settlement_leaves_out_what_was_acked_under_an_earlier_token() -> None:
+    """Offsets before it were not delivered again yet: acks of these are refused."""
+    scene = Scene()
+    scene.fence(A, 0)
+    scene.record(1, 0, 30)
+    scene.close(1, 5, offsets((23, 24)))
+    scene.fence(B, 1)
+    scene.record(2, 5, 10, advance=(ID, 50))
+    assert scene.queue.delivered_without_advance == 10
+    scene.settle(2, ID, 12)
+    assert scene.queue.in_flight() == offsets((5, 12))
+    with pytest.raises(BeyondDelivered):
+        scene.commit(2, 0, offsets((14, 15)))
+    scene.commit(2, 12)
+    assert scene.queue.drained
 
 
 def test_settled_queue_is_drained_when_all_is_acked() -> None:

@@ -72,7 +72,8 @@ class Progress:
         delivered_offset: D, not below C.
         delivered_reserved: Durable upper bound of D, not below D.
         delivered_known: Known lower bound of the true D; below D only after a restart or with an
-            advance: end of what was recorded under T in this epoch, or received by the holder.
+            advance: end of what was recorded under T in this epoch, received by the holder, or
+            acked under T.
         advance: Offsets that storage may deliver without another record; D includes them. In memory
             only.
         provable: Whether an inexact D may be replaced; not if deliveries may still arrive that
@@ -137,7 +138,7 @@ class Progress:
         """D without the offsets of an advance that are not known to be delivered, for people."""
         if self.advance is None:
             return self.delivered_offset
-        return max(self.delivered_known, self.committed_offset, self.acked.next_offset)
+        return max(self.delivered_known, self.committed_offset)
 
     def in_flight(self) -> RangeSet:
         """Return the offsets in flight: delivered under T and not acked, [C, D) minus A."""
@@ -380,8 +381,8 @@ class Progress:
         advance = self.advance
         if token != self.token or advance is None or advance.id != settlement.advance_id:
             return
-        self.delivered_known = max(self.delivered_known, settlement.sent_offset)
-        self.delivered_offset = self.delivered_known = self.delivered_without_advance
+        known = max(self.delivered_known, self.committed_offset, settlement.sent_offset)
+        self.delivered_offset = self.delivered_known = known
         self.advance = None
 
     def note_received(self, token: int, received_offset: int) -> None:
@@ -435,6 +436,7 @@ class Progress:
         new = self._new(acks)
         self._check_delivered(new)
         if new:
+            self.delivered_known = max(self.delivered_known, new.next_offset)
             self._ack(new, now, source)
         self.last_call_monotonic_ms = now.monotonic_ms
         return CommitResult(self.committed_offset, bool(new))
