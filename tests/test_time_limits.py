@@ -1,4 +1,5 @@
 """Goal: with `--required` a test has four times its limit, and a test that hangs still ends.
+Hypothesis has time to make an example that fails smaller.
 
 Method: pytest itself, with a file of tests that tell their limits.
 """
@@ -15,6 +16,8 @@ from tools.docs.pages import ROOT
 
 TESTS = """
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 def limit(request):
     mark = request.node.get_closest_marker("timeout")
@@ -34,10 +37,27 @@ def test_of_the_settings(request):
 @pytest.mark.timeout(0)
 def test_without_a_limit(request):
     assert limit(request) == ((0,), {}), limit(request)
+
+@given(st.just(1))
+@settings(suppress_health_check=list(HealthCheck))
+def test_with_examples(request, _):
+    assert limit(request) == ((), {"timeout": 4 * 420.0}), limit(request)
+
+class Machine(RuleBasedStateMachine):
+    @rule()
+    def nothing(self):
+        pass
+
+TestMachine = Machine.TestCase
+
+@pytest.fixture(autouse=True)
+def limit_of_a_machine(request):
+    if request.cls is not None:
+        assert limit(request) == ((), {"timeout": 4 * 420.0}), limit(request)
 """
 
 
-@pytest.mark.parametrize(("options", "passed"), [(["--required"], 4), ([], 1)])
+@pytest.mark.parametrize(("options", "passed"), [(["--required"], 6), ([], 1)])
 def test_limits_are_raised_if_everything_is_required(
     tmp_path: Path, options: list[str], passed: int
 ) -> None:
@@ -51,4 +71,4 @@ def test_limits_are_raised_if_everything_is_required(
         cwd=tmp_path, check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert f"{passed} passed" in done.stdout, done.stdout
-    assert ("failed" in done.stdout) is (passed < 4)
+    assert ("failed" in done.stdout) is (passed < 6)
