@@ -219,7 +219,7 @@ async def _serve(
         address, f"{address.rpartition(':')[0]}:{http.server_port}", further
     )
     stream = ServiceStream(runtime, app.data_dir)
-    # Later garbage collections skip modules and the recovered state: 30 to 60 ms for each full one.
+    # Later garbage collections skip modules and the recovered state: 26 to 62 ms for each full one.
     gc.freeze()
     await _start(server, status, stream)
     try:

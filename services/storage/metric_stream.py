@@ -115,6 +115,9 @@ class StorageMetricStream:
 
     def _events(self) -> Iterator[pb.MetricEvent]:
         appended, self._appended = self._appended, {}
+        if not appended:
+            self._latencies.forget(FSYNC.operation)
+            self._latencies.forget(REPLICATION.operation)
         for (topic, queue_id), (count, size, next_offset) in appended.items():
             queue = queue_pb2.QueueRef(topic=topic, broker=self._broker, queue_id=queue_id)
             yield pb.MetricEvent(
@@ -127,9 +130,6 @@ class StorageMetricStream:
             for reported in range_.reports():
                 yield _delivered(owner, client_id, reported)
         yield from self.transactions.events(self._broker)
-        if not appended:
-            self._latencies.forget(FSYNC.operation)
-            self._latencies.forget(REPLICATION.operation)
         yield from self._latencies.events()
         usage, now_s = self.usage(), self.now_s()
         if usage.bytes_count and now_s >= self._volume_due_s:

@@ -20,6 +20,7 @@ from batonmq_server.lockmgr.core.decision import (
 )
 from batonmq_server.lockmgr.core.lock_entry import (
     ChangeStep,
+    DecisionProfile,
     LockPolicy,
     LockRecord,
     LockState,
@@ -446,6 +447,15 @@ def test_release_counts_as_an_observation_of_a_closed_token() -> None:
     assert not table.needs_observation(KEY, OTHER_REQUESTER, 1_499)
     assert decide(table, 1_499) == GrantDecision(FREE, Observation(token=7, closed=True))
     assert table.needs_observation(KEY, OTHER_REQUESTER, 1_500)
+
+
+def test_release_is_no_poll_of_the_profile_defibus() -> None:
+    table = LockTable(LockPolicy(profile=DecisionProfile.DEFIBUS))
+    table.load(KEY, lock_of(A), 1, 0)
+    table.confirm(KEY, 7, 0)
+    table.begin_change(KEY, ChangeStep.RELEASE)
+    table.end_freed(KEY, LockRecord(token=7, generation=5), 2, 1_000)
+    assert table.decide(KEY, OTHER_REQUESTER, 1_001) is None
 
 
 def test_contradicted_observation_is_repeated() -> None:

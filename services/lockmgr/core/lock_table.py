@@ -341,15 +341,17 @@ class LockTable:
     def end_freed(self, key: GroupQueue, lock: LockRecord, revision: int, now_ms: int) -> None:
         """End a change: etcd has the entry as `lock`, without an owner.
 
-        Owners close their token before they release, so this counts as an observation of the queue.
-        If the token is open, the next fence is refused, and the queue is observed.
+        Owners close their token before they release, so this counts as an observation of the queue,
+        except in the profile `defibus`, which counts polls. If the token is open, the next fence is
+        refused, and the queue is observed.
         """
         assert lock.owner is None
         entry = self._end_change(key)
         self._set_lock(entry, lock, revision)
-        if entry.observation is None:
-            entry.observation = Observation(token=lock.token, closed=True)
-        entry.observed_ms = now_ms
+        if self._policy.profile is DecisionProfile.DEFAULT:
+            if entry.observation is None:
+                entry.observation = Observation(token=lock.token, closed=True)
+            entry.observed_ms = now_ms
 
     def end_reloaded(
         self, key: GroupQueue, lock: LockRecord | None, revision: int, *, fenced: bool
