@@ -34,6 +34,18 @@ class Waitable(Protocol):
         ...
 
 
+def begin_task(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Begin `work` as a task of a group; if the group ends, close `work` and raise RuntimeError.
+
+    Before Python 3.13 `create_task` leaves it open, which is reported when it is deleted.
+    """
+    try:
+        return tasks.create_task(work)
+    except RuntimeError:
+        work.close()
+        raise
+
+
 async def unless(event: Waitable, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of `work`; cancel `work` and return None if `event` happens first.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq._common.aio import only_error
+from batonmq._common.aio import begin_task, only_error
 from batonmq._common.stop_signals import STOP_SIGNALS
 from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._connection.routes import follow_route, queues_of
@@ -509,7 +509,7 @@ class Consumer:
         return asyncio.get_running_loop().time()
 
     def _spawn(self, loop: Coroutine[object, object, None]) -> None:
-        task = self._tasks.create_task(loop)
+        task = begin_task(self._tasks, loop)
         self._loops.append(task)
         task.add_done_callback(self._loops.remove)
 

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from batonmq._common.aio import only_error, unless
+from batonmq._common.aio import begin_task, only_error, unless
 from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._connection.routes import follow_route, wait_for_route
 from batonmq._core.delays import deliver_time
@@ -777,7 +777,7 @@ class Producer:
             self._buffer.topics.pop(topic, None)
 
     def _start(self, loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._tasks.create_task(loop)
+        task = begin_task(self._tasks, loop)
         self._loops.add(task)
         task.add_done_callback(self._loops.discard)
         return task

@@ -10,7 +10,7 @@ import gc
 
 import pytest
 
-from batonmq._common.aio import only_error, unless, wait_until, without_group
+from batonmq._common.aio import begin_task, only_error, unless, wait_until, without_group
 from batonmq.errors import Held
 
 
@@ -35,6 +35,16 @@ async def test_unless_cancels_the_work_when_the_event_is_set() -> None:
 
     assert await unless(event, work()) is None
     assert ended == ["cancelled"]
+
+
+async def test_work_that_a_group_refuses_is_closed() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        assert await begin_task(tasks, asyncio.sleep(0, 7)) == 7
+    work = asyncio.sleep(0, 7)
+    with pytest.raises(RuntimeError, match="finished"):
+        begin_task(tasks, work)
+    with pytest.raises(RuntimeError, match="reuse"):
+        await work
 
 
 async def test_unless_closes_work_that_never_started() -> None:
