@@ -81,6 +81,7 @@ class AssignedQueue:
         commit_waiters: Callers that wait for their acks to be committed; the queue is not drained
             before that.
         on_granted: Called when an ownership begins.
+        on_arrived: Called when a message may wait.
         on_work_dropped: Called when the results of running handlers do not count any more.
         wakeup: Notified when the state, the group's record, `paused` or room in the buffer changes.
         freed: Set when another request for the queue may succeed at once.

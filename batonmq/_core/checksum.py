@@ -14,7 +14,7 @@ from typing import cast
 
 _PACKAGE, _EXTENSION = "crc32c", "crc32c._crc32c"
 Checksum = Callable[..., int]
-"""crc32c(data, value=0): the checksum of `data` behind bytes whose checksum is `value`."""
+"""Takes bytes and the checksum of the bytes before them, 0 by default; returns that of both."""
 
 
 def extension_alone() -> Checksum | None:

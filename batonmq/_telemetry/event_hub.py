@@ -23,7 +23,8 @@ WATCHERS_MAX = 16
 BATCH_INTERVAL_S = 1.0
 EVENTS_AT_ONCE, STEP_S = 32, 0.002
 """A reader that gathers pauses after so many events or so many seconds, whatever comes first. Most
-events take less than 0.1 ms, a large range of filtered deliveries 1.5 ms."""
+events take less than 0.1 ms, a large range of filtered deliveries 1.5 ms. In virtual time, which
+stands still meanwhile, the number decides."""
 
 Gather = Callable[[], Iterable[pb.MetricEvent]]
 

@@ -101,8 +101,8 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         for index, queue in enumerate(queues):
             if index and index % QUEUES_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            asked = queue, request.with_bytes, counted.get(index, ())
-            outcomes.append(await self._offsets(*asked))
+            offsets = counted.get(index, ())
+            outcomes.append(await self._offsets(queue, request.with_bytes, offsets))
         context.set_trailing_metadata(((TOPICS_REVISION, str(revision)),))
         return pb.QueryOffsetsResponse(outcomes=outcomes, leader_age_ms=leader_age_ms)
 
