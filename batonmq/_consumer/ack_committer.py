@@ -33,25 +33,32 @@ class AckCommitter:
         self._session, self._queues = session, queues
 
     async def run(self) -> None:
-        """Commit until cancelled: every `commit_interval_ms`, and when many acks wait.
+        """Commit until cancelled.
 
-        While a handler runs long, commit every `LONG_CALL_COMMIT_MS`: the refusal of such a commit
-        tells the consumer of a reset (protocol section 13).
+        Every `commit_interval_ms` of all queues, and when it is asked for, of those with new acks.
+        While a handler runs long, every `LONG_CALL_COMMIT_MS` of all queues: the refusal of such a
+        commit tells the consumer of a reset (protocol section 13).
         """
         session, failures = self._session, 0
         clock, interval_ms = session.clock, session.settings.commit_interval_ms
-        due_ms = clock.monotonic_ms() + interval_ms
+        looked_ms = clock.monotonic_ms()
+        due_ms = looked_ms + interval_ms
         while True:
-            left_ms = max(0, due_ms - clock.monotonic_ms())
-            wait_ms = min(left_ms, LONG_CALL_COMMIT_MS) if session.running else left_ms
-            if await wait_until(session.commit_soon, wait_ms):
+            look_ms = min(due_ms, looked_ms + LONG_CALL_COMMIT_MS) if session.running else due_ms
+            soon = await wait_until(session.commit_soon, max(0, look_ms - clock.monotonic_ms()))
+            if soon:
                 await asyncio.sleep(session.commit_gather_ms / 1000)
-            elif (now_ms := clock.monotonic_ms()) < due_ms and not self._handles_long(now_ms):
+            now_ms = clock.monotonic_ms()
+            every = now_ms >= due_ms
+            if now_ms >= look_ms:
+                looked_ms, every = now_ms, every or self._handles_long(now_ms)
+            if not (soon or every):
                 continue
             session.commit_soon.clear()
-            due_ms = clock.monotonic_ms() + interval_ms
+            if every:
+                due_ms = now_ms + interval_ms
             try:
-                await self.commit()
+                await self._commit(every=every)
                 failures = 0
             except BatonError as error:
                 log.debug("commit failed error=%s", error)
@@ -61,8 +68,11 @@ class AckCommitter:
     def _handles_long(self, now_ms: int) -> bool:
         return any(queue.handles_long(now_ms) for queue in self._queues.values())
 
-    async def commit(self) -> None:
-        """Commit all messages handled so far; a broadcasting member commits to its file.
+    async def _commit(self, *, every: bool) -> None:
+        """Commit the messages handled so far; a broadcasting member commits to its file.
+
+        Args:
+            every: Whether a queue without new acks may have a reason for a commit, too.
 
         Raises:
             BatonError: the call failed; its effect is unknown, and the next commit repeats it.
@@ -70,14 +80,14 @@ class AckCommitter:
         now_ms = self._session.clock.monotonic_ms()
         due = [
             (queue, queue.progress, acks)
-            for queue in list(self._queues.values())
+            for queue in [one for one in self._queues.values() if every or one.acked]
             if queue.progress is not None and (acks := queue.acks_due(now_ms)) is not None
         ]
         if self._session.local is not None:
             await self._save(self._session.local, due)
             return
         for start in range(0, len(due), COMMIT_ITEMS_MAX):
-            await self._commit(due[start : start + COMMIT_ITEMS_MAX])
+            await self._send(due[start : start + COMMIT_ITEMS_MAX])
 
     async def _save(
         self, local: LocalOffsets, due: Sequence[tuple[AssignedQueue, QueueProgress, Acks]]
@@ -88,7 +98,7 @@ class AckCommitter:
             for queue, progress, acks in due:
                 queue.committed(progress, acks, self._session.clock.monotonic_ms())
 
-    async def _commit(self, due: Sequence[tuple[AssignedQueue, QueueProgress, Acks]]) -> None:
+    async def _send(self, due: Sequence[tuple[AssignedQueue, QueueProgress, Acks]]) -> None:
         session = self._session
         keeper = await session.keeper()
         epoch = session.epochs.of(keeper.offsets_set)

@@ -76,6 +76,7 @@ class AssignedQueue:
             events decide.
         buffer: Messages that wait for a handler.
         keyed: The buffer, if messages are handled in the order of their keys; else None.
+        acked: Whether acks may wait to be committed.
         flow: The flow limit that delays the next pull; None without one.
         paused: Whether the application has paused the queue.
         commit_waiters: Callers that wait for their acks to be committed; the queue is not drained
@@ -106,6 +107,7 @@ class AssignedQueue:
             self.buffer = self.keyed = KeyedBuffer(session.budget)
         self.flow: FlowReason | None = None
         self.acks_travel, self.blocked_offset, self.credit_due_at = False, -1, -1
+        self.acked = False
         self.paused = ref in session.paused
         self.commit_waiters = CommitWaiters()
         self.on_work_dropped: Callable[[], None] = lambda: None
@@ -268,11 +270,17 @@ class AssignedQueue:
         return ranges
 
     def note_unconfirmed(self, progress: QueueProgress) -> None:
-        """See that acks go to offsets if many of them wait."""
+        """See that acks go to offsets, soon if many of them wait."""
+        self.acked = True
         if not self.acks_travel:
             self._session.note_unconfirmed(progress.unconfirmed_count)
         elif self.acks_are_due(progress):
             self.wakeup.notify()
+
+    def commit_soon(self) -> None:
+        """Ask for a commit of the queue's acks."""
+        self.acked = True
+        self._session.commit_soon.set()
 
     def acks_are_due(self, progress: QueueProgress) -> bool:
         """Whether so many acks wait that they are worth a credit."""
@@ -380,6 +388,7 @@ class AssignedQueue:
         """Note that offsets has accepted `acks`, which were those of `progress`."""
         if self.progress is progress:
             progress.confirm(acks)
+            self.acked = progress.dirty
             self.commit_waiters.settle(progress)
             self.lease.renew(sent_ms)
             self.useful = True

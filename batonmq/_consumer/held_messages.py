@@ -108,7 +108,7 @@ class HeldMessages:
             return lost
         future = queue.commit_waiters.add(message.offset)
         queue.finish([message])
-        self._session.commit_soon.set()
+        queue.commit_soon()
         return future
 
     def give_up(self, held: HeldMessage) -> None:

@@ -281,7 +281,7 @@ class QueuePuller:
     def _ask_for_room(self) -> None:
         session, queue = self._session, self._queue
         if queue.flow == "span" and not queue.acks_travel:
-            session.commit_soon.set()
+            queue.commit_soon()
         if queue.flow == "bytes":
             session.waiting_for_room[queue.wakeup] = None
 
