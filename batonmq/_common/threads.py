@@ -35,13 +35,13 @@ class DaemonThreads:
         self._start(partial(self._run_for_future, future, call))
         return future
 
-    def begin(self, call: Callable[[], T]) -> ThreadCall[T]:
+    def begin(self, call: Callable[[], T]) -> BegunCall[T]:
         """Run `call` in a thread, for the running event loop. Not thread-safe, as `submit`.
 
         When it returns, the loop makes one callback before the task that waits goes on: two with a
         future of `submit`, four with an executor in `asyncio.shield`.
         """
-        begun = ThreadCall[T]()
+        begun = BegunCall[T]()
         self._start(partial(self._run, call, begun.returned))
         return begun
 
@@ -50,14 +50,7 @@ class DaemonThreads:
 
         An error that `call` raises after the cancellation is lost.
         """
-        begun = self.begin(call)
-        try:
-            return await begun.result()
-        except asyncio.CancelledError:
-            while not begun.ended:
-                with suppress(asyncio.CancelledError):
-                    await begun.wait()
-            raise
+        return await self.begin(call).finish()
 
     def close(self) -> None:
         """End each thread after its current call. No call may be submitted afterwards."""
@@ -96,18 +89,21 @@ class DaemonThreads:
             del call, returned  # an error refers to this frame
 
 
-class ThreadCall(Generic[T]):
-    """A call that runs in a thread. It goes on if a task that waits for it is cancelled.
+class BegunCall(Generic[T]):
+    """A call that runs outside the event loop: in a thread, or in the kernel.
+
+    It goes on if a task that waits for it is cancelled.
 
     Attributes:
         ended: Whether the call has returned.
+        error: What it has raised.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[asyncio.Future[None]] = []
         self._result: T | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self.ended = False
 
     async def wait(self) -> None:
@@ -120,18 +116,31 @@ class ThreadCall(Generic[T]):
     async def result(self) -> T:
         """Wait until the call has returned; return its result or raise its error."""
         await self.wait()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return cast(T, self._result)
 
-    def returned(self, result: T | None, error: BaseException | None) -> None:
-        """Take the result or the error, in the thread of the call."""
-        self._result, self._error = result, error
-        with suppress(RuntimeError):  # the loop is closed, and no task waits
-            self._loop.call_soon_threadsafe(self._end)
+    async def finish(self) -> T:
+        """As `result`, but wait until the call has returned even if cancelled meanwhile.
 
-    def _end(self) -> None:
-        self.ended = True
+        The cancellation is raised then, also if the call has failed.
+        """
+        try:
+            return await self.result()
+        except asyncio.CancelledError:
+            while not self.ended:
+                with suppress(asyncio.CancelledError):
+                    await self.wait()
+            raise
+
+    def returned(self, result: T | None, error: BaseException | None) -> None:
+        """Take the result or the error, in any thread."""
+        with suppress(RuntimeError):  # the loop is closed, and no task waits
+            self._loop.call_soon_threadsafe(self.end, result, error)
+
+    def end(self, result: T | None, error: BaseException | None) -> None:
+        """Take the result or the error, in the event loop."""
+        self._result, self.error, self.ended = result, error, True
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_result(None)

@@ -45,6 +45,7 @@ from batonmq_server.storage.delivery_recorder import DeliveryRecorder
 from batonmq_server.storage.delivery_router import DeliveryRouter
 from batonmq_server.storage.disk import RealDisk, locked
 from batonmq_server.storage.flusher import InThread, in_thread
+from batonmq_server.storage.kernel_sync import KernelSync
 from batonmq_server.storage.log_copy import LogCopy
 from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.metric_stream import StorageMetricStream
@@ -357,6 +358,7 @@ async def _environment(
     gates_mirror.on_change.append(
         lambda _: traffic.keep_groups(lambda name: gates.get(name) is not None)
     )
+    kernel = KernelSync()
     environment = StorageEnvironment(
         settings=settings,
         runtime=runtime,
@@ -366,6 +368,7 @@ async def _environment(
         gates=gates,
         deliveries=DeliveryRouter(GroupPlacements(placements_mirror, runtime.nodes), deliveries),
         in_thread=in_thread,
+        begin_sync=kernel.begin,
         ensure_unresolved=ensure_unresolved,
         tier=tier,
     )
@@ -375,6 +378,7 @@ async def _environment(
     try:
         yield environment, mirrors
     finally:
+        kernel.close()
         await nameserver.close()
         await peers.close()
 

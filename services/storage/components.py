@@ -24,7 +24,12 @@ from batonmq_server.storage.core.queue_repair import QueueRepair
 from batonmq_server.storage.core.retention import Retention
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.delivery_router import DeliveryRouter
-from batonmq_server.storage.flusher import Flusher, InThread, waiting_for_descriptors
+from batonmq_server.storage.flusher import (
+    BeginSync,
+    Flusher,
+    InThread,
+    waiting_for_descriptors,
+)
 from batonmq_server.storage.key_run_repairer import KeyRunRepairer
 from batonmq_server.storage.log_cleaner import CleaningBounds, LogCleaner
 from batonmq_server.storage.long_polls import LongPolls
@@ -63,6 +68,7 @@ class StorageEnvironment:
     Attributes:
         deliveries: Records deliveries at offsets; the app runs its loop.
         in_thread: Runs blocking calls outside the event loop.
+        begin_sync: Syncs files without a thread; see `Flusher`.
         tier: Reads the object store of segments; None without a store.
         ensure_unresolved: Asks a nameserver for a queue of the topic of unresolved messages.
     """
@@ -75,6 +81,7 @@ class StorageEnvironment:
     gates: GroupGates
     deliveries: DeliveryRouter
     in_thread: InThread
+    begin_sync: BeginSync
     ensure_unresolved: Callable[[], Awaitable[None]]
     tier: TierReader | None = None
 
@@ -157,6 +164,7 @@ def build_components(
         partial(_synced, metrics, stream),
         interval_ms=settings.flush_interval_ms if settings.flush == "async" else 0,
         in_thread=in_thread,
+        begin_sync=environment.begin_sync,
     )
     retention = Retention(settings.retention_policy(), settings.segment_bytes)
     stream.usage = lambda: retention.usage

@@ -58,6 +58,11 @@ class RealFile(File):
         """See File."""
         return os.fstat(self._fd).st_size
 
+    @property
+    def descriptor(self) -> int:
+        """See File."""
+        return self._fd
+
     def write(self, at: int, parts: Sequence[bytes | memoryview]) -> None:
         """See File."""
         rest = iter(parts)

@@ -1,4 +1,4 @@
-"""Group commit: one sync in a worker thread covers everything written before it began.
+"""Group commit: one sync beside the event loop covers everything written before it began.
 
 Appends continue while a sync runs; the next sync covers them. A failed sync is not repeated: the
 kernel may have dropped the pages, so a second attempt that succeeds proves nothing.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from batonmq._common import timeouts
-from batonmq._common.threads import DaemonThreads
+from batonmq._common.threads import BegunCall, DaemonThreads
 from batonmq.errors import NotServing
 from batonmq_server.runtime.descriptor_shortage import is_shortage
 from batonmq_server.storage.core.commitlog import UnsyncedFiles
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 SHORTAGE_PAUSE_S = 1.0
 _THREADS = DaemonThreads("disk")
 InThread = Callable[[Callable[[Any], None], Any], Awaitable[None]]
+BeginSync = Callable[[int], BegunCall[None] | None]
+"""Begins the sync of a file, given by its descriptor; see `KernelSync.begin`."""
 
 
 async def in_thread(call: Callable[[Any], None], argument: Any) -> None:
@@ -66,7 +69,8 @@ class Flusher:
         grown: Called with the queues in which new messages have become visible.
         took: Called with the duration of each sync, in seconds.
         interval_ms: Time between syncs that no call waits for; 0 syncs at once.
-        in_thread: Runs the blocking sync outside the event loop.
+        in_thread: Runs a blocking sync outside the event loop.
+        begin_sync: Syncs files without a thread; None: not those.
 
     Attributes:
         one_at_a_time: Lock held while the disk syncs.
@@ -80,8 +84,9 @@ class Flusher:
         took: Callable[[float], None],
         interval_ms: int = 0,
         in_thread: InThread = in_thread,
+        begin_sync: BeginSync = lambda _: None,
     ) -> None:
-        self._in_thread = in_thread
+        self._in_thread, self._begin_sync = in_thread, begin_sync
         self._store, self._node, self._grown = node.store, node, grown
         self._took, self._interval_ms = took, interval_ms
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
@@ -183,7 +188,8 @@ class Flusher:
             now = asyncio.get_running_loop().time
             begin = now()
             try:
-                await self._in_thread(self._sync, unsynced)
+                if not await self._synced_without_thread(unsynced):
+                    await self._in_thread(self._sync, unsynced)
             finally:
                 if self._sync_failure is not None:
                     self.fail(self._sync_failure)
@@ -193,11 +199,31 @@ class Flusher:
                 call(unsynced.position)
             self._release()
 
+    async def _synced_without_thread(self, unsynced: UnsyncedFiles) -> bool:
+        for file in unsynced.files:
+            begun = self._begin_sync(file.descriptor)
+            if begun is None:
+                return False
+            try:
+                await begun.finish()
+            finally:
+                if isinstance(begun.error, OSError):
+                    self._sync_failure = begun.error  # kept in case the task is cancelled
+        with self._failure_kept():
+            self._node.note_synced(unsynced.position)
+        return True
+
     def _sync(self, unsynced: UnsyncedFiles) -> None:
-        try:
+        with self._failure_kept():
             self._node.sync(unsynced)
+
+    @contextmanager
+    def _failure_kept(self) -> Iterator[None]:
+        """Keep the failure of the disk, in case the waiting task is cancelled."""
+        try:
+            yield
         except OSError as error:
-            self._sync_failure = error  # kept in case the waiting task is cancelled
+            self._sync_failure = error
             raise
 
     async def _pause(self) -> None:

@@ -90,7 +90,15 @@ class StorageNode:
         """
         for file in unsynced.files:
             file.sync()
-        self._synced.write(0, [encode_synced(unsynced.position)])
+        self.note_synced(unsynced.position)
+
+    def note_synced(self, position: int) -> None:
+        """Record that the log is on disk below `position`.
+
+        Raises:
+            OSError: it may not be recorded.
+        """
+        self._synced.write(0, [encode_synced(position)])
 
     def begin_epoch(self, epoch: int) -> None:
         """Record durably that `epoch` writes the log from its present end on.

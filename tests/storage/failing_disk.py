@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from batonmq._common.threads import BegunCall
 from batonmq_server.storage.disk import RealDisk, RealFile
+from batonmq_server.storage.kernel_sync import KernelSync
 
 
 @dataclass(slots=True)
@@ -71,6 +74,18 @@ def failing_disks(patch: pytest.MonkeyPatch) -> FailingDisks:
         disks.raise_if_failing(Path(f"/proc/self/fd/{file._fd}").readlink(), "sync")
         sync(file)
 
+    begin = KernelSync.begin
+
+    def by_kernel(kernel: KernelSync, descriptor: int) -> BegunCall[None] | None:
+        try:
+            disks.raise_if_failing(Path(f"/proc/self/fd/{descriptor}").readlink(), "sync")
+        except OSError as error:
+            failed = BegunCall[None]()
+            asyncio.get_running_loop().call_soon(failed.end, None, error)
+            return failed
+        return begin(kernel, descriptor)
+
+    patch.setattr(KernelSync, "begin", by_kernel)
     for name in ("replace", "create"):
         patch.setattr(RealDisk, name, of_disk(name))
     patch.setattr(RealFile, "sync", of_file)

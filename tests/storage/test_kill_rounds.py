@@ -2,12 +2,14 @@
 
 Method: a real cluster. Producers send, and wait for each receipt, while the storage process is
 killed with -9 and restarted 20 times; then a consumer reads everything. BATON_TEST_KILL_ROUNDS sets
-the number of rounds. And a real process with syncs that begin to fail.
+the number of rounds. And a real process with syncs that begin to fail, those of the kernel or those
+of a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import secrets
@@ -38,12 +40,23 @@ QUEUES = 4
 SENDERS = 16
 RUN_WITH_FAILING_SYNC = """
 import errno, os, runpy
-sync = os.fdatasync
-def failing(fd):
-    if os.path.exists(os.environ["SYNC_FAILS_ONCE_THERE_IS"]):
+from batonmq_server.storage import kernel_sync
+
+def failing():
+    return os.path.exists(os.environ["SYNC_FAILS_ONCE_THERE_IS"])
+
+def by_thread(fd, sync=os.fdatasync):
+    if failing():
         raise OSError(errno.EIO, "injected")
     sync(fd)
-os.fdatasync = failing
+
+def by_kernel(begun, result, end=kernel_sync._end):
+    end(begun, 2**64 - errno.EIO if failing() else result)
+
+if os.environ["SYNC_BY"] == "thread":
+    os.fdatasync, kernel_sync._INSTALLED = by_thread, False
+else:
+    kernel_sync._end = by_kernel
 runpy.run_module("batonmq_server.storage", run_name="__main__")
 """
 
@@ -123,13 +136,14 @@ async def test_acknowledged_message_is_at_the_offset_of_its_receipt(
     assert report["epoch"] == ROUNDS + 1
 
 
+@pytest.mark.parametrize("by", ["kernel", "thread"])
 async def test_failed_sync_ends_the_process_and_acknowledges_nothing(
-    etcd_endpoint: str, tmp_path: Path
+    by: str, etcd_endpoint: str, tmp_path: Path
 ) -> None:
     trigger = tmp_path / "trigger"
     async with process_site(etcd_endpoint, tmp_path) as site:
         process = site.start_python(
-            "-c", RUN_WITH_FAILING_SYNC, SYNC_FAILS_ONCE_THERE_IS=str(trigger)
+            "-c", RUN_WITH_FAILING_SYNC, SYNC_BY=by, SYNC_FAILS_ONCE_THERE_IS=str(trigger)
         )
         node = await site.serving()
         bodies: list[bytes] = []
@@ -143,7 +157,7 @@ async def test_failed_sync_ends_the_process_and_acknowledges_nothing(
         log = await output(process)
         assert process.returncode == 1
         assert "can't be written or synced" in log
-        assert "injected" in log
+        assert ("injected" if by == "thread" else os.strerror(errno.EIO)) in log
         trigger.unlink()
         site.start()
         node = await site.serving(node.start_unix_ms)

@@ -29,6 +29,11 @@ class File(Protocol):
         """Length in bytes; unwritten parts of it read as zeros."""
         ...
 
+    @property
+    def descriptor(self) -> int:
+        """Descriptor by which the kernel can sync the file, as `sync` does; -1: it can't."""
+        return -1
+
     def write(self, at: int, parts: Sequence[bytes | memoryview]) -> None:
         """Write `parts` one after another from byte `at` on: all of them, or raise OSError."""
         ...

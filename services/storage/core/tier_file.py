@@ -77,6 +77,11 @@ class TierFile:
         """See File."""
         return max(0, self.manifest.stored_bytes - at)
 
+    @property
+    def descriptor(self) -> int:
+        """See File."""
+        return -1
+
     def sync(self) -> None:
         """See File: the stub is durable since it was made."""
 
