@@ -15,6 +15,7 @@ from batonmq._consumer.local_offsets import LocalOffsets, LocalProgress
 from batonmq._consumer.moved_group import GROUP_MOVED
 from batonmq._consumer.queue_puller import OWNERSHIP_LOST
 from batonmq._consumer.session import Session, ranges_to_pb
+from batonmq._core.commit_schedule import CommitSchedule
 from batonmq._core.queue_progress import Acks, QueueProgress
 from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError
@@ -22,8 +23,6 @@ from batonmq.errors import BatonError
 log = logging.getLogger(__name__)
 
 COMMIT_ITEMS_MAX = 1_024
-LONG_CALL_COMMIT_MS = 500
-"""How often a consumer commits while a handler runs long."""
 
 
 class AckCommitter:
@@ -31,6 +30,8 @@ class AckCommitter:
 
     def __init__(self, session: Session, queues: Mapping[QueueRef, AssignedQueue]) -> None:
         self._session, self._queues = session, queues
+        self._stated = session.epochs.newest
+        """The epoch of offsets when all queues were committed last: their positions are stated."""
 
     async def run(self) -> None:
         """Commit until cancelled.
@@ -40,32 +41,29 @@ class AckCommitter:
         commit tells the consumer of a reset (protocol section 13).
         """
         session, failures = self._session, 0
-        clock, interval_ms = session.clock, session.settings.commit_interval_ms
-        looked_ms = clock.monotonic_ms()
-        due_ms = looked_ms + interval_ms
+        now_ms = session.clock.monotonic_ms
+        schedule = CommitSchedule(session.settings.commit_interval_ms, now_ms())
         while True:
-            look_ms = min(due_ms, looked_ms + LONG_CALL_COMMIT_MS) if session.running else due_ms
-            soon = await wait_until(session.commit_soon, max(0, look_ms - clock.monotonic_ms()))
+            wait_ms = schedule.wait_ms(now_ms(), running=bool(session.running))
+            soon = await wait_until(session.commit_soon, wait_ms)
             if soon:
                 await asyncio.sleep(session.commit_gather_ms / 1000)
-            now_ms = clock.monotonic_ms()
-            every = now_ms >= due_ms
-            if now_ms >= look_ms:
-                looked_ms, every = now_ms, every or self._handles_long(now_ms)
+            every = schedule.is_due(
+                now_ms(), running=bool(session.running), runs_long=self._handles_long
+            )
             if not (soon or every):
                 continue
             session.commit_soon.clear()
-            if every:
-                due_ms = now_ms + interval_ms
             try:
-                await self._commit(every=every)
+                await self._commit(every=every or session.epochs.newest != self._stated)
                 failures = 0
             except BatonError as error:
                 log.debug("commit failed error=%s", error)
                 await session.directory.pause(error, failures)
                 failures += 1
 
-    def _handles_long(self, now_ms: int) -> bool:
+    def _handles_long(self) -> bool:
+        now_ms = self._session.clock.monotonic_ms()
         return any(queue.handles_long(now_ms) for queue in self._queues.values())
 
     async def _commit(self, *, every: bool) -> None:
@@ -78,6 +76,8 @@ class AckCommitter:
             BatonError: the call failed; its effect is unknown, and the next commit repeats it.
         """
         now_ms = self._session.clock.monotonic_ms()
+        if every:
+            self._stated = self._session.epochs.newest
         due = [
             (queue, queue.progress, acks)
             for queue in [one for one in self._queues.values() if every or one.acked]

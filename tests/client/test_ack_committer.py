@@ -6,21 +6,57 @@ these is long.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._core.queue_progress import Acks
-from tests.client.group_twins import twins
-from tests.client.test_ownership import owning, running_consumer, wait_for_held_pulls
+from tests.client.group_twins import OffsetsTwin, Twins, twins
+from tests.client.test_ownership import (
+    RunningConsumer,
+    owning,
+    running_consumer,
+    wait_for_held_pulls,
+)
 from tests.support.conditions import until
 
-BY_CALLS: dict[str, Any] = {"commit_on_pull": False, "span_max": 4}
+BY_CALLS: dict[str, Any] = {"commit_on_pull": False, "span_max": 16}
 """Four acks of a queue ask for a commit."""
 
 
-async def test_commit_that_is_asked_for_looks_only_at_queues_with_new_acks(
+async def commit_all(at: Twins) -> None:
+    """Cause the first commit: it has all queues, because the epoch of offsets was not known yet."""
+    at.storage.send(0, *"0123")
+    await until(lambda: at.committed(0) == 4)
+
+
+def queue_of(running: RunningConsumer, queue_id: int) -> AssignedQueue:
+    (queue,) = [one for one in running.consumer._queues.values() if one.ref.queue_id == queue_id]
+    return queue
+
+
+class HeldCommits:
+    """The queues of each commit; answers wait while `go` is cleared."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.go = asyncio.Event()
+        self.go.set()
+        self.queues: list[set[int]] = []
+        commit = OffsetsTwin.Commit
+
+        async def held(twin: Any, request: offsets_pb.CommitRequest, context: Any) -> Any:
+            self.queues.append({item.queue.queue.queue_id for item in request.items})
+            answer = await commit(twin, request, context)
+            await self.go.wait()
+            return answer
+
+        patch.setattr(OffsetsTwin, "Commit", held)
+
+
+async def test_commit_has_the_new_acks_of_all_queues_and_looks_at_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked_at: set[int] = set()
@@ -31,18 +67,69 @@ async def test_commit_that_is_asked_for_looks_only_at_queues_with_new_acks(
         return acks_due(queue, now_ms)
 
     async with owning(8, **BY_CALLS) as (at, running):
+        await commit_all(at)
         monkeypatch.setattr(AssignedQueue, "acks_due", noted)
         at.storage.send(5, "a")
-        await until(lambda: running.ended == ["a"])
+        await until(lambda: running.ended[-1] == "a")
+        assert at.committed(5) == 0, "one ack asks for no commit"
         at.storage.send(3, *"bcde")
-        await until(lambda: 3 in at.offsets.queues and at.committed(3) == 4)
-        assert at.committed(5) == 1, "its ack was new, too"
+        await until(lambda: at.committed(3) == 4)
+        assert at.committed(5) == 1
         assert looked_at == {3, 5}
 
 
-async def test_queue_with_filtered_messages_only_does_not_stay_full() -> None:
-    async with twins(1) as at, running_consumer(at, expression="x", **BY_CALLS) as running:
+async def test_ack_during_a_commit_is_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = HeldCommits(monkeypatch)
+    async with owning(2, **BY_CALLS) as (at, running):
+        await commit_all(at)
+        commits.go.clear()
+        at.storage.send(1, *"abcd")
+        await until(lambda: commits.queues[1:] == [{1}])
+        at.storage.send(1, "e")
+        progress = queue_of(running, 1).progress
+        await until(lambda: progress is not None and progress.unconfirmed_count == 5)
+        assert at.committed(1) == 4
+        commits.go.set()
+        await until(lambda: at.committed(1) == 5)
+
+
+async def test_committed_queue_is_in_no_further_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = HeldCommits(monkeypatch)
+    async with owning(3, **BY_CALLS) as (at, running):
+        await commit_all(at)
+        at.storage.send(1, *"abcd")
+        await until(lambda: commits.queues[1:] == [{1}])
+        await until(lambda: not queue_of(running, 1).acked)
+        at.storage.send(2, *"efgh")
+        await until(lambda: commits.queues[1:] == [{1}, {2}])
+
+
+async def test_new_epoch_of_offsets_has_all_positions_stated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commits = HeldCommits(monkeypatch)
+    async with owning(3, **BY_CALLS) as (at, _):
+        await commit_all(at)
+    assert commits.queues[0] == {0, 1, 2}
+
+
+async def test_filtered_messages_alone_do_not_keep_a_queue_full() -> None:
+    settings = BY_CALLS | {"span_max": 4}
+    async with twins(1) as at, running_consumer(at, expression="x", **settings) as running:
         at.nameserver.assign("a", [0])
         await wait_for_held_pulls(at, 0)
         at.storage.send(0, *(f"y:{number}" for number in range(9)), "x:1")
         await until(lambda: running.ended == ["x:1"])
+
+
+async def test_filtered_messages_before_one_that_runs_do_not_keep_a_queue_full() -> None:
+    settings = BY_CALLS | {"span_max": 4}
+    async with twins(1) as at, running_consumer(at, expression="x", **settings) as running:
+        at.nameserver.assign("a", [0])
+        await wait_for_held_pulls(at, 0)
+        at.storage.send(0, "x:0")
+        await until(lambda: at.committed(0) == 1)  # has stated all positions
+        running.gate.clear()
+        at.storage.send(0, "y:1", "y:2", "y:3", "x:4", "x:5")
+        await until(lambda: at.committed(0) == 4)
+        assert running.ended == ["x:0"]
