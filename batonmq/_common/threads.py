@@ -35,13 +35,13 @@ class DaemonThreads:
         self._start(partial(self._run_for_future, future, call))
         return future
 
-    def begin(self, call: Callable[[], T]) -> BegunCall[T]:
+    def begin(self, call: Callable[[], T]) -> OutsideCall[T]:
         """Run `call` in a thread, for the running event loop. Not thread-safe, as `submit`.
 
         When it returns, the loop makes one callback before the task that waits goes on: two with a
         future of `submit`, four with an executor in `asyncio.shield`.
         """
-        begun = BegunCall[T]()
+        begun = OutsideCall[T]()
         self._start(partial(self._run, call, begun.returned))
         return begun
 
@@ -89,7 +89,7 @@ class DaemonThreads:
             del call, returned  # an error refers to this frame
 
 
-class BegunCall(Generic[T]):
+class OutsideCall(Generic[T]):
     """A call that runs outside the event loop: in a thread, or in the kernel.
 
     It goes on if a task that waits for it is cancelled.

@@ -21,7 +21,7 @@ from types import TracebackType
 
 import lmdb
 
-from batonmq._common.threads import BegunCall, DaemonThreads
+from batonmq._common.threads import DaemonThreads, OutsideCall
 from batonmq.errors import DataLoss, DiskFull
 from batonmq_server.offsets.core.change_log import Entry
 from batonmq_server.offsets.newest_position import (
@@ -92,7 +92,7 @@ class LmdbDisk:
             os.close(self._lock_file)
             raise
         self._lock = threading.Lock()
-        self._in_progress: list[BegunCall[None]] = []
+        self._in_progress: list[OutsideCall[None]] = []
         self._closed = False
         self._free_bytes_min = free_bytes_min
         self._free_bytes = partial(free_bytes, folder)

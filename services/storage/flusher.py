@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from batonmq._common import timeouts
-from batonmq._common.threads import BegunCall, DaemonThreads
+from batonmq._common.threads import DaemonThreads, OutsideCall
 from batonmq.errors import NotServing
 from batonmq_server.runtime.descriptor_shortage import is_shortage
 from batonmq_server.storage.core.commitlog import UnsyncedFiles
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 SHORTAGE_PAUSE_S = 1.0
 _THREADS = DaemonThreads("disk")
 InThread = Callable[[Callable[[Any], None], Any], Awaitable[None]]
-BeginSync = Callable[[int], BegunCall[None] | None]
+BeginSync = Callable[[int], OutsideCall[None] | None]
 """Begins the sync of a file, given by its descriptor; see `KernelSync.begin`."""
 
 
@@ -70,7 +70,7 @@ class Flusher:
         took: Called with the duration of each sync, in seconds.
         interval_ms: Time between syncs that no call waits for; 0 syncs at once.
         in_thread: Runs a blocking sync outside the event loop.
-        begin_sync: Syncs files without a thread; None: not those.
+        begin_sync: Syncs a file without a thread; it returns None if a thread has to sync it.
 
     Attributes:
         one_at_a_time: Lock held while the disk syncs.

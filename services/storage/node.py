@@ -59,7 +59,7 @@ _LAST_EPOCH = "epoch"
 
 
 class StorageNode:
-    """An open data directory. Its methods block: call `sync` in a worker thread.
+    """An open data directory. Its methods block; `sync` waits for the disk, so call it in a thread.
 
     Attributes:
         store: The log and everything derived from it.

@@ -477,6 +477,7 @@ class StorageTwin(storage_grpc.StorageServiceServicer):
             next_offset=end,
             queue_next_offset=len(self._queues[queue_id]),
             offsets_epoch=1 if request.token else 0,
+            offsets_set="offsets" if request.token else "",
             progress_taken=taken,
         )
 

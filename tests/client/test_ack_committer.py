@@ -128,7 +128,7 @@ async def test_filtered_messages_before_one_that_runs_do_not_keep_a_queue_full()
         at.nameserver.assign("a", [0])
         await wait_for_held_pulls(at, 0)
         at.storage.send(0, "x:0")
-        await until(lambda: at.committed(0) == 1)  # has stated all positions
+        await until(lambda: at.committed(0) == 1)  # as `commit_all`
         running.gate.clear()
         at.storage.send(0, "y:1", "y:2", "y:3", "x:4", "x:5")
         await until(lambda: at.committed(0) == 4)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from batonmq._common.threads import BegunCall
+from batonmq._common.threads import OutsideCall
 from batonmq_server.storage.disk import RealDisk, RealFile
 from batonmq_server.storage.kernel_sync import KernelSync
 
@@ -76,11 +76,13 @@ def failing_disks(patch: pytest.MonkeyPatch) -> FailingDisks:
 
     begin = KernelSync.begin
 
-    def by_kernel(kernel: KernelSync, descriptor: int) -> BegunCall[None] | None:
+    def by_kernel(kernel: KernelSync, descriptor: int) -> OutsideCall[None] | None:
+        if descriptor < 0:
+            return None
         try:
             disks.raise_if_failing(Path(f"/proc/self/fd/{descriptor}").readlink(), "sync")
         except OSError as error:
-            failed = BegunCall[None]()
+            failed = OutsideCall[None]()
             asyncio.get_running_loop().call_soon(failed.end, None, error)
             return failed
         return begin(kernel, descriptor)

@@ -50,13 +50,13 @@ def by_thread(fd, sync=os.fdatasync):
         raise OSError(errno.EIO, "injected")
     sync(fd)
 
-def by_kernel(begun, result, end=kernel_sync._end):
-    end(begun, 2**64 - errno.EIO if failing() else result)
+def by_kernel(kernel, begun, result, end=kernel_sync.KernelSync._end):
+    end(kernel, begun, 2**64 - errno.EIO if failing() else result)
 
 if os.environ["SYNC_BY"] == "thread":
-    os.fdatasync, kernel_sync._INSTALLED = by_thread, False
+    os.fdatasync, kernel_sync._MISSING = by_thread, "left out"
 else:
-    kernel_sync._end = by_kernel
+    kernel_sync.KernelSync._end = by_kernel
 runpy.run_module("batonmq_server.storage", run_name="__main__")
 """
 
