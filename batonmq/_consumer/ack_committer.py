@@ -31,7 +31,7 @@ class AckCommitter:
     def __init__(self, session: Session, queues: Mapping[QueueRef, AssignedQueue]) -> None:
         self._session, self._queues = session, queues
         self._stated = session.epochs.newest
-        """The epoch of offsets when all queues were committed last: their positions are stated."""
+        """The epoch of offsets that has the positions of all queues, as far as it needs them."""
 
     async def run(self) -> None:
         """Commit until cancelled.
@@ -75,9 +75,7 @@ class AckCommitter:
         Raises:
             BatonError: the call failed; its effect is unknown, and the next commit repeats it.
         """
-        now_ms = self._session.clock.monotonic_ms()
-        if every:
-            self._stated = self._session.epochs.newest
+        now_ms, newest = self._session.clock.monotonic_ms(), self._session.epochs.newest
         due = [
             (queue, queue.progress, acks)
             for queue in [one for one in self._queues.values() if every or one.acked]
@@ -88,6 +86,8 @@ class AckCommitter:
             return
         for start in range(0, len(due), COMMIT_ITEMS_MAX):
             await self._send(due[start : start + COMMIT_ITEMS_MAX])
+        if every:
+            self._stated = newest
 
     async def _save(
         self, local: LocalOffsets, due: Sequence[tuple[AssignedQueue, QueueProgress, Acks]]

@@ -21,7 +21,8 @@ from types import TracebackType
 
 import lmdb
 
-from batonmq._common.threads import DaemonThreads, OutsideCall
+from batonmq._common.outside_call import OutsideCall
+from batonmq._common.threads import DaemonThreads
 from batonmq.errors import DataLoss, DiskFull
 from batonmq_server.offsets.core.change_log import Entry
 from batonmq_server.offsets.newest_position import (

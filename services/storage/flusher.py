@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any
 
 from batonmq._common import timeouts
-from batonmq._common.threads import DaemonThreads, OutsideCall
+from batonmq._common.outside_call import OutsideCall
+from batonmq._common.threads import DaemonThreads
 from batonmq.errors import NotServing
 from batonmq_server.runtime.descriptor_shortage import is_shortage
 from batonmq_server.storage.core.commitlog import UnsyncedFiles

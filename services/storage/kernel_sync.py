@@ -15,7 +15,7 @@ import os
 from contextlib import suppress
 from functools import partial
 
-from batonmq._common.threads import OutsideCall
+from batonmq._common.outside_call import OutsideCall
 
 try:
     from caio.linux_aio import Context, Operation
@@ -38,7 +38,6 @@ class KernelSync:
 
     def __init__(self) -> None:
         self._context: Context | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._begun: set[OutsideCall[None]] = set()
         self._refused = False
 
@@ -72,8 +71,8 @@ class KernelSync:
     def close(self) -> None:
         """Take no more syncs. Those under way fail: whether the files are on disk is unknown."""
         self._refused = True
-        if self._loop is not None and self._context is not None:
-            self._loop.remove_reader(self._context.fileno)
+        if self._context is not None:
+            asyncio.get_running_loop().remove_reader(self._context.fileno)
         self._context = None
         self._fail("the kernel syncs no more files")
 
@@ -84,8 +83,7 @@ class KernelSync:
     def _open(self) -> Context:
         self._context = context = Context(_REQUESTS_MAX)
         os.set_inheritable(context.fileno, False)
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(context.fileno, partial(self._take_ended, context))
+        asyncio.get_running_loop().add_reader(context.fileno, partial(self._take_ended, context))
         return context
 
     def _take_ended(self, context: Context) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from batonmq._common.threads import OutsideCall
+from batonmq._common.outside_call import OutsideCall
 from batonmq_server.storage.disk import RealDisk, RealFile
 from batonmq_server.storage.kernel_sync import KernelSync
 

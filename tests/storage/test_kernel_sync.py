@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from batonmq._common.threads import OutsideCall
+from batonmq._common.outside_call import OutsideCall
 from batonmq.errors import NotServing
 from batonmq_server.storage import kernel_sync
 from batonmq_server.storage.disk import RealFile
