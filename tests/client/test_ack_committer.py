@@ -14,6 +14,7 @@ import pytest
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._core.queue_progress import Acks
+from batonmq.errors import NotServing
 from tests.client.group_twins import OffsetsTwin, Twins, twins
 from tests.client.test_ownership import (
     RunningConsumer,
@@ -39,9 +40,14 @@ def queue_of(running: RunningConsumer, queue_id: int) -> AssignedQueue:
 
 
 class HeldCommits:
-    """The queues of each commit; answers wait while `go` is cleared."""
+    """The queues of each commit; answers wait while `go` is cleared.
+
+    Attributes:
+        failures: Number of commits that fail next.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.failures = 0
         self.go = asyncio.Event()
         self.go.set()
         self.queues: list[set[int]] = []
@@ -49,6 +55,9 @@ class HeldCommits:
 
         async def held(twin: Any, request: offsets_pb.CommitRequest, context: Any) -> Any:
             self.queues.append({item.queue.queue.queue_id for item in request.items})
+            if self.failures:
+                self.failures -= 1
+                raise NotServing("not now", retry_after_ms=1)
             answer = await commit(twin, request, context)
             await self.go.wait()
             return answer
@@ -111,6 +120,19 @@ async def test_new_epoch_of_offsets_has_all_positions_stated(
     async with owning(3, **BY_CALLS) as (at, _):
         await commit_all(at)
     assert commits.queues[0] == {0, 1, 2}
+
+
+async def test_positions_are_stated_again_after_a_failed_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commits = HeldCommits(monkeypatch)
+    commits.failures = 1
+    async with owning(3, **BY_CALLS) as (at, _):
+        at.storage.send(0, *"0123")
+        await until(lambda: len(commits.queues) == 1)
+        at.storage.send(0, "4")
+        await until(lambda: at.committed(0) == 5)
+    assert commits.queues[:2] == [{0, 1, 2}, {0, 1, 2}]
 
 
 async def test_filtered_messages_alone_do_not_keep_a_queue_full() -> None:
