@@ -11,6 +11,7 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Self
 
+import grpc.aio
 from rocketmq import (
     ClientConfiguration,
     ConsumeResult,
@@ -22,7 +23,9 @@ from rocketmq import (
     PushConsumer,
     SimpleConsumer,
 )
+from rocketmq.grpc_protocol import Code, MessagingServiceStub, QueryRouteRequest, Resource
 from rocketmq.v5.exception import InternalErrorException
+from rocketmq.v5.util import Signature
 
 from bench.peers.clients.steps import Client, Sender, run
 from bench.peers.clients.task import PARTITIONS, SENDS_IN_FLIGHT, TOPICS, Task, Work
@@ -31,7 +34,7 @@ _REQUEST_S = 30
 _INVISIBLE_S = 60
 _RECEIVE = 32
 _RETRY_S = 0.2
-_REGISTERED_S = 60
+_ROUTES_S = 60
 
 
 class RocketSender(Sender):
@@ -45,7 +48,8 @@ class RocketSender(Sender):
         self._posted: deque[Future[object]] = deque()
 
     async def __aenter__(self) -> Self:
-        self._producer = await _started_producer(self._task, (self._topic,))
+        self._producer = Producer(_configuration(self._task), (self._topic,))
+        self._producer.startup()
         return self
 
     async def __aexit__(
@@ -91,8 +95,19 @@ class RocketClient(Client):
     """The library rocketmq-python-client."""
 
     async def create_topics(self, task: Task) -> None:
-        """Wait until the name server knows the topics, which the bench has created."""
-        (await _started_producer(task, TOPICS)).shutdown()
+        """Wait until the proxy knows the routes of the topics, which the bench has created.
+
+        A client that starts before does not fail: it reports the missing route when it sends.
+        """
+        configuration = _configuration(task)
+        async with grpc.aio.insecure_channel(task.address) as channel, asyncio.timeout(_ROUTES_S):
+            proxy = MessagingServiceStub(channel)
+            for topic in TOPICS:
+                request = QueryRouteRequest(
+                    topic=Resource(name=topic), endpoints=configuration.rpc_endpoints.endpoints
+                )
+                while not await _is_known(proxy, request, configuration):  # noqa: ASYNC110
+                    await asyncio.sleep(_RETRY_S)
 
     def sender(self, task: Task) -> Sender:  # noqa: D102
         return RocketSender(task)
@@ -150,19 +165,14 @@ class RocketClient(Client):
         consumer.shutdown()
 
 
-async def _started_producer(task: Task, topics: tuple[str, ...]) -> Producer:
-    """Return a started producer; wait while the proxy does not know the routes of its topics."""
-    end_s = monotonic() + _REGISTERED_S
-    while True:
-        producer = Producer(_configuration(task), topics)
-        try:
-            producer.startup()
-        except Exception:  # the library raises no class of its own here
-            if monotonic() > end_s:
-                raise
-            await asyncio.sleep(_RETRY_S)
-        else:
-            return producer
+async def _is_known(
+    proxy: MessagingServiceStub, request: QueryRouteRequest, configuration: ClientConfiguration
+) -> bool:
+    """Return whether the proxy knows a route of the topic."""
+    metadata = Signature.metadata(configuration, "bench-create")
+    answer = await proxy.QueryRoute(request, metadata=metadata)
+    known: bool = answer.status.code == Code.OK
+    return known
 
 
 def _configuration(task: Task) -> ClientConfiguration:
