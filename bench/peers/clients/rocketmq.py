@@ -98,15 +98,17 @@ class RocketClient(Client):
         """Wait until the proxy knows the routes of the topics, which the bench has created.
 
         A client that starts before does not fail: it reports the missing route when it sends.
+
+        Raises:
+            TimeoutError: It does not know one of them in time.
         """
-        configuration = _configuration(task)
-        async with grpc.aio.insecure_channel(task.address) as channel, asyncio.timeout(_ROUTES_S):
+        end_s = monotonic() + _ROUTES_S
+        async with grpc.aio.insecure_channel(task.address) as channel:
             proxy = MessagingServiceStub(channel)
             for topic in TOPICS:
-                request = QueryRouteRequest(
-                    topic=Resource(name=topic), endpoints=configuration.rpc_endpoints.endpoints
-                )
-                while not await _is_known(proxy, request, configuration):  # noqa: ASYNC110
+                while failure := await _route_failure(proxy, topic, _configuration(task)):
+                    if monotonic() > end_s:
+                        raise TimeoutError(f"no route of topic {topic}: {failure}")
                     await asyncio.sleep(_RETRY_S)
 
     def sender(self, task: Task) -> Sender:  # noqa: D102
@@ -165,14 +167,19 @@ class RocketClient(Client):
         consumer.shutdown()
 
 
-async def _is_known(
-    proxy: MessagingServiceStub, request: QueryRouteRequest, configuration: ClientConfiguration
-) -> bool:
-    """Return whether the proxy knows a route of the topic."""
+async def _route_failure(
+    proxy: MessagingServiceStub, topic: str, configuration: ClientConfiguration
+) -> str:
+    """Return why the proxy has no route of a topic; empty if it has one."""
+    request = QueryRouteRequest(
+        topic=Resource(name=topic), endpoints=configuration.rpc_endpoints.endpoints
+    )
     metadata = Signature.metadata(configuration, "bench-create")
-    answer = await proxy.QueryRoute(request, metadata=metadata)
-    known: bool = answer.status.code == Code.OK
-    return known
+    try:
+        status = (await proxy.QueryRoute(request, metadata=metadata)).status
+    except grpc.aio.AioRpcError as error:
+        return f"{error.code().name}: {error.details()}"
+    return "" if status.code == Code.OK else f"{Code.Name(status.code)}: {status.message}"
 
 
 def _configuration(task: Task) -> ClientConfiguration:
