@@ -83,9 +83,9 @@ class AckCommitter:
         ]
         if self._session.local is not None:
             await self._save(self._session.local, due)
-            return
-        for start in range(0, len(due), COMMIT_ITEMS_MAX):
-            await self._send(due[start : start + COMMIT_ITEMS_MAX])
+        else:
+            for start in range(0, len(due), COMMIT_ITEMS_MAX):
+                await self._send(due[start : start + COMMIT_ITEMS_MAX])
         if every:
             self._stated = newest
 
