@@ -176,9 +176,10 @@ async def _route_failure(
     )
     metadata = Signature.metadata(configuration, "bench-create")
     try:
-        status = (await proxy.QueryRoute(request, metadata=metadata)).status
+        answer = await proxy.QueryRoute(request, metadata=metadata, timeout=_REQUEST_S)
     except grpc.aio.AioRpcError as error:
         return f"{error.code().name}: {error.details()}"
+    status = answer.status
     return "" if status.code == Code.OK else f"{Code.Name(status.code)}: {status.message}"
 
 
