@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from batonmq._common import timeouts
 
 T = TypeVar("T")
+STEP_ITEMS, STEP_S = 32, 0.002
+"""After so many items or so many seconds, whatever comes first, `in_steps` lets other tasks run. In
+virtual time, which stands still meanwhile, the number decides."""
 
 
 async def interruptible(main: Coroutine[Any, Any, T]) -> T:
@@ -44,6 +47,18 @@ def begin_task(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, T]) -> asynci
     except RuntimeError:
         work.close()
         raise
+
+
+async def in_steps(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield the items; other tasks run after every 32 of them, and after every 2 ms."""
+    now_s = asyncio.get_running_loop().time
+    begin_s, count = now_s(), 0
+    for item in items:
+        yield item
+        count += 1
+        if count == STEP_ITEMS or now_s() - begin_s >= STEP_S:
+            await asyncio.sleep(0)
+            begin_s, count = now_s(), 0
 
 
 async def unless(event: Waitable, work: Coroutine[Any, Any, T]) -> T | None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from itertools import chain
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._common.aio import in_steps
 from batonmq._common.clock import Clock
 from batonmq.errors import Overloaded
 
@@ -21,10 +22,6 @@ BATCH_BYTES_MAX = 256 * 1024
 """Approximate size limit of a batch with more than one event."""
 WATCHERS_MAX = 16
 BATCH_INTERVAL_S = 1.0
-EVENTS_AT_ONCE, STEP_S = 32, 0.002
-"""A reader that gathers pauses after so many events or so many seconds, whatever comes first. Most
-events take less than 0.1 ms, a large range of filtered deliveries 1.5 ms. In virtual time, which
-stands still meanwhile, the number decides."""
 
 Gather = Callable[[], Iterable[pb.MetricEvent]]
 
@@ -70,15 +67,10 @@ class EventHub:
 
         If another reader has just begun to do so, help it, so that the buffers have all of them.
         """
-        now_s = asyncio.get_running_loop().time
-        due = now_s() >= self._gathered_s + BATCH_INTERVAL_S / 2
-        begin_s, count = now_s(), 0
-        for event in self._events() if due else self._gathering:
+        now_s = asyncio.get_running_loop().time()
+        due = now_s >= self._gathered_s + BATCH_INTERVAL_S / 2
+        async for event in in_steps(self._events() if due else self._gathering):
             self.publish(event)
-            count += 1
-            if count == EVENTS_AT_ONCE or now_s() - begin_s >= STEP_S:
-                await asyncio.sleep(0)
-                begin_s, count = now_s(), 0
 
     def _events(self) -> Iterator[pb.MetricEvent]:
         """Return what is left of the gathering in progress, and then the counts since."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.aio import in_steps
 from batonmq._common.clock import Clock
 from batonmq._core.queues import GroupQueue, QueueRef
 from batonmq.errors import DataLoss, Unreachable
@@ -144,7 +145,7 @@ class QueueInspector:
             await asyncio.sleep(RECHECK_MS / 1000)
             collected = await self._collect(targets)
         detailed = await self._details(collected)
-        return [QueueDiagnosis(evidence, diagnose(evidence)) for evidence in detailed]
+        return [QueueDiagnosis(e, diagnose(e)) async for e in in_steps(detailed)]
 
     async def _collect(self, targets: Sequence[InspectionTarget]) -> list[QueueEvidence]:
         """Return the evidence from the calls about all queues."""
@@ -157,11 +158,8 @@ class QueueInspector:
         queues = {queue for target in targets for queue in target.queues}
         counted_from = self._counted_from(queues, progress)
         survey = _Survey(listing.result(), progress, await self._logs(queues, counted_from))
-        evidence: list[QueueEvidence] = []
-        for target in targets:
-            evidence += self._evidence(target, survey)
-            await asyncio.sleep(0)  # Let heartbeats run between two groups.
-        return evidence
+        evidence = (e for target in targets for e in self._evidence(target, survey))
+        return [e async for e in in_steps(evidence)]
 
     def _counted_from(
         self,
@@ -260,7 +258,8 @@ class QueueInspector:
         lagging.sort(key=lambda i: -evidence[i].lag_count)
         async with asyncio.TaskGroup() as tasks:
             details = {
-                i: tasks.create_task(self._detailed(evidence[i])) for i in lagging[:DETAILS_MAX]
+                i: tasks.create_task(self._detailed(evidence[i]))
+                async for i in in_steps(lagging[:DETAILS_MAX])
             }
         return [details[i].result() if i in details else e for i, e in enumerate(evidence)]
 

@@ -12,6 +12,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.aio import in_steps
 from batonmq._core.queues import GroupQueue
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.diagnosis import QueueDiagnosis
@@ -223,7 +224,7 @@ class LagMetrics:
         self._progress: dict[GroupQueue, _QueueProgress] = {}
         self._counted: set[Labels] = set()
 
-    def show(self, diagnoses: Iterable[QueueDiagnosis], members: Mapping[str, int]) -> None:
+    async def show(self, diagnoses: Iterable[QueueDiagnosis], members: Mapping[str, int]) -> None:
         """Set the series to the result of one inspection; remove all others.
 
         Args:
@@ -235,7 +236,7 @@ class LagMetrics:
         stuck: Values = {}
         known: set[Labels] = set()
         progress: dict[GroupQueue, _QueueProgress] = {}
-        for diagnosis in diagnoses:
+        async for diagnosis in in_steps(diagnoses):
             e, topic = diagnosis.evidence, (diagnosis.evidence.group.name, diagnosis.evidence.topic)
             known.add(topic)
             self._add(values_by_gauge, topic, e)
@@ -293,9 +294,10 @@ class LagMetrics:
                 progress[e.key] = before
             return
         now = progress[e.key] = _QueueProgress(e.progress.committed_offset, e.progress.reset_epoch)
-        for cause in (RESET, UNASKED):  # With 0 first, so that rate() sees the first rewind.
-            self._rewinds.labels(*topic, cause)
-        self._counted.add(topic)
+        if topic not in self._counted:  # With 0 first, so that rate() sees the first rewind.
+            self._counted.add(topic)
+            for cause in (RESET, UNASKED):
+                self._rewinds.labels(*topic, cause)
         if before is not None and now.committed_offset < before.committed_offset:
             cause = RESET if now.reset_epoch > before.reset_epoch else UNASKED
             self._rewinds.labels(*topic, cause).inc()

@@ -14,6 +14,7 @@ from collections import Counter
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.aio import in_steps
 from batonmq._core.queues import GroupQueue
 from batonmq._telemetry.event_hub import EventHub
 from batonmq_server.nameserver.catalog import Catalog
@@ -58,7 +59,7 @@ class QueueMonitor:
     async def inspect(self) -> None:
         """Inspect once if this is the inspecting replica; otherwise show no metrics."""
         if not self._is_inspecting():
-            self._metrics.show((), {})
+            await self._metrics.show((), {})
             self._stuck = {}
             return
         groups = self._catalog.groups
@@ -68,9 +69,11 @@ class QueueMonitor:
             if not group.terms.broadcasting
         ]
         diagnoses = await self._inspector.inspect(targets, patient=True)
-        self._metrics.show(diagnoses, {name: len(each.members) for name, each in groups.items()})
+        await self._metrics.show(
+            diagnoses, {name: len(each.members) for name, each in groups.items()}
+        )
         self._metrics.count_inspection()
-        self._publish_changes(diagnoses)
+        await self._publish_changes(diagnoses)
         await self._publish_lag([d for d in diagnoses if _has_known_lag(d)])
 
     def _is_inspecting(self) -> bool:
@@ -81,18 +84,18 @@ class QueueMonitor:
         ]
         return min(nameservers, default="") == self._node_id
 
-    def _publish_changes(self, diagnoses: list[QueueDiagnosis]) -> None:
+    async def _publish_changes(self, diagnoses: list[QueueDiagnosis]) -> None:
         """Publish queues that got stuck, changed their reason or recovered since the last time."""
-        stuck = {d.evidence.key: d for d in diagnoses if d.finding.reason.stuck}
-        changed = [
-            d
-            for d in diagnoses
-            if (d.evidence.key in stuck or d.evidence.key in self._stuck)
-            and self._reason_before(d.evidence.key) != d.finding.reason
-        ]
+        stuck: dict[GroupQueue, QueueDiagnosis] = {}
+        changed: list[QueueDiagnosis] = []
+        async for diagnosis in in_steps(diagnoses):
+            key, reason = diagnosis.evidence.key, diagnosis.finding.reason
+            if reason.stuck:
+                stuck[key] = diagnosis
+            if (reason.stuck or key in self._stuck) and self._reason_before(key) != reason:
+                changed.append(diagnosis)
+                self._hub.publish(_stuck_event(diagnosis))
         self._stuck = stuck
-        for diagnosis in changed:
-            self._hub.publish(_stuck_event(diagnosis))
         counts = Counter((d.evidence.group.name, d.finding.reason) for d in changed)
         for (group, reason), count in counts.items():
             level = logging.WARNING if reason.stuck else logging.INFO

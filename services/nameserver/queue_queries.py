@@ -24,6 +24,7 @@ from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
+from batonmq._common.aio import in_steps
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._core.queues import GroupQueue, QueueRef
 from batonmq._core.records import read_header
@@ -177,7 +178,8 @@ class QueueQueries:
             )
             if answer.value is None:
                 return QueryResult(failure=answer.failure)
-            locks.update((_key(entry.queue), _lock(entry)) for entry in answer.value.entries)
+            async for entry in in_steps(answer.value.entries):
+                locks[_key(entry.queue)] = _lock(entry)
             request.page_token = answer.value.next_page_token
             if not request.page_token:
                 return QueryResult(locks)
@@ -202,10 +204,8 @@ class QueueQueries:
             )
             if answer.value is None:
                 return QueryResult(failure=answer.failure)
-            progress.update(
-                (_queue_from_pb(entry.queue.queue), _progress(entry))
-                for entry in answer.value.queues
-            )
+            async for entry in in_steps(answer.value.queues):
+                progress[_queue_from_pb(entry.queue.queue)] = _progress(entry)
             request.page_token = answer.value.next_page_token
             if not request.page_token:
                 return QueryResult(progress)
@@ -289,7 +289,8 @@ class QueueQueries:
         )
         if answer.value is None:
             return dict.fromkeys(queues, QueryResult(failure=answer.failure))
-        return dict(zip(queues, map(_log, answer.value.outcomes), strict=True))
+        outcomes = in_steps(zip(queues, answer.value.outcomes, strict=True))
+        return {queue: _log(outcome) async for queue, outcome in outcomes}
 
     async def _read(
         self, queue: QueueRef, offset: int, expression: str

@@ -1,17 +1,65 @@
-"""Goal: `unless` ends work only when its event is set, and a lock is granted in order.
+"""Goal: `unless` ends work only when its event is set; long work in steps lets other tasks run.
 
-Method: events that the tests set themselves.
+Method: events that the tests set themselves; time stands still.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-from batonmq._common.aio import begin_task, only_error, unless, wait_until, without_group
+from batonmq._common.aio import (
+    STEP_ITEMS,
+    begin_task,
+    in_steps,
+    only_error,
+    unless,
+    wait_until,
+    without_group,
+)
 from batonmq.errors import Held
+
+
+async def turns_of(items: Iterable[int]) -> list[int]:
+    """Return the number of the items that `in_steps` yields in each turn of the event loop."""
+    turns, done = [0], asyncio.Event()
+
+    async def count_turns() -> None:
+        while not done.is_set():
+            await asyncio.sleep(0)
+            turns.append(0)
+
+    async def work() -> None:
+        async for _ in in_steps(items):
+            turns[-1] += 1
+        done.set()
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(count_turns())
+        tasks.create_task(work())
+    return [count for count in turns if count]
+
+
+async def test_other_tasks_run_after_a_number_of_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 0.0)
+    assert await turns_of(range(2 * STEP_ITEMS + 5)) == [STEP_ITEMS, STEP_ITEMS, 5]
+
+
+async def test_other_tasks_run_after_an_item_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s[0])
+
+    def items() -> Iterator[int]:
+        for number in range(4):
+            now_s[0] += 1.0 if number == 1 else 0.0
+            yield number
+
+    assert await turns_of(items()) == [2, 2]
 
 
 async def test_unless_returns_the_result_of_the_work() -> None:

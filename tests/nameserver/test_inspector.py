@@ -7,9 +7,11 @@ inspector calls stand-ins of the other services over real gRPC; they count the c
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -20,6 +22,7 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
+from batonmq._common.aio import STEP_ITEMS
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.queues import QueueRef
 from batonmq._telemetry.event_hub import EventHub
@@ -31,6 +34,7 @@ from batonmq.errors import (
     NotServing,
     SubscriptionConflict,
 )
+from batonmq_server.nameserver import inspector, queue_monitor, queue_queries
 from batonmq_server.nameserver.core.diagnosis import QueueDiagnosis, StuckReason
 from batonmq_server.nameserver.core.groups import Group, Pause, StagedSubscription, Subscription
 from batonmq_server.nameserver.inspector import (
@@ -517,6 +521,47 @@ async def test_inspection_shows_lag_by_topic_and_each_stuck_queue(services: Scen
     assert series == {("g", "t", b, q, "HEAD_OF_LINE"): 1 for b in "ab" for q in "01"}
     assert watch.shown("baton_nameserver_inspections_total") == {(): 1}
     assert watch.hub.reasons == {"HEAD_OF_LINE": 4}
+
+
+@pytest.mark.parametrize(
+    ("owner", "step"),
+    [
+        (queue_queries, "_lock"),
+        (queue_queries, "_progress"),
+        (queue_queries, "_log"),
+        (inspector, "QueueEvidence"),
+        (inspector, "diagnose"),
+        (LagMetrics, "_count_rewind"),
+        (queue_monitor, "_stuck_event"),
+    ],
+)
+async def test_inspection_of_many_queues_lets_other_tasks_run(
+    services: Scene, monkeypatch: pytest.MonkeyPatch, owner: object, step: str
+) -> None:
+    services.topic("wide", 4 * STEP_ITEMS, batches=2)
+    group = services.group("g", "c1")
+    services.own(group, "c1")
+    services.progress(group, 13, unacked_count=1)
+    watch, turns = Watch(services), [0]
+    real = getattr(owner, step)
+
+    def counted(*args: Any, **fields: Any) -> object:
+        turns[-1] += 1
+        return real(*args, **fields)
+
+    async def count_turns() -> None:
+        while True:
+            turns.append(0)
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(inspector, "RECHECK_MS", 0)
+    monkeypatch.setattr(owner, step, counted)
+    async with asyncio.TaskGroup() as tasks:
+        ticking = tasks.create_task(count_turns())
+        await watch.monitor.inspect()
+        ticking.cancel()
+    assert sum(turns) >= 8 * STEP_ITEMS
+    assert max(turns) <= 2 * STEP_ITEMS  # the answers of two brokers may come together
 
 
 async def test_queue_that_recovers_loses_its_series_and_is_published_once(services: Scene) -> None:

@@ -17,14 +17,10 @@ import pytest
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2_grpc as pb_grpc
+from batonmq._common.aio import STEP_ITEMS
 from batonmq._common.clock import Clock
 from batonmq._telemetry import event_hub as events
-from batonmq._telemetry.event_hub import (
-    EVENTS_AT_ONCE,
-    EVENTS_MAX,
-    WATCHERS_MAX,
-    EventHub,
-)
+from batonmq._telemetry.event_hub import EVENTS_MAX, WATCHERS_MAX, EventHub
 from batonmq.errors import Overloaded
 from batonmq_server.runtime.event_stream_server import add_event_stream
 from tests.support.conditions import until
@@ -174,7 +170,7 @@ async def test_two_watchers_do_not_double_the_collections(
 
 
 async def test_many_events_are_gathered_in_steps() -> None:
-    hub, count = new_hub(), 10 * EVENTS_AT_ONCE
+    hub, count = new_hub(), 10 * STEP_ITEMS
     hub.gatherers.append(lambda: map(event, range(count)))
     seen = [0]
     with hub.listen() as listener:
@@ -184,13 +180,13 @@ async def test_many_events_are_gathered_in_steps() -> None:
                 await asyncio.sleep(0)
                 seen.append(len(listener._events))
     steps = [after - before for before, after in pairwise(seen)]
-    assert max(steps) <= EVENTS_AT_ONCE
+    assert max(steps) <= STEP_ITEMS
     assert sum(steps) == count
 
 
 async def test_reader_helps_another_one_to_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "BATCH_INTERVAL_S", 20.0)  # not due again on a slow machine
-    hub, count = new_hub(), 3 * EVENTS_AT_ONCE
+    hub, count = new_hub(), 3 * STEP_ITEMS
     hub.gatherers.append(lambda: map(event, range(count)))
     with hub.listen() as listener:
         async with asyncio.TaskGroup() as tasks:
@@ -203,7 +199,7 @@ async def test_reader_helps_another_one_to_gather(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_gathering_that_is_interrupted_is_finished_by_the_next_one() -> None:
-    hub, numbers = new_hub(), list(range(EVENTS_AT_ONCE + 10))
+    hub, numbers = new_hub(), list(range(STEP_ITEMS + 10))
 
     def gatherer() -> Iterator[pb.MetricEvent]:
         taken, numbers[:] = numbers[:], []
@@ -218,7 +214,7 @@ async def test_gathering_that_is_interrupted_is_finished_by_the_next_one() -> No
         numbers.append(1_000)
         hub.gather()
         gathered = [one.appended.message_count for one in listener.take(1 << 20)]
-    assert gathered == [*range(EVENTS_AT_ONCE + 10), 1_000]
+    assert gathered == [*range(STEP_ITEMS + 10), 1_000]
 
 
 async def test_each_watcher_gets_all_events() -> None:

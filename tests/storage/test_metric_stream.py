@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._common.aio import STEP_ITEMS
 from batonmq._common.clock import Clock
-from batonmq._telemetry.event_hub import EVENTS_AT_ONCE, EventHub
+from batonmq._telemetry.event_hub import EventHub
 from batonmq_server.storage.core.queue_reader import ReadResult
 from batonmq_server.storage.long_polls import QueueOwner
 from batonmq_server.storage.metric_stream import FSYNC, StorageMetricStream
@@ -20,7 +21,7 @@ async def test_sync_of_an_append_during_a_gathering_without_appends_counts() -> 
     stream = StorageMetricStream(hub, "broker-a")
     reading = ReadResult(batches=[], next_offset=1, message_count=1, filtered_count=0)
     with hub.listen() as buffer:
-        for number in range(2 * EVENTS_AT_ONCE):
+        for number in range(2 * STEP_ITEMS):
             owner = QueueOwner("billing", "orders", "broker-a", number, 1)
             stream.delivered(owner, "client-a", 0, reading, ())
         async with asyncio.TaskGroup() as tasks:

@@ -96,7 +96,7 @@ HOLDER_MATTERS = (
 def diagnose(evidence: QueueEvidence) -> Finding:
     """Return the reason to fix first."""
     findings = (rule(evidence) for rule in _RULES)
-    return next((finding for finding in findings if finding is not None), _not_pulling(evidence))
+    return next(finding for finding in findings if finding is not None)
 
 
 def span(ms: int) -> str:
@@ -730,4 +730,4 @@ _RULES: tuple[Callable[[QueueEvidence], Finding | None], ...] = (
     _outdated_node,
     _not_pulling,
 )
-"""In the order in which causes have to be fixed."""
+"""In the order in which causes have to be fixed; the last one finds a reason for every queue."""
