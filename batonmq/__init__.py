@@ -19,6 +19,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from batonmq._connection import event_engine
+
 if TYPE_CHECKING:
     from batonmq import errors
     from batonmq._blocking import (
@@ -162,6 +164,8 @@ _HOMES = {
     "Transaction": "batonmq._producer.transaction",
     "TransactionState": "batonmq._core.transactions",
 }
+
+event_engine.choose()
 
 
 def __getattr__(name: str) -> object:

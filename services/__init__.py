@@ -1,0 +1,5 @@
+"""The services of BatonMQ, and the programs that run them."""
+
+from __future__ import annotations
+
+import batonmq  # noqa: F401  first, because it chooses how gRPC works

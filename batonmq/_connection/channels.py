@@ -7,12 +7,9 @@ from functools import partial
 
 import grpc.aio
 
-from batonmq._connection import event_engine
 from batonmq._connection.call_stream import StreamingChannel
 from batonmq._connection.secure_channel import ChannelIdentity, Options, SecureChannel
 from batonmq._connection.security import Security
-
-event_engine.choose()
 
 MESSAGE_BYTES_MAX = 40 * 1024 * 1024
 """Largest request or response: 32 MiB of batches and 8 MiB for everything else."""

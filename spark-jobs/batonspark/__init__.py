@@ -1,1 +1,5 @@
 """Answers from the streams that BatonMQ's services tell of themselves, by Spark."""
+
+from __future__ import annotations
+
+import batonmq  # noqa: F401  first, because it chooses how gRPC works
