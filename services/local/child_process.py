@@ -16,6 +16,8 @@ from batonmq._common import timeouts
 from batonmq._process.environment import with_absolute_python_path
 
 _POLL_S = 0.05
+_REPORT_S = 0.002
+"""Pause for the report of an exit status, which comes after the end of the process."""
 _WRAPPER = Path(__file__).with_name("parent_death.py")
 _LOG_BYTES_MAX = 16 * 1024 * 1024
 
@@ -171,7 +173,9 @@ class ChildProcess:
 
     async def ended(self) -> int | None:
         """Wait for the end, and return the exit status; None if the process was never started."""
-        await until(lambda: self.pid is None)
+        while (pid := self.pid) is not None:
+            await _wait_for_end(pid)
+            await asyncio.sleep(_REPORT_S)
         return self.returncode
 
     async def serves(self) -> bool:
@@ -204,12 +208,30 @@ class ChildProcess:
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
-    """Wait until `condition` is true, by polling: no portable event tells of a child's end."""
+    """Wait until `condition` is true, by polling."""
     while True:
         answer = condition()
         if answer if isinstance(answer, bool) else await answer:
             return
         await asyncio.sleep(_POLL_S)
+
+
+async def _wait_for_end(pid: int) -> None:
+    """Return when a process has ended; where the kernel tells of no end, after a moment."""
+    if sys.platform != "linux":
+        await asyncio.sleep(_POLL_S)
+        return
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(fd, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
 
 
 def describe_exit(returncode: int | None) -> str:

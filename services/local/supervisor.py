@@ -129,7 +129,10 @@ class Supervisor:
         """
         child = self._children[name]
         while True:
-            await until(lambda: child.should_run and child.pid is None)
+            await until(lambda: child.should_run)
+            await child.ended()
+            if not child.should_run:
+                continue
             self._report(f"{name} ended: {describe_exit(child.returncode)}{_log_end(child)}")
             if self.auto_restart:
                 await self._restart(child)

@@ -5,12 +5,14 @@ Method: real processes that run a few lines of Python; conditions are waited for
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
+from batonmq_server.local import child_process
 from batonmq_server.local.child_process import ChildProcess, NotReady, Program
 from tests.support.conditions import lives, until
 from tests.support.parent import assert_child_is_killed_with_its_parent
@@ -97,6 +99,39 @@ async def test_process_that_is_never_ready_times_out(tmp_path: Path) -> None:
     child.kill_now()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the end is found by polling")
+async def test_end_is_noticed_without_polling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = _child(tmp_path, SLEEPER)
+    child.spawn()
+    await child.ready(20)
+    monkeypatch.setattr(child_process, "_POLL_S", 1_000.0)
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(child.ended())
+        await asyncio.sleep(0)
+        child.send(signal.SIGKILL)
+    assert waiting.result() == -signal.SIGKILL
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are listed in /proc")
+async def test_cancelled_wait_for_the_end_leaves_no_descriptor(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    child = _child(tmp_path, SLEEPER)
+    child.spawn()
+    await child.ready(20)
+    before = descriptors()
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(child.ended())
+        await asyncio.sleep(0)
+        assert descriptors() == before + 1
+        waiting.cancel()
+    assert descriptors() == before
+    assert await child.stop(20)
+
+
 async def test_unexpected_end_keeps_should_run(tmp_path: Path) -> None:
     child = _child(tmp_path, SLEEPER)
     child.spawn()
@@ -134,6 +169,7 @@ async def test_log_is_appended_after_a_restart_and_last_lines_are_of_the_last_ru
 async def test_child_is_killed_with_its_parent(tmp_path: Path) -> None:
     parent_code = f"""
 import pathlib, sys, time
+from batonmq_server.local import child_process
 from batonmq_server.local.child_process import ChildProcess, Program
 async def never(): return False
 child = ChildProcess(Program(name="c", command=[sys.executable, "-c", {STUBBORN!r}],
