@@ -24,6 +24,9 @@ _DEFAULTS: Mapping[str, str] = {
     "spark.sql.streaming.metricsEnabled": "true",
     "spark.sql.streaming.minBatchesToRetain": "20",
     "spark.sql.python.filterPushdown.enabled": "true",
+    # Python workers connect to the JVM within this time, or the query fails; 15 s by default, which
+    # is too short on an overloaded node.
+    "spark.python.authenticate.socketTimeout": "120s",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
 }
