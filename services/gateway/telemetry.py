@@ -115,6 +115,11 @@ class TelemetryStream:
                 self._put(answer)
         except (BatonError, asyncio.CancelledError) as error:
             log.debug("telemetry ends client=%s error=%s", self._caller.client_id, error)
+        except Exception as error:
+            # Raised, it would end the gateway: the task belongs to it, not to this call.
+            log.exception("unexpected error call=Telemetry")
+            answered(status := status_of(error))
+            self._put(service_pb2.TelemetryCommand(status=status))
         finally:
             self._put(None)
 
@@ -151,10 +156,12 @@ class TelemetryStream:
             return service_pb2.TelemetryCommand(status=status_of(error))
         self._parts.commands.open(self._caller.client_id, self)
         polling_ms = duration_ms(sent.subscription.long_polling_timeout)
+        if not 0 < polling_ms < settings.polling_ms_max:
+            polling_ms = settings.polling_ms_max
         answer = settings_for(
             sent,
             attempts_max=settings.delivery_attempts_max,
-            polling_ms=min(polling_ms or settings.polling_ms_max, settings.polling_ms_max),
+            polling_ms=polling_ms,
             fifo=fifo,
         )
         self._settings = service_pb2.TelemetryCommand(status=OK, settings=answer)

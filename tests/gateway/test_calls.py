@@ -407,6 +407,23 @@ async def test_telemetry_answers_settings_by_language_and_pushes_them_again(
         await stream.done_writing()
 
 
+async def test_settings_with_an_impossible_time_are_answered_and_do_not_end_the_gateway(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as at:
+        for seconds, nanos in ((-(1 << 63), -(1 << 31)), ((1 << 63) - 1, (1 << 31) - 1), (-1, 0)):
+            settings = pb.Settings(client_type=pb.PULL_CONSUMER)
+            settings.subscription.long_polling_timeout.seconds = seconds
+            settings.subscription.long_polling_timeout.nanos = nanos
+            stream = at.stub.stub.Telemetry(metadata=at.stub.metadata)
+            await stream.write(service_pb2.TelemetryCommand(settings=settings))
+            answer: Any = await stream.read()
+            assert answer.status.code == pb.OK
+            assert answer.settings.subscription.long_polling_timeout.seconds == 20
+            stream.cancel()
+        await at.stub.send("orders", b"a")  # the same process serves
+
+
 async def test_idle_group_is_left_and_its_queues_go_to_native_members(tmp_path: Path) -> None:
     async with scene(tmp_path, queues=1) as at:
         await at.stub.send("orders", b"a", b"b")
