@@ -56,6 +56,25 @@ def test_lease_is_not_found_once_its_time_is_over_even_before_it_was_expired() -
     assert not leases.begin_end(7, lease.serial, 1_000)
 
 
+def test_ended_and_changed_leases_leave_no_expiries_behind() -> None:
+    """Hours may pass before they are due: a busy queue would keep millions."""
+    leases, hold = leases_of(), LeaseTerms("client", 12 * 3_600_000)
+    leases.add(0, 0)
+    (held,) = leases.lease(1, 0, hold)
+    for offset in range(1, 5_000):
+        leases.add(offset, 0)
+        (lease,) = leases.lease(1, offset, hold)
+        assert leases.begin_end(offset, lease.serial, offset)
+        leases.end(offset)
+        assert leases.change(0, held.serial, offset, hold.hold_ms) is held
+    assert len(leases._expiries) < 2_000
+    expiry_ms = leases.next_expiry_ms()
+    assert expiry_ms is not None
+    assert expiry_ms <= held.expires_ms
+    assert leases.expire(held.expires_ms, alive) == []
+    assert leases.ready_count == 1
+
+
 def test_message_whose_attempts_are_used_up_is_exhausted_once() -> None:
     leases = leases_of(7, attempts_max=2)
     for now_ms in (0, 1_000):

@@ -22,10 +22,12 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 RENEW_MS_MAX = 3 * 3_600_000
 """A lease that is renewed automatically lasts no longer than this."""
+_EXPIRIES_SPARE = 1_024
+"""Old expiries are dropped once there are so many beyond twice those of the present leases."""
 
 
 class LeaseState(Enum):
@@ -287,6 +289,17 @@ class QueueLeases:
             message.serial = next(self._serials)
         message.expires_ms = expires_ms
         heappush(self._expiries, (expires_ms, message.offset, message.serial))
+        if len(self._expiries) > 2 * self._leased_count + _EXPIRIES_SPARE:
+            self._drop_old_expiries()
+
+    def _drop_old_expiries(self) -> None:
+        """Keep the expiries of the present leases: those of ended ones may be hours ahead."""
+        self._expiries = [
+            (one.expires_ms, one.offset, one.serial)
+            for held in self._leased.values()
+            for one in held.values()
+        ]
+        heapify(self._expiries)
 
     def _advance(self, message_group: str) -> None:
         """Make the next message of a message group ready."""
