@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.storage.v1 import reply_service_pb2 as reply_pb
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.clock import Clock
@@ -181,6 +182,23 @@ async def test_append_without_any_permission_names_every_topic(made: Scene) -> N
     assert error.remedy == (
         "baton access grant producer produce topic:a; baton access grant producer produce topic:b"
     )
+
+
+async def test_many_rejected_items_hold_the_event_loop_only_for_a_moment(made: Scene) -> None:
+    """Each item names another topic: a search of all rejected ones per item would take seconds."""
+    await made.know("producer", ("produce", "topic:a"))
+    reply = "/baton.storage.v1.ReplyService/Reply"
+    request = reply_pb.ReplyRequest()
+    for number in range(10_000):
+        request.inboxes.add(topic=f"t{number}")
+    begin_s = asyncio.get_running_loop().time()
+    error = await refusal(made.call(reply, request, "producer"))
+    assert asyncio.get_running_loop().time() - begin_s < SOON_S
+    assert type(error) is PermissionDenied
+    request.inboxes.add(topic="one-too-many")
+    error = await refusal(made.call(reply, request, "producer"))
+    assert error.message == "inboxes must be at most 10000, got 10001"
+    assert not made.served
 
 
 async def test_call_without_per_item_rule_is_rejected_as_a_whole(made: Scene) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from batonmq.errors import BatonError, Throttled
+from batonmq.errors import BatonError, LimitExceeded, Throttled
 from batonmq_server.runtime.access import owner
 from batonmq_server.runtime.access.authenticator import Caller, Context, Metadata
 from batonmq_server.runtime.access.guard import Guard
@@ -29,6 +29,8 @@ from batonmq_server.runtime.access.throttle_delay import ThrottleDelay
 
 _BY_CHARACTERS_MAX = 200
 """Shortest limit of the field `by` in any request."""
+_ITEMS_MAX = 10_000
+"""Items of a batched call whose permissions are looked at; all servicers take fewer."""
 
 
 class Admission:
@@ -183,8 +185,13 @@ class Admission:
         context: Context,
     ) -> Any:
         items = getattr(request, per_item.items)
+        if len(items) > _ITEMS_MAX:
+            raise LimitExceeded(
+                f"{per_item.items} must be at most {_ITEMS_MAX}, got {len(items)}",
+                facts={"field": per_item.items, "limit": _ITEMS_MAX, "actual": len(items)},
+            )
         permissions = [per_item.permission(item) for item in items]
-        lacking = self._guard.missing(path, caller, permissions)
+        lacking = dict.fromkeys(self._guard.missing(path, caller, permissions))
         if not lacking:
             return await call(request, context)
         allowed = [one not in lacking for one in permissions]
