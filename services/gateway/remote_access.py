@@ -30,6 +30,7 @@ from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.access.permissions import ANY_GRANT, Permission
 from batonmq_server.runtime.access.quotas import Traffic
 from batonmq_server.runtime.access.revocable_calls import OpenCall, RevocableCalls
+from batonmq_server.runtime.access.rules import permissions_of
 from batonmq_server.runtime.access.sealing import SealingKeys
 from batonmq_server.runtime.access.throttle_delay import ThrottleDelay
 
@@ -127,10 +128,9 @@ class RemoteAccess:
 
         Raises:
             Refused: It names a topic or a group that is not valid.
+            LimitExceeded: It requires too many.
         """
-        rule = self._guard.rule(_path(method))
-        found = tuple(rule.permissions(call)) if rule is not None else ()
-        return found or (ANY_GRANT,)
+        return permissions_of(self._guard.rule(_path(method)), call) or (ANY_GRANT,)
 
     async def begin(
         self, method: str, remote: RemoteIdentity, request: Any, context: Context

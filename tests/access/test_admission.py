@@ -21,6 +21,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, generate_latest
 
+from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import reply_service_pb2 as reply_pb
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
@@ -210,6 +211,19 @@ async def test_call_without_per_item_rule_is_rejected_as_a_whole(made: Scene) ->
     error = await refusal(made.call(path, request, "reader"))
     assert error.message == "reader lacks produce or consume on topic:bills"
     assert not made.served
+
+
+async def test_request_that_requires_a_million_permissions_is_refused_at_once(
+    made: Scene,
+) -> None:
+    await made.know("reader", *CONSUME)
+    path = f"{STORAGE}/QueryOffsets"
+    request = pb.QueryOffsetsRequest(queues=[queue_pb2.QueueRef(topic="orders")] * 1_000_000)
+    error = await refusal(made.call(path, request, "reader"))
+    assert error.message == "the request names topics and groups more than 50000 times"
+    assert not made.served
+    del request.queues[50_000:]
+    await made.call(path, request, "reader")
 
 
 # ---- retry topics

@@ -24,7 +24,7 @@ from batonmq_server.runtime.access.permissions import (
     permission_denied,
 )
 from batonmq_server.runtime.access.revocable_calls import OpenCall, RevocableCalls
-from batonmq_server.runtime.access.rules import PerItemRule
+from batonmq_server.runtime.access.rules import PerItemRule, permissions_of
 from batonmq_server.runtime.access.throttle_delay import ThrottleDelay
 
 _BY_CHARACTERS_MAX = 200
@@ -166,10 +166,10 @@ class Admission:
         """Return the caller and the permissions that the call requires.
 
         Raises:
-            Unauthenticated, PermissionDenied, NotServing: the call is rejected.
+            Unauthenticated, PermissionDenied, NotServing, LimitExceeded: the call is rejected.
         """
         caller, rule = self._guard.caller(context), self._guard.rule(path)
-        permissions = tuple(rule.permissions(request)) if rule is not None else ()
+        permissions = permissions_of(rule, request)
         if not permissions and not (rule is not None and rule.known):
             permissions = (ANY_GRANT,)
         self._guard.check(path, caller, permissions)

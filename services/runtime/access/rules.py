@@ -7,10 +7,11 @@ without a rule are rejected. A rule depends on the request alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 from batonmq._core.names import METRICS_TOPIC
-from batonmq.errors import BatonError
+from batonmq.errors import BatonError, LimitExceeded
 from batonmq_server.runtime.access.permissions import (
     ANY_GRANT,
     OPERATE,
@@ -20,6 +21,9 @@ from batonmq_server.runtime.access.permissions import (
 )
 from batonmq_server.runtime.access.quotas import Traffic
 
+PERMISSIONS_MAX = 50_000
+"""Permissions that one request may require; requests within the limits of all servicers require
+fewer. They are found and checked without an await."""
 FindPermissions = Callable[[Any], Iterable[Permission]]
 """Returns the permissions that a request requires."""
 
@@ -63,6 +67,22 @@ class AccessRule(NamedTuple):
 
 AccessRules = Mapping[str, AccessRule]
 SERVICES = frozenset({"storage", "offsets", "lockmgr", "nameserver"})
+
+
+def permissions_of(rule: AccessRule | None, request: Any) -> tuple[Permission, ...]:
+    """Return the permissions that a request requires by a rule; none without a rule.
+
+    Raises:
+        LimitExceeded: there are too many.
+    """
+    found = tuple(islice(rule.permissions(request), PERMISSIONS_MAX + 1)) if rule else ()
+    if len(found) > PERMISSIONS_MAX:
+        raise LimitExceeded(
+            f"the request names topics and groups more than {PERMISSIONS_MAX} times",
+            remedy="Use several requests.",
+            facts={"field": "request", "limit": PERMISSIONS_MAX},
+        )
+    return found
 
 
 def rules_by_path(service: str, rules: Mapping[str, AccessRule]) -> dict[str, AccessRule]:
