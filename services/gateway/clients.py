@@ -11,6 +11,9 @@ from batonmq._common.clock import Clock
 from batonmq_server.gateway.callers import VERSION_CHARACTERS_MAX, Caller
 
 CLIENTS_MAX = 100_000
+"""Clients that are remembered; calls of further ones are served, and leave nothing in memory."""
+GROUPS_MAX = 1_000
+"""Groups of one client that are remembered."""
 HOST_CHARACTERS_MAX = 255
 _FORGET_AFTER = 4
 """A client is forgotten after so many of its timeouts."""
@@ -79,13 +82,14 @@ class RemoteClients:
         return self._clock.monotonic_ms() - client.seen_ms
 
     def note(self, caller: Caller, group: str = "") -> RemoteClient:
-        """Note a call."""
+        """Note a call.
+
+        While too many clients are known, a further one is returned and not remembered.
+        """
         now_ms = self._clock.monotonic_ms()
         client = self._clients.get(caller.client_id)
         if client is None:
-            if len(self._clients) >= CLIENTS_MAX:
-                self.forget_silent()
-            client = self._clients[caller.client_id] = RemoteClient(
+            client = RemoteClient(
                 caller.language,
                 now_ms,
                 identity=caller.identity,
@@ -93,8 +97,10 @@ class RemoteClients:
                 host=_host_of(caller.peer),
                 namespace=caller.namespace,
             )
+            if len(self._clients) < CLIENTS_MAX:
+                self._clients[caller.client_id] = client
         client.seen_ms = now_ms
-        if group:
+        if group and len(client.groups) < GROUPS_MAX:
             client.groups.add(group)
         return client
 
@@ -121,7 +127,7 @@ class RemoteClients:
         return frozenset(client.groups) if client is not None else frozenset()
 
     def forget_silent(self) -> None:
-        """Forget clients that were silent for long."""
+        """Forget clients that were silent for long; called at intervals, as it looks at all."""
         limit_ms = _FORGET_AFTER * self._timeout_ms
         for client_id, client in list(self._clients.items()):
             if not client.open_calls and self.silent_ms(client) > limit_ms:

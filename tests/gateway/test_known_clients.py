@@ -1,0 +1,40 @@
+"""What a gateway remembers of its clients is bounded, whatever ids and groups they name."""
+
+from __future__ import annotations
+
+from batonmq_server.gateway import clients
+from batonmq_server.gateway.callers import Caller
+from batonmq_server.gateway.clients import CLIENTS_MAX, GROUPS_MAX, RemoteClients
+from tests.support.clock import MovableClock
+
+TIMEOUT_MS = 30_000
+
+
+def caller(client_id: str) -> Caller:
+    return Caller(client_id, "", "JAVA")
+
+
+async def test_clients_beyond_the_limit_are_served_and_not_remembered() -> None:
+    clock = MovableClock()
+    known = RemoteClients(clock, TIMEOUT_MS)
+    for number in range(CLIENTS_MAX + 5_000):  # a search of all for each would take a minute
+        known.note(caller(f"client-{number}"))
+    assert len(known) == CLIENTS_MAX
+    further = known.note(caller("one-more"), "billing")
+    assert further.groups == {"billing"}
+    assert not known.is_alive("one-more")
+    assert known.is_alive("client-0")
+    clock.ahead_ms += clients._FORGET_AFTER * TIMEOUT_MS + 1
+    known.note(caller("client-0"))
+    known.forget_silent()
+    assert list(known) == ["client-0"]
+    known.note(caller("one-more"))
+    assert known.is_alive("one-more")
+
+
+async def test_groups_of_a_client_beyond_the_limit_are_not_remembered() -> None:
+    known = RemoteClients(MovableClock(), TIMEOUT_MS)
+    for number in range(GROUPS_MAX + 10):
+        client = known.note(caller("client"), f"group-{number}")
+    assert len(client.groups) == GROUPS_MAX
+    assert len(known.remove("client")) == GROUPS_MAX
