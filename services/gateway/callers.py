@@ -77,10 +77,10 @@ class Caller:
             check_user_topic(name)
         except InvalidName as error:
             raise Refused(pb.ILLEGAL_TOPIC, f"{error.message}. {error.remedy}") from error
-        if group_of(resource.name):
+        if group_of(resource.name) or group_of(name):
             raise Refused(
                 pb.ILLEGAL_TOPIC,
-                f"topic {resource.name} belongs to a consumer group. Use a topic of your own",
+                f"topic {name} belongs to a consumer group. Use a topic of your own",
             )
         return name
 
