@@ -6,6 +6,8 @@ from apache.rocketmq.v2 import definition_pb2 as pb
 from batonmq._core.records import BODY_BYTES_MAX
 from batonmq_server.gateway.message_proto import duration
 
+SETTINGS_BYTES_MAX = 256 * 1024
+"""Greatest size of settings: they are answered as a whole, and pushed again."""
 RECEIVE_BATCH = 32
 _FIRST_MS, _MAX_MS, _MULTIPLIER = 1_000, 120_000, 2.0
 _CUSTOMIZED_S = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1_200, 1_800)

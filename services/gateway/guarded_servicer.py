@@ -15,10 +15,11 @@ from apache.rocketmq.v2 import service_pb2, service_pb2_grpc
 from batonmq.errors import BatonError
 from batonmq_server.gateway.access import METHODS, RemoteCall, settings_permissions
 from batonmq_server.gateway.callers import IDENTITY, Caller, Context
+from batonmq_server.gateway.client_settings import SETTINGS_BYTES_MAX
 from batonmq_server.gateway.clients import RemoteClients
 from batonmq_server.gateway.metrics import GatewayMetrics
 from batonmq_server.gateway.remote_access import RemoteAccess, RemoteIdentity
-from batonmq_server.gateway.statuses import Refused, status_of
+from batonmq_server.gateway.statuses import Refused, check_size, status_of
 from batonmq_server.runtime.access.permissions import ANY_GRANT, Permission
 
 _STREAMS = ("ReceiveMessage", "PullMessage")
@@ -174,6 +175,7 @@ class _CheckedSettings:
         async for command in requests:
             if command.WhichOneof("command") == "settings":
                 try:
+                    check_size(command.settings, SETTINGS_BYTES_MAX)
                     wanted = list(settings_permissions(self._caller, command.settings))
                     self._access.require(_TELEMETRY, self._remote, wanted)
                 except (Refused, BatonError) as error:

@@ -36,7 +36,7 @@ from batonmq_server.gateway.metrics import GatewayMetrics
 from batonmq_server.gateway.ports import port_kind
 from batonmq_server.gateway.queue_reader import PulledMessages, QueueReader
 from batonmq_server.gateway.routes import ANY_QUEUE, Routes
-from batonmq_server.gateway.statuses import OK, Refused, status_of
+from batonmq_server.gateway.statuses import OK, Refused, check_size, status_of
 from batonmq_server.gateway.telemetry import TelemetryStream, expression_of
 from batonmq_server.gateway.topic_types import TopicTypes, accepted_types
 from batonmq_server.gateway.transaction_checks import TransactionChecks
@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 
 MESSAGES_MAX = 1_024
 """Messages of one send or receive call, and entries of one acknowledgement, at most."""
+ROUTE_REQUEST_BYTES_MAX = 16 * 1024
+"""Greatest size of a request for a route: its endpoints and its topic are in each queue of the
+answer."""
 DEADLINE_MARGIN_S = 0.3
 """How long before the deadline of its client a call is answered."""
 Answer = TypeVar("Answer", bound=Any)
@@ -113,8 +116,10 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
 
         Raises:
             TopicNotFound: The topic does not exist.
-            Refused: No gateway is registered yet, and the client names no address.
+            Refused: The request is too large; or no gateway is registered yet, and the client names
+                no address.
         """
+        check_size(request, ROUTE_REQUEST_BYTES_MAX)
         route = await query_route(self._directory, caller.topic(request.topic))
         self._types.note(route.topic)
         topic, access_point, kind = request.topic, request.endpoints, port_kind(context)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from google.protobuf.message import Message
+
 from apache.rocketmq.v2 import definition_pb2 as pb
 from batonmq import errors
 
@@ -46,6 +48,20 @@ class Refused(Exception):
     def __init__(self, code: pb.Code.ValueType, message: str) -> None:
         super().__init__(message)
         self.code, self.message = code, message
+
+
+def check_size(message: Message, bytes_max: int) -> None:
+    """Return if a part of a request, with fields that are not known, has at most `bytes_max`.
+
+    Raises:
+        Refused: It is larger.
+    """
+    size = message.ByteSize()
+    if size > bytes_max:
+        raise Refused(
+            pb.PAYLOAD_TOO_LARGE,
+            f"{message.DESCRIPTOR.name} has {size} bytes; the limit is {bytes_max}",
+        )
 
 
 def status_of(error: Exception) -> pb.Status:

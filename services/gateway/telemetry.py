@@ -14,11 +14,11 @@ from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2
 from batonmq.errors import BatonError
 from batonmq_server.gateway.callers import Caller
-from batonmq_server.gateway.client_settings import settings_for
+from batonmq_server.gateway.client_settings import SETTINGS_BYTES_MAX, settings_for
 from batonmq_server.gateway.gateway_parts import GatewayParts
 from batonmq_server.gateway.groups import Groups
 from batonmq_server.gateway.message_proto import duration_ms, echoed
-from batonmq_server.gateway.statuses import OK, Refused, status_of
+from batonmq_server.gateway.statuses import OK, Refused, check_size, status_of
 from batonmq_server.gateway.transaction_checks import TransactionChecks
 
 log = logging.getLogger(__name__)
@@ -145,6 +145,7 @@ class TelemetryStream:
         client = self._parts.clients.note(self._caller)
         client.describe(sent)
         try:
+            check_size(sent, SETTINGS_BYTES_MAX)
             if client.reads_queues:
                 pass  # it belongs to no plan of a group
             elif sent.WhichOneof("pub_sub") == "subscription":

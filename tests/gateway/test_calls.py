@@ -424,6 +424,31 @@ async def test_settings_with_an_impossible_time_are_answered_and_do_not_end_the_
         await at.stub.send("orders", b"a")  # the same process serves
 
 
+async def test_large_settings_and_endpoints_are_refused_as_they_would_be_answered_many_times(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path, queues=64) as at:
+        settings = pb.Settings(client_type=pb.PULL_CONSUMER)
+        settings.user_agent.platform = "x" * (256 * 1024)
+        stream = at.stub.stub.Telemetry(metadata=at.stub.metadata)
+        await stream.write(service_pb2.TelemetryCommand(settings=settings))
+        refused: Any = await stream.read()
+        assert refused.status.code == pb.PAYLOAD_TOO_LARGE
+        assert refused.status.message.startswith("Settings has 2621")
+        settings.user_agent.platform = "x" * 1_000
+        await stream.write(service_pb2.TelemetryCommand(settings=settings))
+        answer: Any = await stream.read()
+        assert answer.status.code == pb.OK
+        request = service_pb2.QueryRouteRequest(topic=TOPIC)
+        request.endpoints.addresses.add(host="x" * 1_000, port=1)
+        routed = await at.stub.call("QueryRoute", request)
+        assert (routed.status.code, len(routed.message_queues)) == (pb.OK, 64)
+        request.endpoints.addresses.add(host="x" * 1_000_000, port=1)
+        routed = await at.stub.call("QueryRoute", request)
+        assert routed.status.code == pb.PAYLOAD_TOO_LARGE
+        stream.cancel()
+
+
 async def test_idle_group_is_left_and_its_queues_go_to_native_members(tmp_path: Path) -> None:
     async with scene(tmp_path, queues=1) as at:
         await at.stub.send("orders", b"a", b"b")
