@@ -26,6 +26,8 @@ from batonmq_server.runtime.etcd.session import EtcdSession
 log = logging.getLogger(__name__)
 
 IDLE_MS = 60_000
+READS_AT_ONCE_MAX = 64
+"""Leases that are read from etcd at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class MemberSessions:
         # Time of the last heartbeat, or of the opening, of open and broken sessions.
         self._heard: dict[SessionKey, int] = {}
         self._broken_changed = asyncio.Event()
+        self._checking: set[SessionKey] = set()
+        self._reads = asyncio.Semaphore(READS_AT_ONCE_MAX)
 
     @contextmanager
     def open(self, key: SessionKey) -> Iterator[None]:
@@ -85,37 +89,52 @@ class MemberSessions:
             self._heard[key] = self._etcd.clock.monotonic_ms()
 
     async def run(self) -> None:
-        """Check broken sessions until cancelled; to be run as one task."""
-        while True:
-            self._broken_changed.clear()
-            now_ms = self._etcd.clock.monotonic_ms()
-            for key, (broken_ms, check_ms) in list(self._broken.items()):
-                if check_ms <= now_ms and key in self._broken:
-                    await self._check(key, broken_ms)
-            now_ms = self._etcd.clock.monotonic_ms()
-            due_ms = min(
-                (check_ms for _, check_ms in self._broken.values()), default=now_ms + IDLE_MS
-            )
-            await wait_until(self._broken_changed, max(0, due_ms - now_ms))
+        """Check broken sessions until cancelled; to be run as one task.
+
+        The checks do not wait for each other: so the members of one group that die at once are
+        removed by a few writes, and a large group, which is written seldom, delays no other group.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._broken_changed.clear()
+                now_ms = self._etcd.clock.monotonic_ms()
+                due_ms = now_ms + IDLE_MS
+                for key, (broken_ms, check_ms) in self._broken.items():
+                    if key in self._checking:
+                        continue
+                    if check_ms <= now_ms:
+                        self._checking.add(key)
+                        tasks.create_task(self._check(key, broken_ms))
+                    else:
+                        due_ms = min(due_ms, check_ms)
+                await wait_until(self._broken_changed, due_ms - now_ms)
 
     async def _check(self, key: SessionKey, broken_ms: int) -> None:
         """Remove the member if it was silent since the break; check again later if unsure."""
+        silence = Silence.UNKNOWN
         try:
-            silence = await self._silence(key, broken_ms)
-            if self._broken.get(key, (None, 0))[0] != broken_ms:
-                return  # A heartbeat arrived in the meantime.
-            if silence is Silence.SURE:
+            async with self._reads:
+                if not self._is_broken_since(key, broken_ms):
+                    return  # A heartbeat arrived in the meantime.
+                silence = await self._silence(key, broken_ms)
+            if silence is Silence.SURE and self._is_broken_since(key, broken_ms):
                 await self._remove(key, broken_ms)
         except BatonError as error:
             log.warning("session check is retried group=%s error=%s", key.group, error)
             silence = Silence.UNKNOWN
-        if self._broken.get(key, (None, 0))[0] != broken_ms:
+        finally:
+            self._checking.discard(key)
+            self._broken_changed.set()
+        if not self._is_broken_since(key, broken_ms):
             return
         if silence is Silence.UNKNOWN:
             silent_ms = self._etcd.clock.monotonic_ms() - broken_ms
             self._broken[key] = broken_ms, broken_ms + next_check_ms(silent_ms, self._grace_ms)
         else:
             del self._broken[key], self._heard[key]
+
+    def _is_broken_since(self, key: SessionKey, broken_ms: int) -> bool:
+        return self._broken.get(key, (None, 0))[0] == broken_ms
 
     async def _silence(self, key: SessionKey, broken_ms: int) -> Silence:
         live = self._catalog.live.values.get(f"{key.group}/{key.client_id}")
