@@ -20,6 +20,8 @@ from batonmq_server.nameserver.group_store import GroupStore
 log = logging.getLogger(__name__)
 
 _BACKOFF = Backoff(first_ms=100, delay_ms_max=2_000)
+AT_ONCE_MAX = 8
+"""Groups that are maintained at once: one may wait for seconds until it may be written again."""
 
 
 class GroupMaintainer:
@@ -37,6 +39,7 @@ class GroupMaintainer:
         self._random, self._check_interval_ms = random, check_interval_ms
         self._pending: dict[str, None] = {}  # first in, first out
         self._has_pending = asyncio.Event()
+        self._maintaining: set[str] = set()
         catalog.live.on_change.append(self._live_changed)
         catalog.locks.on_change.append(self._check_groups_of_keys)
         catalog.group_records.on_change.append(self._check)
@@ -47,10 +50,14 @@ class GroupMaintainer:
         await self._catalog.ready()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._check_all())
-            while True:
-                await self._has_pending.wait()
-                self._has_pending.clear()
-                await self._maintain_pending()
+            for _ in range(AT_ONCE_MAX):
+                tasks.create_task(self._work())
+
+    async def _work(self) -> None:
+        while True:
+            await self._maintain_pending()
+            self._has_pending.clear()
+            await self._has_pending.wait()
 
     async def _check_all(self) -> None:
         while True:
@@ -113,10 +120,10 @@ class GroupMaintainer:
         return any(f"{name}/{member.client_id}" not in live for member in members)
 
     async def _maintain_pending(self) -> None:
+        """Maintain groups until no pending one is left to this task."""
         failures = 0
-        while self._pending:
-            group = next(iter(self._pending))
-            del self._pending[group]
+        while (group := self._next_pending()) is not None:
+            self._maintaining.add(group)
             try:
                 await self._store.maintain(group)
                 failures = 0
@@ -127,3 +134,12 @@ class GroupMaintainer:
                 failures += 1
             except BatonError as error:
                 log.error("group maintenance failed group=%s error=%s", group, error)
+            finally:
+                self._maintaining.discard(group)
+
+    def _next_pending(self) -> str | None:
+        """Remove and return the first pending group that no task maintains."""
+        group = next((name for name in self._pending if name not in self._maintaining), None)
+        if group is not None:
+            del self._pending[group]
+        return group
