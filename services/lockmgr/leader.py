@@ -231,8 +231,8 @@ class Leader:
         except BatonError as error:
             requester = request.requester.incarnation
             self._term.metrics.denied(request.key, requester, error)
+            outcome = error = _without_frames(error)
             self._table.record_denial(request.key, requester, error, self._term.now_ms())
-            outcome = error
         except Exception as error:  # noqa: BLE001  raised again in the call
             outcome = error
         finally:
@@ -325,6 +325,12 @@ class Leader:
                 owns = self._table.owns(key, call.incarnation, token)
                 if owns and entry is not None and not entry.phantom:
                     timings.owner_overdue(key)
+
+
+def _without_frames(error: BatonError) -> BatonError:
+    """Return an error to be kept: without the frames, and so the requests, of what raised it."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def taken_together(

@@ -7,6 +7,7 @@ Method: lock managers with real etcd and offsets over gRPC; answers are lost and
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ from batonmq.errors import (
     UnknownQueue,
     Unreachable,
 )
+from batonmq_server.lockmgr.queue_requests import QueueRequest
 from tests.lockmgr.scene import (
     HOLD_MS,
     TIMEOUT_S,
@@ -360,6 +362,9 @@ async def test_refusals_are_kept_for_sixteen_clients(scene: Scene) -> None:
         await Member(f"m{number}").refusal(node, generation)
     names = [denial.client_id for denial in (await describe(node)).denials]
     assert names == [f"m{number}" for number in reversed(range(4, 20))]
+    gc.collect()
+    kept = [one for one in gc.get_objects() if isinstance(one, QueueRequest)]
+    assert not kept, "a kept error keeps no frames, and so no requests"
 
 
 async def _events(node: Node, events: list[metrics_pb.MetricEvent]) -> None:
