@@ -33,7 +33,7 @@ class EntryChanges:
     """
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
-        self.tasks = tasks
+        self._tasks = tasks
         self._in_progress: dict[GroupQueue, asyncio.Task[Any]] = {}
 
     def start(self, key: GroupQueue, change: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
@@ -56,7 +56,7 @@ class EntryChanges:
                 del self._in_progress[key]
 
         assert key not in self._in_progress, f"{key} is being changed already"
-        task = self._in_progress[key] = self._create_task(run())
+        task = self._in_progress[key] = self.create_task(run())
         task.add_done_callback(forget_unless_run)
         return task
 
@@ -74,14 +74,19 @@ class EntryChanges:
             except BatonError as error:
                 return error
 
-        outcome = await _result(self._create_task(run()))
+        outcome = await _result(self.create_task(run()))
         if isinstance(outcome, BatonError):
             raise outcome
         return outcome
 
-    def _create_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def create_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run `work` as a task of the term.
+
+        Raises:
+            NotLeader: the term has ended.
+        """
         try:
-            return self.tasks.create_task(work)
+            return self._tasks.create_task(work)
         except RuntimeError as error:  # the task group is ending
             work.close()
             raise term_ended() from error

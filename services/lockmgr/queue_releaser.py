@@ -11,7 +11,7 @@ from functools import partial
 
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from batonmq._core.queues import GroupQueue, Incarnation
-from batonmq.errors import BatonError, NoQuorum, UnknownQueue
+from batonmq.errors import BatonError, NoQuorum, NotLeader, UnknownQueue
 from batonmq_server.lockmgr.core.decision import (
     FenceCondition,
     FreeDecision,
@@ -94,7 +94,7 @@ class QueueReleaser:
             NotLeader: the term ended meanwhile.
         """
         tasks = [
-            self._changes.tasks.create_task(self._release(key, incarnation, token))
+            self._changes.create_task(self._release(key, incarnation, token))
             for key, token in holds
             if self._table.owns(key, incarnation, token)
         ]
@@ -298,11 +298,14 @@ class QueueReleaser:
             observations = await self._observer.observe_all(keys)
         finally:
             self._clearing.discard(group)
-        for key, observation in zip(keys, observations, strict=True):
-            if isinstance(observation, BatonError):
-                log.info("queue not observed key=%s error=%s", key, observation)
-            else:
-                self._clear(key, observation)
+        try:
+            for key, observation in zip(keys, observations, strict=True):
+                if isinstance(observation, BatonError):
+                    log.info("queue not observed key=%s error=%s", key, observation)
+                else:
+                    self._clear(key, observation)
+        except NotLeader:
+            return  # the term is ending, and cancels this task in its next step
 
     def _clear(self, key: GroupQueue, observation: Observation) -> None:
         entry = self._table.get(key)
