@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from apache.rocketmq.v2 import definition_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._connection.directory import Directory
@@ -26,6 +28,7 @@ class Transactions:
         self._producer, self._directory, self._clock = producer, directory, clock
         self._brokers: set[str] = set()
         self._refresh_ms = 0
+        self._looking_up = asyncio.Lock()
 
     async def end(
         self, topic: str, transaction_id: str, resolution: pb.TransactionResolution.ValueType
@@ -48,9 +51,17 @@ class Transactions:
             raise Refused(pb.INVALID_TRANSACTION_ID, text) from error
 
     async def _is_broker(self, name: str) -> bool:
-        """Whether the broker exists: an id is a text of the client, and may name any."""
-        now_ms = self._clock.monotonic_ms()
-        if name not in self._brokers and now_ms >= self._refresh_ms:
-            self._refresh_ms = now_ms + BROKERS_INTERVAL_MS
-            self._brokers = await self._directory.brokers()
+        """Whether the broker exists: an id is a text of the client, and may name any.
+
+        Calls at the same time wait for one look-up. A broker that is down is still one.
+
+        Raises:
+            BatonError: The brokers are not known.
+        """
+        if name not in self._brokers:
+            async with self._looking_up:
+                now_ms = self._clock.monotonic_ms()
+                if name not in self._brokers and now_ms >= self._refresh_ms:
+                    self._brokers |= await self._directory.brokers()
+                    self._refresh_ms = now_ms + BROKERS_INTERVAL_MS
         return name in self._brokers
