@@ -58,14 +58,15 @@ class TopicTypes:
         noted_ms, accepted = self._known.get(topic, (None, ANY))
         if noted_ms is None or self._clock.monotonic_ms() - noted_ms > AGE_MS_MAX:
             try:
-                self.note((await query_route(self._directory, topic)).topic)
+                found = (await query_route(self._directory, topic)).topic
+                self.note(found)
+                accepted = accepted_types(found)
             except TopicNotFound:
                 self._known.pop(topic, None)
                 raise
             except BatonError:
                 if noted_ms is None:
                     raise
-            accepted = self._known[topic][1]
         for message in messages:
             if message.kind not in accepted:
                 (wanted,) = accepted
