@@ -19,6 +19,7 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.delays import AHEAD_MS_MAX
 from batonmq._core.records import BODY_BYTES_MAX, KEYS_BYTES_MAX, Message, check_tag
 from batonmq_server.gateway.callers import Caller
+from batonmq_server.gateway.core.receipt_handles import SEPARATOR
 from batonmq_server.gateway.statuses import Refused
 
 PREFIX = "rocketmq."
@@ -78,9 +79,12 @@ def outgoing(sent: pb.Message, now_unix_ms: int) -> OutgoingMessage:
     _check_type(system)
     properties = dict(sent.user_properties)
     _check_properties(properties)
-    if not 0 < len(system.message_id.encode()) <= MESSAGE_ID_BYTES_MAX:
+    if not 0 < len(system.message_id.encode()) <= MESSAGE_ID_BYTES_MAX or (
+        SEPARATOR in system.message_id
+    ):
         raise Refused(
-            pb.ILLEGAL_MESSAGE_ID, f"message_id must have 1 to {MESSAGE_ID_BYTES_MAX} bytes"
+            pb.ILLEGAL_MESSAGE_ID,
+            f"message_id must have 1 to {MESSAGE_ID_BYTES_MAX} bytes, without 0x1f",
         )
     if system.tag and (problem := check_tag(system.tag)):
         raise Refused(pb.ILLEGAL_MESSAGE_TAG, problem)

@@ -234,7 +234,8 @@ async def test_messages_are_refused_with_the_codes_of_the_contract(tmp_path: Pat
         assert await sent(bytes((4 << 20) + 1)) == pb.MESSAGE_BODY_TOO_LARGE
         assert await sent(tag="a b") == pb.ILLEGAL_MESSAGE_TAG
         assert await sent(keys=["a b"]) == pb.ILLEGAL_MESSAGE_KEY
-        assert await sent(message_id="") == pb.ILLEGAL_MESSAGE_ID
+        for message_id in ("", "a\x1fb"):
+            assert await sent(message_id=message_id) == pb.ILLEGAL_MESSAGE_ID
         assert await sent(message_group="g" * 64) == pb.ILLEGAL_MESSAGE_GROUP
         assert await sent(delivery_timestamp=far) == pb.ILLEGAL_DELIVERY_TIME
         for born in (Timestamp(seconds=1 << 50), Timestamp(seconds=-1)):

@@ -16,7 +16,8 @@ from batonmq._core.queues import QueueRef
 KEY_BYTES_MIN = 32
 HANDLE_CHARACTERS_MAX = 2_048
 _MAC_BYTES = 16
-_SEPARATOR = "\x1f"
+SEPARATOR = "\x1f"
+"""No field of a handle may contain it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class ReceiptSigner:
 
     def write(self, handle: ReceiptHandle) -> str:
         """Return the handle as text."""
-        fields = _SEPARATOR.join(map(str, astuple(handle))).encode()
+        fields = SEPARATOR.join(map(str, astuple(handle))).encode()
         return urlsafe_b64encode(self._mac(fields) + fields).decode()
 
     def read(self, text: str) -> ReceiptHandle:
@@ -88,7 +89,7 @@ class ReceiptSigner:
         known = hmac.compare_digest(mac, self._mac(fields))
         if not known or urlsafe_b64encode(raw).decode() != text:
             raise BadHandle("the handle was not signed by this cluster, or was changed")
-        gateway, group, topic, broker, *numbers = fields.decode().split(_SEPARATOR)
+        gateway, group, topic, broker, *numbers = fields.decode().split(SEPARATOR)
         return ReceiptHandle(gateway, group, topic, broker, *map(int, numbers))
 
     def _mac(self, fields: bytes) -> bytes:
