@@ -30,7 +30,7 @@ from batonmq_server.runtime.access.throttle_delay import ThrottleDelay
 _BY_CHARACTERS_MAX = 200
 """Shortest limit of the field `by` in any request."""
 _ITEMS_MAX = 10_000
-"""Items of a batched call whose permissions are looked at; all servicers take fewer."""
+"""Items of a batched call whose permissions are checked; no servicer takes more items."""
 
 
 class Admission:

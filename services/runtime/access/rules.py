@@ -22,8 +22,8 @@ from batonmq_server.runtime.access.permissions import (
 from batonmq_server.runtime.access.quotas import Traffic
 
 PERMISSIONS_MAX = 50_000
-"""Permissions that one request may require; requests within the limits of all servicers require
-fewer. They are found and checked without an await."""
+"""Permissions that one request may require: more than any request that a servicer takes. They are
+found and checked without an await."""
 FindPermissions = Callable[[Any], Iterable[Permission]]
 """Returns the permissions that a request requires."""
 
