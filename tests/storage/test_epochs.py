@@ -8,7 +8,9 @@ wrote its bytes, so that two logs can be compared directly.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import takewhile
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -134,3 +136,26 @@ def test_each_flipped_bit_of_the_file_is_found() -> None:
 
 def test_missing_file_is_an_empty_history() -> None:
     assert decode(b"") == EpochHistory()
+
+
+def test_long_histories_are_compared_in_few_steps() -> None:
+    count, reads = 2_000, 0
+
+    class CountedStarts(tuple[tuple[int, int], ...]):
+        """The starts of a history; counts how many of them are read."""
+
+        def __getitem__(self, index: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            return super().__getitem__(index)
+
+        def __iter__(self) -> Iterator[tuple[int, int]]:
+            nonlocal reads
+            reads += len(self)
+            return super().__iter__()
+
+    starts = [(epoch, 100 * (epoch - 1)) for epoch in range(1, count + 1)]
+    one = EpochHistory(CountedStarts(starts))
+    other = EpochHistory(CountedStarts([*starts[:-1], (count + 1, starts[-1][1])]))
+    assert common_point(one, 100 * count, other, 100 * count) == starts[-1][1]
+    assert reads < 40 * count, "each start must be found by its order"
