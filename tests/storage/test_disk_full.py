@@ -142,6 +142,36 @@ def test_append_over_two_segments_without_space_leaves_nothing_in_the_first() ->
     assert [len(bodies(after, queue_id)) for queue_id in (0, 1, 2)] == [1, 0, 0]
 
 
+def test_kill_while_an_append_over_two_segments_is_undone_leaves_a_log_that_opens() -> None:
+    """A cut makes a file shorter for a moment; the next segment must be gone by then."""
+    disk = SparseDisk()
+    store = open_store(disk, segment_bytes=1_000).store
+    stored(store, batch(bytes(500)))
+    killed: list[MemoryDisk] = []
+
+    class CutFile(Sparse):
+        def cut(self, at: int) -> int:
+            del self.content[at:]
+            killed.append(disk.killed())
+            self.content.extend(bytes(1_000 - at))
+            return 0
+
+    class LateFile(CutFile):
+        room = 0
+
+    def created(path: str, size: int) -> File:
+        file = disk.files[path] = LateFile(size)
+        return file
+
+    disk.create = created  # type: ignore[method-assign]
+    disk.files[f"log/{0:020d}"].__class__ = CutFile
+    outcomes = append(store, batch(bytes(100), queue_id=1), batch(bytes(500), queue_id=2))
+    assert [type(one) for one in outcomes] == [DiskFull] * 2
+    assert killed
+    for after in killed:
+        assert len(bodies(open_store(after, segment_bytes=1_000).store)) == 1
+
+
 def test_other_write_error_is_not_a_full_disk() -> None:
     disk = SparseDisk()
     store = open_store(disk).store

@@ -619,14 +619,13 @@ class CommitLog:
         """Undo an append that began at `position`; parts of it may be on disk.
 
         They must be removed: otherwise a later batch could end where a rejected batch begins, and
-        recovery would take the rejected batch for a stored one.
+        recovery would take the rejected batch for a stored one. Later segments are removed first: a
+        crash may leave the file that is cut shorter, and no other one may follow it then.
 
         Raises:
             OSError: the disk has failed.
         """
-        for segment in self._between(position, self._end()):
-            self._writable(segment).cut(max(0, position - segment.first_position))
-        self.next_position = position
+        self.truncate(position)
 
     def _write(self, segment: _Segment, batches: Sequence[StampedBatch]) -> None:
         assert batches[0].position == self.next_position, (batches[0].position, self.next_position)
