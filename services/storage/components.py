@@ -345,7 +345,7 @@ def build_components(
             tier=tier,
         ),
         scheduling=ScheduleServicer(
-            appender, topics, due.wake, require, runtime.guard.caller_identity
+            appender, topics, due.wake, require, runtime.guard.caller_identity, tier=tier
         ),
         transactions=TransactionServicer(
             appender,

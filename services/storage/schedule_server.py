@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -37,6 +38,7 @@ from batonmq_server.storage.core.schedule import (
     encode_scheduled,
     encode_withdrawn,
 )
+from batonmq_server.storage.tier_reader import LocalReads, RemoteReads
 from batonmq_server.storage.topic_cache import TopicCache
 
 SYSTEM_TOPICS: Mapping[str, LocalTopic | BatonError] = {
@@ -61,6 +63,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         changed: Called after a batch was scheduled.
         require: Raises unless the caller may write to the topic of the batch that it cancels; None
             if authorization is off.
+        tier: Fetches what the log has only in the object store; None without a store.
     """
 
     def __init__(
@@ -70,7 +73,10 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         changed: Callable[[], None],
         require: PermissionCheck | None = None,
         identity_of: Callable[[Context], str] = lambda _: "",
+        *,
+        tier: RemoteReads | None = None,
     ) -> None:
+        self._tier = tier or LocalReads()
         self._appender, self._topics, self._changed = appender, topics, changed
         self._require, self._identity_of = require, identity_of
         self._store = appender.store
@@ -85,7 +91,8 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         items = [_checked(item, owner, now_unix_ms) for item in request.items]
         names = {item.checked.header.topic for item in items if isinstance(item, _Item)}
         topics = await self._topics.find_all(names)
-        outcomes = self._schedule(items, self._topics.with_changes(topics))
+        times = await self._remote_times(items, topics)
+        outcomes = self._schedule(items, self._topics.with_changes(topics), times)
         if stored := [one.receipt for one in outcomes if isinstance(one, _Stored)]:
             self._changed()
             await self._appender.flusher.wait_until_safe(max(one.next_position for one in stored))
@@ -153,8 +160,38 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         self._withdrawing[key] = outcome.next_position
         return outcome.next_position
 
+    async def _remote_times(
+        self, items: Sequence[_Item | BatonError], topics: _Topics
+    ) -> dict[int, int | BatonError]:
+        """Return the delivery times of repeated batches that are only in the object store.
+
+        They are found by position; instead of one that can't be read now there is the error.
+        """
+        times: dict[int, int | BatonError] = {}
+        for item in items:
+            topic = topics[item.checked.header.topic] if isinstance(item, _Item) else None
+            if isinstance(item, BatonError) or not isinstance(topic, LocalTopic):
+                continue
+            header = item.checked.header
+            try:
+                queue = topic.topic_id, header.queue_id
+                earlier = self._store.schedule.earlier(header, queue)
+            except BatonError:  # `_schedule` reports it
+                continue
+            if earlier is None or self._store.log.stored(earlier.position) is None:
+                continue
+            try:
+                time = partial(self._time, earlier, item.deliver_unix_ms)
+                times[earlier.position] = await self._tier.reading(time)
+            except BatonError as error:
+                times[earlier.position] = error
+        return times
+
     def _schedule(
-        self, items: list[_Item | BatonError], topics: _Topics
+        self,
+        items: list[_Item | BatonError],
+        topics: _Topics,
+        times: Mapping[int, int | BatonError],
     ) -> list[_Stored | BatonError]:
         outcomes: dict[int, _Stored | BatonError] = {}
         run = _ScheduleRun()
@@ -175,7 +212,11 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
                     check_takes(item.checked, topic)
                     run.add(index, item, queue)
                 else:
-                    outcomes[index] = _Stored(earlier, self._time(earlier, item.deliver_unix_ms))
+                    time = times.get(earlier.position)
+                    if isinstance(time, BatonError):
+                        raise time
+                    time = self._time(earlier, item.deliver_unix_ms) if time is None else time
+                    outcomes[index] = _Stored(earlier, time)
             except BatonError as error:
                 outcomes[index] = error
         outcomes |= self._write(run)
@@ -192,6 +233,10 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         """Return the delivery time that an earlier attempt has stored for a batch.
 
         If the log no longer has it, the time of this attempt is returned.
+
+        Raises:
+            DataLoss: the log is damaged there.
+            NotCached: the batch has to be fetched from the object store first.
         """
         log = self._store.log
         if receipt.position < log.first_position:

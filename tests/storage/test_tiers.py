@@ -16,6 +16,7 @@ import pytest
 
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import query_service_pb2 as query_pb
+from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from baton.storage.v1 import transaction_service_pb2 as transaction_pb
 from batonmq._common.clock import Clock
@@ -23,7 +24,7 @@ from batonmq._connection.channels import connect
 from batonmq._core.records import Message, check_batch, decode_records
 from batonmq.errors import DataLoss, Unreachable
 from tests.storage.batches import TOPIC, batch
-from tests.storage.replicas import BROKER, Scene
+from tests.storage.replicas import BROKER, Replica, Scene
 from tests.storage.running_node import TIMEOUT_S, RunningNode, running_node
 from tests.storage.test_delivery_streams import streaming
 from tests.storage.test_process import output, process_site, read, send
@@ -207,6 +208,32 @@ async def test_repeated_commit_of_a_message_in_the_store_gets_the_first_receipt(
     (again,) = (await second.transactions.End(commit, timeout=TIMEOUT_S)).outcomes
     assert (first.receipt.first_offset, first.receipt.duplicate) == (0, False)
     assert (again.receipt.first_offset, again.receipt.duplicate) == (0, True), again
+
+
+async def test_repeated_schedule_of_a_batch_in_the_store_gets_the_first_receipt(
+    scene: Scene, tmp_path: Path
+) -> None:
+    scene.settings |= tier(tmp_path / "store")
+    await scene.start("a", "b", "c")
+    leader = await scene.leader()
+    deliver_unix_ms = Clock().unix_ms()
+    once = batch(b"failed", producer=(7, 1))
+
+    async def schedule(node: Replica, at_unix_ms: int) -> schedule_pb.ScheduleOutcome:
+        item = schedule_pb.ScheduleItem(batch=once, deliver_unix_ms=at_unix_ms)
+        request = schedule_pb.ScheduleRequest(items=[item])
+        (outcome,) = (await node.scheduling.Schedule(request, timeout=TIMEOUT_S)).outcomes
+        return outcome
+
+    first = await schedule(leader, deliver_unix_ms)
+    await fill(leader.append)
+    folders = [scene.folder / name for name in ("a", "b", "c")]
+    await until(lambda: all(moved(folder) >= 9 for folder in folders))
+    await leader.crash()
+    second = await scene.leader()  # it has nothing of the segment in its cache
+    again = await schedule(second, deliver_unix_ms + 60_000)
+    first.receipt.duplicate = True
+    assert again == first, again
 
 
 @pytest.mark.long

@@ -34,6 +34,7 @@ from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.delay_queue import DelayedBatch, DelayKey, DelayQueue
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
 from batonmq_server.storage.core.scan import HEAD_BYTES_MAX, examine
+from batonmq_server.storage.core.tier import NotCached
 
 TOPIC = "BATON_SYS_SCHEDULE"
 TOPIC_ID = 0
@@ -220,6 +221,9 @@ def read_scheduled(log: CommitLog, positions: Sequence[int]) -> Iterator[Schedul
 
     Yields:
         One result for each position: the batch, or the error if the log is damaged there.
+
+    Raises:
+        NotCached: as `read_system`.
     """
     for stored in read_system(log, positions, SCHEDULED, "scheduled batch"):
         if isinstance(stored, DataLoss):
@@ -241,6 +245,9 @@ def read_system(
 
     Yields:
         One result for each position: header and batch, or the error if the log is damaged there.
+
+    Raises:
+        NotCached: a batch has to be fetched from the object store first.
     """
     begin, chunk = 0, b""
     for position in positions:
@@ -257,6 +264,8 @@ def read_system(
             if header is None or (header.topic_id, header.queue_id) != (TOPIC_ID, queue_id):
                 raise DataLoss(f"there is no {what} at position {position}")
             yield header, bytes(view[:length])
+        except NotCached:
+            raise
         except BatonError as error:
             yield _damaged(position, error)
 

@@ -382,6 +382,9 @@ def read_halves(log: CommitLog, positions: Sequence[int]) -> Iterator[HalfMessag
 
     Yields:
         One result for each position: the half message, or the error if the log is damaged there.
+
+    Raises:
+        NotCached: as `read_system`.
     """
     for stored in read_system(log, positions, HALF, "half message"):
         if isinstance(stored, DataLoss):
