@@ -203,6 +203,7 @@ def build_components(
             no_checkpoint=checkpointer.one_at_a_time,
             held_from=limits.held_from,
             gone_before=lambda: max((mover.gone_before() for mover in movers), default=0),
+            repair=repairs.repair,
         ),
         metrics,
         clock=runtime.clock,

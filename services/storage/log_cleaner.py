@@ -22,13 +22,14 @@ from datetime import datetime
 
 from batonmq._common.clock import Clock
 from batonmq._core.records import HEADER_BYTES, check_stamp, read_header
-from batonmq.errors import BatonError, DiskFull, NotServing
+from batonmq.errors import BatonError, DataLoss, DiskFull, NotServing
 from batonmq_server.storage.core import floors
 from batonmq_server.storage.core.commitlog import NO_SPACE
 from batonmq_server.storage.core.compaction_order import written_unix_ms
-from batonmq_server.storage.core.consumequeue import topic_of
+from batonmq_server.storage.core.consumequeue import ConsumeQueue, topic_of
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.floors import QueueFloor
+from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.retention import (
     CleaningTime,
     DiskState,
@@ -50,6 +51,14 @@ RESERVE_BYTES = 256 * 1024
 written and segments can be removed."""
 
 
+Repair = Callable[[QueueKey, int, DataLoss], Awaitable[None]]
+"""Rebuilds the entries of a queue at an offset; raises if none was changed."""
+
+
+async def _no_repair(key: QueueKey, offset: int, error: DataLoss) -> None:
+    raise error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CleaningBounds:
     """Which part of the log must be kept, whatever retention decides.
@@ -69,6 +78,7 @@ class CleaningBounds:
             has removed from the object store.
         held_from: Returns the position from which topics with a longer retention need the log.
             Limits of size and of the disk are stronger.
+        repair: Rebuilds an index that can't be read; see `QueueRepairer`.
     """
 
     needed_from: Sequence[Callable[[], int | None]]
@@ -81,6 +91,7 @@ class CleaningBounds:
     no_checkpoint: asyncio.Lock = field(default_factory=asyncio.Lock)
     held_from: Callable[[], float] = lambda: math.inf
     gone_before: Callable[[], int] = lambda: 0
+    repair: Repair = _no_repair
 
 
 class LogCleaner:
@@ -153,9 +164,9 @@ class LogCleaner:
         # copy of it at a later position. That record must be safe before they are removed.
         await self._bounds.wait_until_safe(written)
         async with self._bounds.no_checkpoint:  # it may purge one of these segments
-            await self._remove(ends[-1])
+            removed = await self._remove(ends[-1])
         await self.observe()
-        return True
+        return removed
 
     async def observe(self) -> None:
         """Measure the disk usage and update the disk state."""
@@ -238,11 +249,13 @@ class LogCleaner:
                 self._newest[position] = self._store.store_unix_ms
         return self._newest[position]
 
-    async def _remove(self, position: int) -> None:
+    async def _remove(self, position: int) -> bool:
+        """Remove the segments before `position`; return False if they must stay."""
         store = self._store
-        paths = await self._trim_queues(position)
+        if not await self._trim_queues(position):
+            return False
         await self._write_floors()
-        self._bounds.remove_later([*paths, *store.keys.drop_before(position)])
+        self._bounds.remove_later(store.keys.drop_before(position))
         segments = store.log.drop_before(position)
         self._newest = {at: time for at, time in self._newest.items() if at > position}
         for path in segments:
@@ -254,20 +267,38 @@ class LogCleaner:
             len(segments),
             self._retention.state.name,
         )
+        return True
 
-    async def _trim_queues(self, position: int) -> list[str]:
-        """Drop the messages before `position` from all queues; return the files not needed now."""
-        paths: list[str] = []
+    async def _trim_queues(self, position: int) -> bool:
+        """Drop the messages before `position` from all queues; return whether that was possible."""
+        all_trimmed = True
         for number, (key, queue) in enumerate(list(self._store.queues.items()), start=1):
-            paths += queue.trim_before(position)
+            try:
+                self._bounds.remove_later(await self._trim(key, queue, position))
+            except BatonError as error:
+                log.error("log not cleaned queue=%s error=%s", queue.folder, error)
+                all_trimmed = False
+                continue
             empty = queue.first_offset == queue.next_offset and queue.last_position < position
             topic = topic_of(queue.folder), key[0]
             if empty and key[0] != SYSTEM_TOPIC_ID and self._bounds.is_gone(*topic):
                 self._store.forget_queue(key)
-                paths.append(queue.folder)
+                self._bounds.remove_later([queue.folder])
             if number % QUEUES_AT_ONCE == 0:
                 await asyncio.sleep(0)
-        return paths
+        return all_trimmed
+
+    async def _trim(self, key: QueueKey, queue: ConsumeQueue, position: int) -> list[str]:
+        """Drop the messages of a queue before `position`; return the files not needed now.
+
+        Raises:
+            DataLoss, Unreachable: its index can't be read, and it can't be rebuilt now.
+        """
+        while True:
+            try:
+                return queue.trim_before(position)
+            except DataLoss as error:
+                await self._bounds.repair(key, int(error.facts["offset"]), error)
 
     async def _write_floors(self) -> None:
         """Make durable the next offset of each queue that has no safe message in the log."""

@@ -12,16 +12,19 @@ import math
 import time  # noqa: TID251  the zone of the process
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
+from random import Random
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from batonmq._common.clock import Clock
+from batonmq.errors import DataLoss
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.core import floors
-from batonmq_server.storage.core.producers import StoreReceipt
+from batonmq_server.storage.core.consumequeue import folder_of
+from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.retention import DiskState, Retention, RetentionPolicy
 from batonmq_server.storage.core.schedule import (
     FIRST,
@@ -35,6 +38,7 @@ from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.log_cleaner import RESERVE, RESERVE_BYTES, CleaningBounds, LogCleaner
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import StorageNode, recover_directory
+from batonmq_server.storage.queue_repairer import QueueRepairer
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, append, batch, bodies, stored
@@ -75,6 +79,7 @@ class Scene:
         self.held_from = math.inf
         self.gone_position = 0
         self.gone: set[int] = set()
+        self.repair = QueueRepairer(node, at_once, lambda *_: None, Random(1)).repair
         self.registry = CollectorRegistry()
         metrics = self.metrics = StorageMetrics(self.registry)
         self.flusher = Flusher(node, lambda _: None, lambda _: None)
@@ -97,6 +102,7 @@ class Scene:
                 leader_first_position=lambda: self.leader_first_position,
                 held_from=lambda: self.held_from,
                 gone_before=lambda: self.gone_position,
+                repair=self._repair,
             ),
             metrics,
             clock=self.clock,
@@ -107,6 +113,9 @@ class Scene:
     @property
     def store(self) -> MessageStore:
         return self.node.store
+
+    async def _repair(self, key: QueueKey, offset: int, error: DataLoss) -> None:
+        await self.repair(key, offset, error)
 
     async def clean(self) -> int:
         """Run rounds until nothing is removed; return how many removed segments."""
@@ -367,6 +376,46 @@ async def test_damaged_batch_at_the_head_of_a_segment_does_not_stop_retention() 
         scene.later(51)
         assert await scene.clean() == 1
         assert len(scene.segments()) <= 2
+
+
+async def test_unreadable_index_is_rebuilt_before_its_messages_are_removed() -> None:
+    with new_scene() as scene:
+        fill(scene.store, 7)
+        fill(scene.store, 7, queue_id=1)
+        assert await scene.checkpointer.take()
+        for path in lost_index(scene, queue_id=0):
+            scene.disk.files[path].content.clear()
+        scene.later(49)
+        assert await scene.clean() > 0
+        assert visible_range(scene.store).first_offset > 0
+        assert readable(scene.store) == list(range(*astuple(visible_range(scene.store))))
+
+
+async def test_index_that_can_not_be_rebuilt_keeps_the_log_and_the_cleaner_goes_on() -> None:
+    async def refuse(key: QueueKey, offset: int, error: DataLoss) -> None:
+        raise error
+
+    with new_scene() as scene:
+        fill(scene.store, 7)
+        fill(scene.store, 7, queue_id=1)
+        assert await scene.checkpointer.take()
+        segments, repair, scene.repair = scene.segments(), scene.repair, refuse
+        for path in lost_index(scene, queue_id=1):
+            scene.disk.files[path].content.clear()
+        scene.later(49)
+        assert await scene.clean() == 0
+        assert scene.segments() == segments
+        scene.repair = repair
+        assert await scene.clean() > 0
+        assert len(scene.segments()) < len(segments)
+        assert readable(scene.store, 1) == list(range(*astuple(visible_range(scene.store, 1))))
+
+
+def lost_index(scene: Scene, *, queue_id: int) -> list[str]:
+    """Close the files of a queue's index; return their paths."""
+    scene.store.cache.close()
+    folder = folder_of(TOPIC, TOPIC_ID, queue_id)
+    return [path for path in scene.disk.files if path.startswith(f"{folder}/")]
 
 
 async def test_reserve_that_a_crash_left_empty_is_created_again() -> None:
