@@ -14,7 +14,7 @@ from pathlib import Path
 
 from batonmq.errors import DiskFull
 from batonmq_server.storage.core.commitlog import NO_SPACE
-from batonmq_server.storage.core.files import Disk, File
+from batonmq_server.storage.core.files import UNREADABLE, Disk, File
 
 PARTS_MAX = 1_024
 """Maximum number of parts in one pwritev call (IOV_MAX)."""
@@ -115,11 +115,18 @@ class RealFile(File):
         os.close(self._fd)
 
     def used(self, at: int) -> int:
-        """See File. Holes of a sparse file are not read."""
+        """See File. Holes of a sparse file are not read; what can't be read counts as used."""
         used_to = at
         for begin, end in list(self._data(at)):  # a list: reading makes the kernel fill holes
             for position in range(begin, end, len(_ZEROS)):
-                chunk = self.read(position, min(len(_ZEROS), end - position))
+                wanted = min(len(_ZEROS), end - position)
+                try:
+                    chunk = self.read(position, wanted)
+                except OSError as error:
+                    if error.errno not in UNREADABLE:
+                        raise
+                    used_to = position + wanted
+                    continue
                 if chunk != _ZEROS[: len(chunk)]:
                     used_to = position + len(chunk.rstrip(b"\0"))
         return used_to - at

@@ -5,6 +5,7 @@ Method: a temporary folder; the commit log on it is compared with one on the dis
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -51,6 +52,23 @@ def test_created_file_is_zero_and_fully_allocated(tmp_path: Path) -> None:
         disk.create("log/x", 1)
     assert file.size == 1 << 20
     file.close()
+
+
+def test_cut_removes_an_unreadable_sector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = RealDisk(tmp_path).create("log", 3 << 20)
+    file.write(0, [b"x" * 10])
+    file.write(1 << 20, [b"y" * 10])
+    pread = os.pread
+
+    def failing(descriptor: int, bytes_max: int, at: int) -> bytes:
+        if at <= (1 << 20) < at + bytes_max:
+            raise OSError(errno.EIO, "Input/output error")
+        return pread(descriptor, bytes_max, at)
+
+    monkeypatch.setattr(os, "pread", failing)
+    assert file.cut(4) > 1 << 20
+    monkeypatch.undo()
+    assert file.read(0, 3 << 20) == b"x" * 4 + bytes((3 << 20) - 4)
 
 
 def test_cut_zeroes_the_rest_and_returns_the_used_bytes(tmp_path: Path) -> None:

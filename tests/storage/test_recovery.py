@@ -6,6 +6,7 @@ crash are compared by what they serve. T2, T3, T5, T20, T21, T22, T23 of the sta
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.recovery import decode_synced, encode_synced
-from batonmq_server.testing.memory_disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage.batches import TOPIC_ID, append, batch, bodies, open_store, stored
 
 FIRST = f"log/{0:020d}"
@@ -267,3 +268,26 @@ def test_first_batch_of_a_queue_may_have_a_higher_offset_once_old_segments_are_r
     again = open_store(opened.disk.killed(), segment_bytes=300)
     offsets = again.store.offsets((TOPIC_ID, 0))
     assert (offsets.first_offset, offsets.next_offset) == (1, 3)
+
+
+@pytest.mark.parametrize("bad_batch", [0, 3, 9])
+def test_unreadable_sector_ends_the_log_like_a_damaged_batch(bad_batch: int) -> None:
+    opened = open_store(MemoryDisk(), segment_bytes=65_536)
+    receipts = stored(opened.store, *(batch(b"%d" % n + bytes(4_000)) for n in range(10)))
+    bad = receipts[bad_batch].position + 100
+    disk = opened.disk.killed()
+
+    class BadSector(MemoryFile):
+        def read(self, at: int, bytes_max: int) -> bytes:
+            if at < bad + 512 and at + bytes_max > bad:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().read(at, bytes_max)
+
+    disk.files[FIRST].__class__ = BadSector
+    with pytest.raises(DataLoss) as lost:
+        open_store(disk, synced_position=receipts[-1].next_position)
+    assert "Input/output error" in lost.value.message
+    assert "BATON_STORAGE_ACCEPT_LOSS" in lost.value.remedy
+    again = open_store(disk, synced_position=receipts[-1].next_position, accept_loss=True)
+    assert again.store.log.next_position == receipts[bad_batch].position
+    assert again.store.offsets((TOPIC_ID, 0)).next_offset == bad_batch

@@ -16,10 +16,12 @@ from batonmq._core.records import (
     check_stamp,
     read_header,
 )
-from batonmq.errors import BadBatch, BatonError
+from batonmq.errors import BadBatch, BatonError, DataLoss
 from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC
 
 CHUNK_BYTES = 1024 * 1024
+SECTOR_BYTES = 4_096
+"""Where the disk can't read a chunk, a scan reads pieces down to this size."""
 HEAD_BYTES_MAX = HEADER_BYTES + TOPIC_BYTES_MAX
 END_OF_LOG = "end of log"
 _MAGIC = MAGIC.to_bytes(4, "big")
@@ -61,7 +63,11 @@ class LogScan:
         wanted = 0
         while self.position < self._log.next_position:
             end = self._log.segment_end(self.position)
-            view = memoryview(self._log.read(self.position, max(wanted, self._chunk_bytes)))
+            try:
+                view = memoryview(self._read(max(wanted, self._chunk_bytes), wanted))
+            except DataLoss as error:
+                self.reason = str(error)
+                return
             wanted = 0
             while self.position < end:
                 room = end - self.position
@@ -87,7 +93,12 @@ class LogScan:
         """
         self.position += 1
         while self.position < self._log.next_position:
-            chunk = self._log.read(self.position, self._chunk_bytes)
+            try:
+                chunk = self._read(self._chunk_bytes)
+            except DataLoss:
+                sector_end = (self.position // SECTOR_BYTES + 1) * SECTOR_BYTES
+                self.position = min(sector_end, self._log.segment_end(self.position))
+                continue
             at = chunk.find(_MAGIC)
             while at >= 0:
                 if _is_stamped(chunk[at : at + HEADER_BYTES], self.position + at):
@@ -99,6 +110,20 @@ class LogScan:
             if self.position < end:
                 self.position -= HEADER_BYTES  # the chunk may end within a header
         return False
+
+    def _read(self, bytes_max: int, needed: int = 0) -> bytes:
+        """Read from here: less if the disk can't read all of it, but at least `needed` bytes.
+
+        Raises:
+            DataLoss: the disk can't read as few bytes either.
+        """
+        while True:
+            try:
+                return self._log.read(self.position, bytes_max)
+            except DataLoss:
+                if bytes_max <= max(needed, SECTOR_BYTES):
+                    raise
+                bytes_max = max(needed, SECTOR_BYTES, bytes_max // 2)
 
 
 def examine(view: memoryview, position: int, room: int) -> tuple[Header | None, int]:
