@@ -8,6 +8,7 @@ the disk as a crash leaves it.
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -31,7 +32,7 @@ from batonmq_server.storage.tier_mover import TierMover, TierMoverParts
 from batonmq_server.storage.tier_reader import TierReader, in_store_thread
 from batonmq_server.storage.tier_store import SegmentStore
 from batonmq_server.storage.topic_limits import TopicLimits
-from batonmq_server.testing.memory_disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from batonmq_server.testing.memory_objects import MemoryObjects
 from tests.storage.batches import ALL, NOW, TOPIC_ID
 from tests.storage.test_log_cleaner import HOUR_MS, SEGMENT_BYTES, Scene, at_once, fill
@@ -452,6 +453,22 @@ async def test_copy_that_differs_from_the_store_stays_local() -> None:
         await scene.move()
         file = scene.disk.files[segment_path(SEGMENT_BYTES)]
         file.content[100] ^= 1
+        scene.later(2)
+        await scene.move()
+        assert scene.local() == [False, True, False, False, True]
+
+
+async def test_unreadable_segment_stays_local_and_the_others_move() -> None:
+    class BadSector(MemoryFile):
+        def read(self, at: int, bytes_max: int) -> bytes:
+            if at < 110 and at + bytes_max > 100:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().read(at, bytes_max)
+
+    async with tier_scene() as scene:
+        await filled(scene)
+        await scene.move()
+        scene.disk.files[segment_path(SEGMENT_BYTES)].__class__ = BadSector
         scene.later(2)
         await scene.move()
         assert scene.local() == [False, True, False, False, True]

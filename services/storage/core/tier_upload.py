@@ -5,6 +5,7 @@ Each step blocks, reads about one part, and may run in another thread.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 
 from batonmq._core.records import Header
@@ -117,7 +118,7 @@ class SegmentComparison:
         """Compare the next part; return False after the last one.
 
         Raises:
-            DataLoss: the segment is not the one that the store has.
+            DataLoss: the segment is not the one that the store has, or has an unreadable sector.
             OSError: it can't be read; FileNotFoundError if retention has removed it.
         """
         manifest = self._manifest
@@ -127,6 +128,14 @@ class SegmentComparison:
         file = self._disk.open(segment_path(manifest.first_position))
         try:
             content = file.read(self._read, wanted)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise DataLoss(
+                f"the segment at {manifest.first_position} can't be read; the local copy is kept: "
+                f"{error.strerror}",
+                detail=DataLossDetail(position=manifest.first_position + self._read),
+            ) from error
         finally:
             file.close()
         first = self._read // manifest.block_bytes
