@@ -39,7 +39,8 @@ RESPONSE_BYTES_MAX = 4 * 1024 * 1024
 FRAME_BYTES = 1024
 """What a frame counts beside its batches: more than it has."""
 UNSENT_BYTES_MAX = 16 * 1024 * 1024
-"""While a stream has more bytes that its client does not take, its deliveries wait."""
+"""While a stream has more bytes that its client does not take, its deliveries wait, and none of its
+commands is read."""
 SILENCE_MS_MAX = 5_000
 """A stream sends a response at least this often, if need be without frames."""
 HOLD_ALIGNMENT_MS = 1_000
@@ -246,6 +247,7 @@ class _DeliveryStream:
                 validation.check_commands(len(request.commands))
                 for command in request.commands:
                     self._carry_out(command)
+                await self._taken.wait()  # each command may have added an error
             self._read_all = True
             self._ready.set()
         except Exception as error:  # noqa: BLE001  it ends the stream
@@ -398,9 +400,7 @@ class _DeliveryStream:
             frame.continues_batch = reading.continues_batch
         delivery.sent(delivered, byte_count)
         access.charge_read(byte_count)
-        self._unsent_bytes += FRAME_BYTES + byte_count
-        if self._unsent_bytes > UNSENT_BYTES_MAX:
-            self._taken.clear()
+        self._note_unsent(byte_count)
         frame.credit_number = delivery.credit_number
         frame.messages_sent, frame.bytes_sent = delivery.messages_sent, delivery.bytes_sent
         delivery.led |= not self._parts.role.is_follower
@@ -414,6 +414,13 @@ class _DeliveryStream:
 
     def _put_error(self, number: int, error: BatonError) -> None:
         self._new_frame(number).error.CopyFrom(error_to_pb(error))
+        self._note_unsent(0)
+
+    def _note_unsent(self, byte_count: int) -> None:
+        """Note that the client has to take one more frame, with `byte_count` bytes of batches."""
+        self._unsent_bytes += FRAME_BYTES + byte_count
+        if self._unsent_bytes > UNSENT_BYTES_MAX:
+            self._taken.clear()
 
     def _new_frame(self, number: int) -> pb.DeliveryFrame:
         """Return a frame of the response that leaves next; fill it in this turn of the loop."""

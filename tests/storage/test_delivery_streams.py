@@ -471,3 +471,32 @@ async def test_frames_that_become_ready_during_an_empty_response_are_sent(
     assert [frame.delivery_id for frame in response.frames] == [1]
     with pytest.raises(Overloaded):
         await anext(responses)
+
+
+async def test_refusals_that_the_client_does_not_take_stop_the_reading_of_its_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delivery_streams, "UNSENT_BYTES_MAX", 10 * delivery_streams.FRAME_BYTES)
+    parts = SimpleNamespace(access_of=lambda _: None, broker="broker-a")
+    stream = delivery_streams._DeliveryStream(SimpleNamespace(parts=parts), None)  # type: ignore[arg-type]
+    count = 0
+
+    async def requests() -> AsyncIterator[pb.DeliverRequest]:
+        nonlocal count
+        while count < 1_000:
+            count += 1
+            start = pb.DeliveryStart(pull=pull_request(broker="broker-b"))
+            command = pb.DeliveryCommand(delivery_id=count, start=start)
+            yield pb.DeliverRequest(commands=[command])
+
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(stream.read(requests()))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert count < 20
+        answered = 0
+        async for response in stream.responses():
+            assert isinstance(response, pb.DeliverResponse)
+            answered += len(response.frames)
+        assert answered == count == 1_000
+        await reading
