@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from baton.storage.v1 import storage_service_pb2 as pb
-from batonmq.errors import BatonError, NotLeader
+from batonmq.errors import BatonError, DataLoss, NotLeader
 from batonmq_server.storage.core.store import MessageStore
 
 
@@ -68,6 +68,17 @@ class NodeRole(Protocol):
         """Return the durability that everything below `next_position` has now."""
         ...
 
+    def leaves_to_others(self, lost: DataLoss) -> bool:
+        """Return whether another replica has a batch that this leader can't read.
+
+        If so, this node resigns and repairs its copy, and the next leader has the batch. So the
+        caller must not give it up.
+
+        Raises:
+            NotLeader, NoQuorum: this node is not the leader.
+        """
+        ...
+
 
 class StandaloneRole(NodeRole):
     """The role of a node without replicas."""
@@ -97,3 +108,7 @@ class StandaloneRole(NodeRole):
         """See NodeRole."""
         synced = next_position <= self._store.log.synced_position
         return pb.DURABILITY_FSYNCED if synced else pb.DURABILITY_MEMORY
+
+    def leaves_to_others(self, lost: DataLoss) -> bool:
+        """See NodeRole."""
+        return False

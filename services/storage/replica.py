@@ -11,7 +11,14 @@ import logging
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common import timeouts
-from batonmq.errors import BatonError, NoQuorum, NotEnoughReplicas, NotLeader, NotServing
+from batonmq.errors import (
+    BatonError,
+    DataLoss,
+    NoQuorum,
+    NotEnoughReplicas,
+    NotLeader,
+    NotServing,
+)
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.replication.replica_node import ReplicaNode
 from batonmq_server.runtime.service_runtime import Runtime
@@ -177,6 +184,14 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         )
         return pb.DURABILITY_REPLICATED if replicated else pb.DURABILITY_FSYNCED
 
+    def leaves_to_others(self, lost: DataLoss) -> bool:
+        """See NodeRole."""
+        leadership, position = self.leadership, lost.detail.position
+        if position is None or not self._others_have_all(leadership):
+            return False
+        leadership.components.damage.report_batch(position, lost.message)  # see `_watch`
+        return True
+
     def leader_first_position(self) -> int | None:
         """Return the first position of the leader's log; None if this node is the leader."""
         if self._serving or self._follower is None:
@@ -261,12 +276,17 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
                 self._metrics.replica_lag_bytes.labels(name).set(tracker.lag(name))
                 lag_ms = tracker.lag_ms(name, now_ms)
                 self._metrics.replica_lag_seconds.labels(name).set(lag_ms / 1000)
-            others = tracker.count_with(components.node.store.readable_position + 1) > 1
             damaged_from = components.damage.first_damaged_position
             if (
                 damaged_from is not None
                 and damaged_from >= components.node.store.log.first_position
-                and others
+                and self._others_have_all(leadership)
             ):
                 self.step_back(f"its log is damaged at position {damaged_from}")
                 return
+
+    @staticmethod
+    def _others_have_all(leadership: StorageLeadership) -> bool:
+        """Return whether another member of the in-sync set has everything that is safe."""
+        position = leadership.components.node.store.readable_position
+        return leadership.in_sync_set.tracker.count_with(position + 1) > 1

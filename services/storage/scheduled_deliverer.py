@@ -5,8 +5,9 @@ before every delivery, and often enough to notice a jump ahead.
 
 An accepted batch is delivered even if the topic has become read-only since. If its queue accepts no
 more messages because the topic shrinks, the batch goes to a queue that does. If the topic was
-deleted, the batch can't be delivered: this is logged, counted, and recorded in the log. If nothing
-can be written, or it is unknown whether the topic exists, the batch waits.
+deleted, or the batch is damaged in every copy, it can't be delivered: this is logged, counted, and
+recorded in the log. If nothing can be written, or it is unknown whether the topic exists, the batch
+waits. So does a batch that is damaged here only: the next leader delivers it.
 """
 
 from __future__ import annotations
@@ -131,7 +132,11 @@ class ScheduledDeliverer:
             for entry, one in old_batches.items()
             if isinstance(one, ScheduledBatch)
         ]
-        lost = {entry: one for entry, one in old_batches.items() if isinstance(one, DataLoss)}
+        lost = {
+            entry: one
+            for entry, one in old_batches.items()
+            if isinstance(one, DataLoss) and not self._waits_for_others(one)
+        }
         outcomes = self._appender.append(batches, SYSTEM_TOPICS)
         stored = [one.next_position for one in outcomes if isinstance(one, StoreReceipt)]
         position = max(stored, default=0)
@@ -174,7 +179,8 @@ class ScheduledDeliverer:
             try:
                 batches.append(_delivery_batch(entry, one, topics))
             except _UNDELIVERABLE as error:
-                withdrawn[entry] = error
+                if not self._waits_for_others(error):
+                    withdrawn[entry] = error
             except BatonError as error:
                 log.warning("scheduled batch delayed id=%d error=%s", entry.schedule_id, error)
         open_topics = {
@@ -191,6 +197,9 @@ class ScheduledDeliverer:
             (one.next_position for one in outcomes if isinstance(one, StoreReceipt)), default=0
         )
         return max(position, self._withdraw(withdrawn)) if withdrawn else position
+
+    def _waits_for_others(self, error: BatonError) -> bool:
+        return isinstance(error, DataLoss) and self._appender.role.leaves_to_others(error)
 
     def _withdraw(self, errors: Mapping[DelayedBatch, BatonError]) -> int:
         """Record in the log that batches can't be delivered; return the end of that record."""

@@ -51,7 +51,8 @@ ROUND_INTERVAL_MS = 500
 AGE_INTERVAL_MS = 10_000
 """Interval at which the oldest transactions are compared with the age limit."""
 NO_QUEUE_WAIT_MS = 2_000
-"""How long a transaction at its limit waits for a queue of the topic of unresolved messages."""
+"""How long a transaction waits for a queue of the topic of unresolved messages, or for a leader
+that can read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,20 +251,29 @@ class TransactionChecker:
     ) -> None:
         """Move the messages of transactions to the topic of unresolved messages.
 
-        Instead of a message that can't be read, that topic gets one that says so.
+        Instead of a message that can't be read, that topic gets one that says so. But if another
+        replica has the message, the transaction stays open, and the next leader goes on with it.
 
         Args:
             reason: Why the readable messages are moved.
         """
         topics = await self._topics.find_all([UNRESOLVED_TOPIC])
         topic = topics[UNRESOLVED_TOPIC]
-        open_ones = [one for one in transactions if one.transaction_id in self._open]
+        later_s = seconds_after(self._clock.unix_ms(), NO_QUEUE_WAIT_MS)
+        open_ones = []
+        for one in transactions:
+            lost = halves[one.transaction_id]
+            if isinstance(lost, DataLoss) and self._appender.role.leaves_to_others(lost):
+                self._open.checked(one.transaction_id, later_s, one.checks)
+            elif one.transaction_id in self._open:
+                open_ones.append(one)
+        if not open_ones:
+            return
         if isinstance(topic, BatonError) or not topic.queue_count:
             try:
                 await self._ensure_unresolved()
             except BatonError as error:
                 log.warning("transactions not discarded error=%s", error)
-            later_s = seconds_after(self._clock.unix_ms(), NO_QUEUE_WAIT_MS)
             for one in open_ones:
                 self._open.checked(one.transaction_id, later_s, one.checks)
             return

@@ -20,6 +20,7 @@ from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.storage.v1 import replication_service_pb2 as replication_pb
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
+from baton.storage.v1 import transaction_service_pb2 as transaction_pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, NotWritable, StillInSync
@@ -41,6 +42,8 @@ from tests.support.replica_nodes import LEASE_MS
 pytestmark = pytest.mark.timeout(180)
 
 PRODUCER = (77, 1)
+DUE_MS = 2_000
+"""Time in which a test damages what is due."""
 
 
 async def three(scene: Scene) -> Replica:
@@ -591,6 +594,55 @@ async def test_leader_with_a_damaged_log_resigns_and_repairs_itself(
     await scene.wait_equal()
 
 
+async def test_scheduled_batch_that_is_damaged_at_the_leader_is_delivered_by_another(
+    scene: Scene,
+) -> None:
+    leader = await three(scene)
+    item = schedule_pb.ScheduleItem(batch=batch(b"due"), deliver_unix_ms=Clock().unix_ms() + DUE_MS)
+    request = schedule_pb.ScheduleRequest(items=[item])
+    (outcome,) = (await leader.scheduling.Schedule(request, timeout=20)).outcomes
+    await scene.wait_equal()
+    rot(leader, _position(outcome.receipt.schedule_id))
+
+    async def delivered() -> bool:
+        return await (await scene.leader()).bodies() == [b"due"]
+
+    await until(delivered)
+    assert (await scene.set_record()).leader != leader.name
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
+
+
+async def test_half_message_that_is_damaged_at_the_leader_is_asked_about_by_another(
+    scene: Scene,
+) -> None:
+    scene.settings |= {"transaction_check_first_ms": DUE_MS}
+    leader = await three(scene)
+    item = transaction_pb.BeginItem(batch=batch(b"paid"), group="shop")
+    begin = transaction_pb.BeginRequest(items=[item])
+    (outcome,) = (await leader.transactions.Begin(begin, timeout=20)).outcomes
+    name = outcome.receipt.transaction_id
+    await scene.wait_equal()
+    rot(leader, _position(name))
+
+    async def asked() -> list[str]:
+        watch = transaction_pb.WatchChecksRequest(group="shop")
+        try:
+            async with asyncio.timeout(2 * DUE_MS / 1_000):
+                async for answer in (await scene.leader()).transactions.WatchChecks(watch):
+                    if answer.checks:
+                        return [one.transaction_id for one in answer.checks]
+        except (grpc.aio.AioRpcError, TimeoutError):
+            pass
+        return []
+
+    async def is_asked() -> bool:
+        return await asked() == [name]
+
+    await until(is_asked)
+    assert (await scene.set_record()).leader != leader.name
+
+
 async def test_leader_with_a_damaged_log_stays_if_no_other_member_has_it(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -650,6 +702,11 @@ async def test_follower_that_receives_only_damaged_bytes_reports_it(
     await until(is_healthy)
     await scene.wait_in_sync("a", "b")
     await scene.wait_equal()
+
+
+def _position(name: str) -> int:
+    """Return the position in the id of a scheduled batch or transaction."""
+    return int(name.rpartition("-")[2], 16) & (1 << 64) - 1
 
 
 def rot(node: Replica, position: int) -> None:
