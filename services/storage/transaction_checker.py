@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 from zlib import crc32
 
@@ -21,7 +22,7 @@ from batonmq._core.records import read_header
 from batonmq.errors import BadBatch, BatonError, DataLoss, NoQuorum, NotLeader, NotServing
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.blocked_retention import REWRITE_INTERVAL_MS, blocked_segment_end
-from batonmq_server.storage.core.check_streams import CheckStreams
+from batonmq_server.storage.core.check_streams import CheckStream, CheckStreams
 from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic
 from batonmq_server.storage.core.open_transactions import OpenTransaction
 from batonmq_server.storage.core.producers import StoreReceipt
@@ -202,6 +203,7 @@ class TransactionChecker:
         check_unix_s = seconds_after(self._clock.unix_ms(), self._limits.check_interval_ms)
         checks: list[tuple[OpenTransaction, HalfMessage, str]] = []
         damaged: list[OpenTransaction] = []
+        able = self._able_streams()
         size = 0
         for one in due:
             half = halves[one.transaction_id]
@@ -209,7 +211,7 @@ class TransactionChecker:
                 damaged.append(one)
                 continue
             topic = read_header(half.batch).topic
-            if not self._streams.may_ask(one.group, topic):
+            if not able(one.group, topic):
                 # Nothing is recorded: this only saves the next rounds from looking at it.
                 self._open.checked(one.transaction_id, check_unix_s, one.checks)
                 log.warning(
@@ -230,6 +232,7 @@ class TransactionChecker:
             if one.transaction_id in self._open
         ]
         await self._appender.flusher.wait_until_safe(self._write(marks))
+        able = self._able_streams()
         for one, half, topic in checks:
             if one.transaction_id not in self._open:
                 continue
@@ -239,9 +242,14 @@ class TransactionChecker:
                 begin_unix_ms=half.begin_unix_ms,
                 check=one.checks + 1,
             )
-            if self._streams.ask(one.group, topic, check, _turn(one.transaction_id, check.check)):
+            turn = _turn(one.transaction_id, check.check)
+            if self._streams.put(able(one.group, topic), topic, check, turn):
                 self._appender.metrics.transaction_checks.inc()
                 self._appender.stream.transactions.add("checked", one.group, topic)
+
+    def _able_streams(self) -> Callable[[str, str], list[CheckStream[pb.TransactionCheck]]]:
+        """Return `CheckStreams.able`, which looks once at each group and topic, until an await."""
+        return cache(self._streams.able)
 
     async def _discard(
         self,

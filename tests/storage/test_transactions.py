@@ -316,6 +316,24 @@ async def test_half_message_that_blocks_retention_is_written_again() -> None:
         assert scene.bodies()[-1] == b"kept"
 
 
+async def test_permissions_of_the_producers_are_looked_up_once_for_a_round_of_checks() -> None:
+    looked_up = 0
+
+    def may_ask(_: str) -> bool:
+        nonlocal looked_up
+        looked_up += 1
+        return True
+
+    async with new_scene() as scene:
+        begun = await scene.begin(*(batch(b"%d" % number) for number in range(50)))
+        streams = [scene.streams.open("shop", may_ask, lambda: None) for _ in range(100)]
+        scene.clock.pass_ms(10_000)
+        await scene.checker.check()
+        asked = [check.transaction_id for stream in streams for check in stream.take()]
+        assert sorted(asked) == sorted(begun)
+        assert looked_up < 3 * len(streams)
+
+
 async def test_damaged_half_message_is_reported_in_the_topic_of_unresolved_messages() -> None:
     async with new_scene() as scene:
         good, bad = await scene.begin(batch(b"good"), batch(b"bad" * 100))

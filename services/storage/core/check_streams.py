@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from batonmq.errors import Overloaded
@@ -90,9 +90,12 @@ class CheckStreams(Generic[Check]):
             if any(len(stream.waiting) < WAITING_MAX for stream in streams)
         }
 
-    def may_ask(self, group: str, topic: str) -> bool:
-        """Return whether a producer of a group may be asked about a message of a topic."""
-        return any(stream.may_ask(topic) for stream in self._groups.get(group, ()))
+    def able(self, group: str, topic: str) -> list[CheckStream[Check]]:
+        """Return the streams of a group that may be asked about messages of a topic.
+
+        It takes a look at the permissions of each producer of the group.
+        """
+        return [one for one in self._groups.get(group, ()) if one.may_ask(topic)]
 
     def ask(self, group: str, topic: str, check: Check, turn: int) -> bool:
         """Put a check on a stream of a group that may be asked; False if there is none.
@@ -101,11 +104,17 @@ class CheckStreams(Generic[Check]):
             turn: Which of these streams. Consecutive checks of a transaction have consecutive
                 numbers, so that one producer that does not answer gets only some.
         """
-        able = [one for one in self._groups.get(group, ()) if one.may_ask(topic)]
+        return self.put(self.able(group, topic), topic, check, turn)
+
+    @staticmethod
+    def put(able: Sequence[CheckStream[Check]], topic: str, check: Check, turn: int) -> bool:
+        """As `ask`, with the streams that `able` has just returned."""
         if not able:
             return False
-        with_room = [one for one in able if len(one.waiting) < WAITING_MAX] or able
-        stream = with_room[turn % len(with_room)]
+        stream = able[turn % len(able)]
+        if len(stream.waiting) >= WAITING_MAX:
+            with_room = [one for one in able if len(one.waiting) < WAITING_MAX] or able
+            stream = with_room[turn % len(with_room)]
         stream.waiting.append((topic, check, turn))
         stream.notify()
         return True
