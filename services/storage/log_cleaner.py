@@ -30,6 +30,7 @@ from batonmq_server.storage.core.consumequeue import ConsumeQueue, topic_of
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.core.queue_repair import check_first_from
 from batonmq_server.storage.core.retention import (
     CleaningTime,
     DiskState,
@@ -291,14 +292,22 @@ class LogCleaner:
     async def _trim(self, key: QueueKey, queue: ConsumeQueue, position: int) -> list[str]:
         """Drop the messages of a queue before `position`; return the files not needed now.
 
+        Damaged entries that decide where it begins are rebuilt first, if the log has their batches.
+
         Raises:
-            DataLoss, Unreachable: its index can't be read, and it can't be rebuilt now.
+            DataLoss: its index can't be read, and it can't be rebuilt now.
         """
         while True:
             try:
-                return queue.trim_before(position)
+                check_first_from(self._store, key, position)
+                break
             except DataLoss as error:
-                await self._bounds.repair(key, int(error.facts["offset"]), error)
+                try:
+                    await self._bounds.repair(key, int(error.facts["offset"]), error)
+                except BatonError as failure:
+                    log.warning("index not rebuilt queue=%s error=%s", queue.folder, failure)
+                    break  # if it is the batch that is damaged, the entry is good
+        return queue.trim_before(position)
 
     async def _write_floors(self) -> None:
         """Make durable the next offset of each queue that has no safe message in the log."""

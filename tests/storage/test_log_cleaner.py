@@ -23,7 +23,7 @@ from batonmq._common.clock import Clock
 from batonmq.errors import DataLoss
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.core import floors
-from batonmq_server.storage.core.consumequeue import folder_of
+from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.retention import DiskState, Retention, RetentionPolicy
 from batonmq_server.storage.core.schedule import (
@@ -389,6 +389,21 @@ async def test_unreadable_index_is_rebuilt_before_its_messages_are_removed() -> 
         assert await scene.clean() > 0
         assert visible_range(scene.store).first_offset > 0
         assert readable(scene.store) == list(range(*astuple(visible_range(scene.store))))
+
+
+@pytest.mark.parametrize("offset", range(12))
+@pytest.mark.parametrize("bit", [3, 40])
+async def test_flipped_bit_of_the_index_removes_no_message_too_early(offset: int, bit: int) -> None:
+    with new_scene() as scene:
+        fill(scene.store, 6)
+        fill(scene.store, 6, now=NOW + 40 * HOUR_MS)
+        assert await scene.checkpointer.take()
+        (path,) = lost_index(scene, queue_id=0)
+        at = ENTRY.itemsize * offset + 7 - bit // 8  # in the position of the batch
+        scene.disk.files[path].content[at] ^= 1 << bit % 8
+        scene.later(49)
+        assert await scene.clean() == 1
+        assert visible_range(scene.store) == VisibleRange(3, 12)
 
 
 async def test_index_that_can_not_be_rebuilt_keeps_the_log_and_the_cleaner_goes_on() -> None:

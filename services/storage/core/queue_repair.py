@@ -80,6 +80,25 @@ def find_damage(store: MessageStore, key: QueueKey, offset: int) -> QueueRepair 
     return QueueRepair(key, first, end, segment_spans(log, begin_position, end_position))
 
 
+def check_first_from(store: MessageStore, key: QueueKey, position: int) -> None:
+    """Check the entries by which a queue finds its first message at or after a position.
+
+    A search that meets a damaged entry ends beside it.
+
+    Raises:
+        DataLoss: one of them is damaged, or can't be read; `offset` names it.
+    """
+    queue = store.queues[key]
+    if queue.first_position >= position or queue.last_position < position:
+        return  # nothing is searched
+    first = queue.first_offset_from(position)
+    for at in range(max(first - 1, queue.first_offset), min(first + 1, queue.visible_offset)):
+        if _batch_of(store, key, queue, at) is None:
+            raise DataLoss(
+                f"entry {at} of {queue.folder} is damaged, or its batch is", facts={"offset": at}
+            )
+
+
 def segment_spans(log: CommitLog, position: int, next_position: int) -> list[SegmentSpan]:
     """Return the part [position, next_position) of the log, segment by segment."""
     spans = []
