@@ -17,8 +17,11 @@ from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq.errors import BatonError, InvalidArgument, LimitExceeded
-from batonmq_server.storage.server import QUEUES_AT_ONCE, StorageServicer
-from tests.storage.batches import TOPIC, batch
+from batonmq_server.storage.core.checks import check
+from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.core.store import MessageStore
+from batonmq_server.storage.server import COUNTS_AT_ONCE, QUEUES_AT_ONCE, StorageServicer
+from tests.storage.batches import NOW, TOPIC, TOPICS, batch, sync
 from tests.storage.running_node import BROKER, TIMEOUT_S, RunningNode, running_node
 from tests.support.conditions import until
 
@@ -73,6 +76,40 @@ async def test_other_calls_go_on_while_many_queues_are_asked_for(
         assert await query(node, *[queue()] * 5 * QUEUES_AT_ONCE) == [(0, 1)] * 5 * QUEUES_AT_ONCE
         counting.cancel()
     assert list(Counter(seen).values()) == [QUEUES_AT_ONCE] * 5
+
+
+async def test_other_calls_go_on_while_many_messages_are_counted(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, asked = [0], list[tuple[int, int]]()
+    original = MessageStore.count_from
+
+    def counted(self: MessageStore, key: QueueKey, offset: int) -> int:
+        asked.append((turns[0], offset))
+        if len(asked) % 10 == 0:  # the queue grows meanwhile
+            self.append([check(batch(b"b", queue_id=1))], TOPICS, NOW)
+            sync(self)
+        return original(self, key, offset)
+
+    async def count_turns() -> None:
+        while True:
+            await asyncio.sleep(0)
+            turns[0] += 1
+
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+        await node.append(*(batch(b"a", queue_id=1) for _ in range(100)))
+        monkeypatch.setattr(MessageStore, "count_from", counted)
+        offsets = [*range(99, 0, -2), *range(0, 100, 2), 5]
+        request = pb.QueryOffsetsRequest(queues=[queue(queue_id=1)])
+        request.counts.extend(pb.CountedOffset(offset=offset) for offset in offsets)
+        counting = tasks.create_task(count_turns())
+        (outcome,) = (await node.stub.QueryOffsets(request, timeout=TIMEOUT_S)).outcomes
+        counting.cancel()
+    found = [(one.offset, one.count) for one in outcome.offsets.counts]
+    assert outcome.offsets.next_offset == 100
+    assert found == [(offset, 100 - offset) for offset in offsets]
+    assert max(Counter(turn for turn, _ in asked).values()) <= COUNTS_AT_ONCE
+    assert [offset for _, offset in asked] == list(range(100)), "in order, each once"
 
 
 async def test_only_safe_messages_count(etcd_endpoint: str, tmp_path: Path) -> None:
