@@ -254,6 +254,7 @@ def recover_directory(
             if replicated:
                 node.store.confirmed(attempt.report.checkpoint_position)
             node.checkpointing.remove_later(attempt.recovery.obsolete_paths)
+            node.store.log.sync_closed()
             unsynced = node.store.log.unsynced()
             node.sync(unsynced)
             node.store.synced(unsynced.position)

@@ -1,19 +1,23 @@
 """Goal: a process without a free file descriptor puts work off; it does not end and loses nothing.
 
-Method: a node on a disk in memory that can't open files for a while.
+Method: a node on a disk in memory that can't open files for a while; a real disk with a low limit.
 """
 
 from __future__ import annotations
 
 import errno
+import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from batonmq.errors import Overloaded
+from batonmq_server.runtime.descriptors import open_descriptors
 from batonmq_server.storage.checkpointer import Checkpointer
-from batonmq_server.storage.core.files import File, FileCache
+from batonmq_server.storage.core.files import Disk, File, FileCache
+from batonmq_server.storage.disk import RealDisk
 from batonmq_server.storage.flusher import Flusher, waiting_for_descriptors
 from batonmq_server.storage.node import StorageNode, recover_directory
 from batonmq_server.testing.memory_disks import MemoryDisk
@@ -50,7 +54,7 @@ class ShortDisk(MemoryDisk):
 
 
 @contextmanager
-def opened(disk: MemoryDisk) -> Iterator[StorageNode]:
+def opened(disk: Disk) -> Iterator[StorageNode]:
     with recover_directory(disk, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: 0) as node:
         yield node
 
@@ -135,3 +139,18 @@ def test_cache_closes_its_oldest_files_to_open_another() -> None:
     disk.left = 0
     with pytest.raises(OSError, match="Too many open files"):
         cache.get("0")
+
+
+def test_node_starts_with_fewer_descriptors_than_segments(tmp_path: Path) -> None:
+    disk, count = RealDisk(tmp_path), 100
+    with opened(disk) as node:
+        for _ in range(count):
+            stored(node.store, batch(bytes(600)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + count // 2, hard))
+    try:
+        with opened(disk) as node:
+            assert node.store.log.synced_position == node.store.log.next_position
+            assert len(bodies(node.store)) == count
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -407,6 +407,20 @@ class CommitLog:
                 self._close(segment)
         self.synced_position = max(self.synced_position, position)
 
+    def sync_closed(self) -> None:
+        """Sync all segments but the last one. At a start that is the whole log.
+
+        Only one of them is open at a time: a log may have more segments than the process may have
+        descriptors.
+
+        Raises:
+            OSError: the disk has failed.
+        """
+        for segment in self._between(self.synced_position, self.next_position)[:-1]:
+            self._writable(segment).sync()
+            self._close(segment)
+            self.synced_position = segment.next_position
+
     def sealed(self) -> list[PositionRange]:
         """Return the ranges of segments that are synced and followed by a batch, oldest first."""
         return [
