@@ -294,3 +294,18 @@ def test_producer_from_before_access_control_keeps_its_sequence() -> None:
     assert table.check(header(0, owner=VICTIM), QUEUE) == replace(receipt(1), duplicate=True)
     record(table, header(10, owner=VICTIM), receipt(2))
     assert table.check(header(10, owner=VICTIM), QUEUE) == replace(receipt(2), duplicate=True)
+
+
+def test_producer_from_before_access_control_keeps_its_sequences_in_each_queue() -> None:
+    table, other = ProducerTable(), (7, 1)
+    record(table, header(0), receipt(1))
+    table.record(header(0), other, receipt(2))
+    record(table, header(10, owner=VICTIM), receipt(3))
+    assert table.check(header(0, owner=VICTIM), other) == replace(receipt(2), duplicate=True)
+    with pytest.raises(SequenceGap):
+        table.check(header(20, owner=VICTIM), other)
+    table.record(header(10, owner=VICTIM), other, receipt(4))
+    assert table.check(header(10, owner=VICTIM), other) == replace(receipt(4), duplicate=True)
+    record(table, header(0, epoch=2, owner=VICTIM), receipt(5))
+    with pytest.raises(ProducerFenced):
+        table.check(header(20, owner=VICTIM), other)

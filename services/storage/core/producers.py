@@ -262,8 +262,7 @@ class _ProducerSubtable:
         if header.producer_id <= 0:
             return
         share, producer_id = _share(header, queue), header.producer_id
-        producers = self._shares.get(share)
-        producer = producers.get(producer_id) if producers is not None else None
+        producer = self._producer(share, producer_id)
         if producer is None or producer.epoch < header.producer_epoch:
             self._forget(share, producer_id)
             producer = _Producer(header.producer_epoch, receipt.store_unix_ms, self._snapshots)
@@ -307,13 +306,21 @@ class _ProducerSubtable:
         self._evict()
 
     def _find(self, header: Header, queue: QueueKey) -> _Producer | None:
-        """Return the producer of a batch; one from before access control has no owner."""
+        """Return the producer of a batch; one from before access control has no owner.
+
+        It has that state until the producer has written to the same queue since.
+        """
         owner, topic_id = _share(header, queue)
-        for share in ((owner, topic_id), (0, topic_id)):
-            producers = self._shares.get(share)
-            if producers is not None and header.producer_id in producers:
-                return producers[header.producer_id]
-        return None
+        own = self._producer((owner, topic_id), header.producer_id)
+        before = self._producer((0, topic_id), header.producer_id) if owner else None
+        if own is None or before is None:
+            return own or before
+        goes_on = own.epoch == before.epoch and queue not in own.queues
+        return before if goes_on else own
+
+    def _producer(self, share: Share, producer_id: int) -> _Producer | None:
+        producers = self._shares.get(share)
+        return producers.get(producer_id) if producers is not None else None
 
     def _add(self, share: Share, producer_id: int, producer: _Producer) -> None:
         self._shares.setdefault(share, OrderedDict())[producer_id] = producer
