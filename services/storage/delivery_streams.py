@@ -34,6 +34,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 DELIVERIES_MAX = 10_000
 """Deliveries of one stream, at most."""
+COMMANDS_AT_ONCE = 64
+"""Commands that are carried out without a pause for other calls: a start takes about 0.1 ms."""
 RESPONSE_BYTES_MAX = 4 * 1024 * 1024
 """A response with more bytes of batches gets no more frames."""
 FRAME_BYTES = 1024
@@ -245,7 +247,9 @@ class _DeliveryStream:
         try:
             async for request in requests:
                 validation.check_commands(len(request.commands))
-                for command in request.commands:
+                for number, command in enumerate(request.commands):
+                    if number and number % COMMANDS_AT_ONCE == 0:
+                        await asyncio.sleep(0)
                     self._carry_out(command)
                 await self._taken.wait()  # each command may have added an error
             self._read_all = True

@@ -6,6 +6,7 @@ Method: the whole node over gRPC with a real etcd; offsets is a twin that accept
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -500,3 +501,23 @@ async def test_refusals_that_the_client_does_not_take_stop_the_reading_of_its_co
             answered += len(response.frames)
         assert answered == count == 1_000
         await reading
+
+
+async def test_other_calls_go_on_while_many_commands_are_carried_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = SimpleNamespace(access_of=lambda _: None, broker="broker-a")
+    stream = delivery_streams._DeliveryStream(SimpleNamespace(parts=parts), None)  # type: ignore[arg-type]
+    turn, counts = 0, Counter[int]()
+    monkeypatch.setattr(stream, "_carry_out", lambda _: counts.update((turn,)))
+
+    async def requests() -> AsyncIterator[pb.DeliverRequest]:
+        yield pb.DeliverRequest(commands=[pb.DeliveryCommand(delivery_id=1)] * 1_000)
+
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(stream.read(requests()))
+        while not reading.done():
+            await asyncio.sleep(0)
+            turn += 1
+    assert counts.total() == 1_000
+    assert max(counts.values()) == delivery_streams.COMMANDS_AT_ONCE
