@@ -30,8 +30,7 @@ _UNTRUSTED = TlsFailure(
 
 def find_tls_failure(address: str, security: Security | None) -> TlsFailure | None:
     """Return why there is no connection to `host:port`; None if TLS is not the reason. Blocks."""
-    host, _, port = address.rpartition(":")
-    server = (host.strip("[]"), int(port) if port.isdecimal() else 0)
+    server = _socket_address(address)
     try:
         if security is None:
             return _USES_TLS if _uses_tls(server) else None
@@ -40,6 +39,20 @@ def find_tls_failure(address: str, security: Security | None) -> TlsFailure | No
         return explain_tls_failure(str(error))
     except OSError:
         return None
+
+
+def accepts_connections(address: str) -> bool:
+    """Return whether a process listens at `host:port`. Blocks."""
+    try:
+        socket.create_connection(_socket_address(address), TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _socket_address(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port) if port.isdecimal() else 0
 
 
 def _uses_tls(server: tuple[str, int]) -> bool:

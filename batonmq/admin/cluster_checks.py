@@ -239,7 +239,7 @@ CHECKS: tuple[ClusterCheck, ...] = (
     ClusterCheck(
         "groups-stuck",
         "Does every group make progress?",
-        "See why, queue by queue, with the remedy: baton group why-stuck.",
+        "See why, queue by queue, with the remedy: baton group why-stuck GROUP.",
         ("lags",),
         _cluster_findings.find_groups_stuck,
     ),

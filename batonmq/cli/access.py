@@ -90,9 +90,11 @@ async def _grant(session: CommandSession, identity: str, wanted: RoleGrant) -> N
     required=False,
     type=click.Choice(["produce", "consume", "admin"]),
     metavar="[ROLE]",
-    help="The granted one.",
+    help="Role of the grant.",
 )
-@argument("resource", required=False, default="", metavar="[RESOURCE]", help="The granted one.")
+@argument(
+    "resource", required=False, default="", metavar="[RESOURCE]", help="Resource of the grant."
+)
 @click.option("--all", "all_", is_flag=True, help="Revoke all grants of the identity.")
 @cluster_session
 def revoke(

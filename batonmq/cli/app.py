@@ -36,7 +36,9 @@ COMMANDS = {
         "batonmq.cli.backup:commands", "Take, verify and restore snapshots of a cluster."
     ),
     "bench": LazyCommand("batonmq.cli.bench:commands", "Measure the speed of a running cluster."),
-    "cluster": LazyCommand("batonmq.cli.cluster:commands", "Show the processes of the cluster."),
+    "cluster": LazyCommand(
+        "batonmq.cli.cluster:commands", "Show, check and change the nodes of the cluster."
+    ),
     "config": LazyCommand(
         "batonmq.cli.config:commands", "Show and check settings of the services."
     ),

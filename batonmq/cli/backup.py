@@ -174,7 +174,7 @@ def restore(
 
     Offsets of each queue begin at 0, and progress is translated: what a group had handled counts as
     handled. Message ids and store times are new. Start producers and consumers afterwards. Rejected
-    if the cluster has other topics, groups or messages. Exit status 1 of a dry run: it would be.
+    if the cluster has other topics, groups or messages; a dry run then has exit status 1.
     """
     if not dry_run:
         check_can_ask(yes=yes)

@@ -24,7 +24,7 @@ from batonmq.errors import BatonError
 
 commands = LazyGroup(
     "cluster",
-    help="Show the processes of the cluster.",
+    help="Show, check and change the nodes of the cluster.",
     no_args_is_help=True,
     lazy={
         "check": LazyCommand(

@@ -19,7 +19,7 @@ from batonmq.admin.remote_commands import (
     StackTraces,
 )
 from batonmq.cli.arguments import group_argument, parse_message_queue
-from batonmq.cli.command_classes import argument
+from batonmq.cli.command_classes import argument, command
 from batonmq.cli.message import find_queue
 from batonmq.cli.output import counted, printable
 from batonmq.cli.session import CommandSession, cluster_session
@@ -40,7 +40,7 @@ def _timeout_option(function: Callable[..., None]) -> Callable[..., None]:
     )(function)
 
 
-@click.command()
+@command()
 @group_argument("name")
 @_client_argument
 @argument("message_id", required=False, metavar="[ID]", help="Message id, as in the receipt.")
@@ -62,8 +62,8 @@ def verify(
     """Let one push consumer consume a message once more, and show the result.
 
     The listener of the client runs with it. Nothing is acknowledged and no attempt is counted. The
-    message may be a dead letter or a retry of the group. Status 1 if the listener fails. Needs the
-    role admin of the group.
+    message may be a dead letter or a retry of the group. Exit status 1 unless the listener consumes
+    it. Needs the role admin of the group.
     """
     named = (bool(topic), bool(queue), offset is not None)
     if message_id is not None and any(named):
@@ -101,7 +101,7 @@ async def _position(
     return (wanted if wanted.broker else await find_queue(admin, wanted)), offset
 
 
-@click.command()
+@command()
 @_client_argument
 @click.option("--group", default="", help="A group of the client, if you are admin of that only.")
 @_timeout_option

@@ -28,7 +28,7 @@ commands = LazyGroup(
         ),
         "trace": LazyCommand(
             "batonmq.cli.message_trace:trace",
-            "Show what happened to a message, found by id, key, position or transaction.",
+            "Show what happened to a message, found by id, key, offset or transaction.",
         ),
     },
 )

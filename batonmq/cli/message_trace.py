@@ -103,13 +103,13 @@ def trace(
     broker: str,
     offset: int | None,
 ) -> None:
-    """Show what happened to a message, found by id, key, position or transaction.
+    """Show what happened to a message, found by id, key, offset or transaction.
 
     Shows where it is stored, and for each group whether the filter accepts it, its deliveries with
-    owner and token, acknowledgement, retries, death and redrives. An event that is only possible
-    is marked as possible. Of an output of a transformer it shows the input. Of a half message,
-    which waits for the end of its transaction, it shows since when and why. Nothing is consumed:
-    the progress of groups does not change.
+    owner and token, acknowledgement, retries, dead letter and redrives. An event that is only
+    possible is marked as possible. An output of a transformer is shown with its input. A half
+    message, which waits for the end of its transaction, is shown with its age and the reason why it
+    waits. Nothing is consumed: the progress of groups does not change.
     """
     if sum((message_id is not None, bool(key), offset is not None)) != 1:
         raise click.UsageError("exactly one of ID, --key and --offset is required")

@@ -90,14 +90,13 @@ _GROUP_COLUMNS: Columns = {
 @click.option(
     "--include-mirrored",
     is_flag=True,
-    help="Copy also what other mirrors have brought here, except from the target: for a new "
-    "cluster in place of a lost one.",
+    help="Also copy messages that other mirrors copied to this cluster, except from the target. "
+    "For a new cluster that replaces a lost one.",
 )
 @click.option(
     "--start",
     type=click.Choice(["first", "end"]),
-    help="Where to begin with a queue if retention of the target has removed what says how far "
-    "it is.",
+    help="Where to start a queue if retention of the target has removed all its mirrored messages.",
 )
 @dry_run_option
 @by_option
@@ -238,9 +237,10 @@ async def _failover(session: CommandSession, group: str, by: str, dry_run: bool)
 @by_option
 @cluster_session
 def standby(session: CommandSession, group: str, dry_run: bool, by: str) -> None:
-    """Make a group of this cluster without members a standby: before a mirror brings its progress.
+    """Make a group of this cluster a standby, so that a mirror can copy its progress to it.
 
-    It is paused and gets ownership off, until baton mirror failover.
+    The group must have no members. It is paused and gets ownership off, until baton mirror
+    failover.
     """
     session.run(_standby(session, group, by, dry_run))
     done = "would be" if dry_run else "is"

@@ -62,7 +62,7 @@ def _limit_options(command: F) -> F:
 def set_(session: CommandSession, /, identity: str, **limits: int | None) -> None:
     """Set limits of an identity; its other limits stay.
 
-    A client beyond a limit is not failed: it waits as long as the server says.
+    A client of BatonMQ that exceeds a limit waits as long as the server says, and gets no error.
     """
     given = {name: value for name, value in limits.items() if value is not None}
     if not given:

@@ -9,7 +9,7 @@ from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq._producer.requester import RequestFailed
 from batonmq.cli.arguments import topic_argument
-from batonmq.cli.command_classes import command
+from batonmq.cli.command_classes import argument, command
 from batonmq.cli.outgoing_message import parse_properties
 from batonmq.cli.output import printable
 from batonmq.cli.session import CommandSession, cluster_session
@@ -18,7 +18,7 @@ from batonmq.errors import InvalidArgument
 
 @command("request")
 @topic_argument("topic")
-@click.argument("body")
+@argument("body", help="Body of the request, as text.")
 @click.option("--tag", default="", help="Tag of the request, for filters.")
 @click.option("--key", multiple=True, help="Key of the request, for look-ups; may be repeated.")
 @click.option(
@@ -45,8 +45,8 @@ def request(
 ) -> None:
     """Send a request and print its reply.
 
-    BODY is sent as a message; a consumer that handles it replies. Without a reply in time the exit
-    status is that of an unreachable service: the request may be handled or not.
+    BODY is sent as a message; a consumer that handles it replies. Exit status 1 if there is no
+    reply in time; the request may be handled or not.
     """
     try:
         timeout_ms = parse_duration_ms(timeout)

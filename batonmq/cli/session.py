@@ -20,7 +20,7 @@ from click.exceptions import Exit
 
 from batonmq._common.aio import interruptible
 from batonmq._connection.security import Security
-from batonmq._connection.tls_probe import find_tls_failure
+from batonmq._connection.tls_probe import accepts_connections, find_tls_failure
 from batonmq.admin.admin import Admin
 from batonmq.cli.global_options import GlobalOptions
 from batonmq.cli.output import Output, OutputFormat
@@ -81,12 +81,20 @@ class CommandSession:
             raise Exit(0 if endless else 130) from error
 
     def _explain(self, error: BatonError) -> BatonError:
-        """Return the error; if a TLS handshake failed, an error that says so instead."""
-        addresses = self.nameserver.split(",") if isinstance(error, Unreachable) else []
+        """Return the error; if no nameserver can be reached, an error that says why instead."""
+        if not isinstance(error, Unreachable):
+            return error
+        addresses = [address.strip() for address in self.nameserver.split(",")]
         for address in addresses:
-            failure = find_tls_failure(address.strip(), self.security)
+            failure = find_tls_failure(address, self.security)
             if failure is not None:
                 return Unreachable(f"{address}: {failure.reason}", remedy=failure.remedy)
+        if not any(accepts_connections(address) for address in addresses):
+            return Unreachable(
+                f"no nameserver accepts connections at {self.nameserver}",
+                remedy="Start the cluster, or give the address of a nameserver: --nameserver, "
+                "the variable BATON_NAMESERVER, or a context (baton context set).",
+            )
         return error
 
 

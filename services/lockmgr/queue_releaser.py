@@ -230,7 +230,9 @@ class QueueReleaser:
         entry = self._table.get(request.key)
         if entry is None or not (entry.revision or entry.pending):
             raise UnknownQueue(
-                f"{request.key} has never been owned", facts={"queue": str(request.key)}
+                f"{request.key} has never been owned",
+                remedy="Check the names: baton lock list shows the queues that have an owner.",
+                facts={"queue": str(request.key)},
             )
         if entry.pending is not None:
             raise handover_pending(request.key)

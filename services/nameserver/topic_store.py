@@ -178,6 +178,8 @@ def _found(topic: Topic, revision: int, queue_count: int, wanted: TopicFeatures)
     if topic.queue_count != queue_count:
         raise TopicExists(
             f"topic {topic.name} exists with {topic.queue_count} queues, not {queue_count}",
+            remedy="Use the topic as it is, or change the number of queues: "
+            f"baton topic update {topic.name} --queues {queue_count}.",
             facts={"topic": topic.name},
         )
     if message_type not in ("UNSPECIFIED", topic.message_type):

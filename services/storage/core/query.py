@@ -119,7 +119,7 @@ class MessageQueries:
             MessageNotFound: there is no such message, or it is no longer kept.
         """
         missing = MessageNotFound(
-            f"no message {index} of a batch at position {position}",
+            f"no batch at position {position:x} has a message {index:x} (hex, as in the id)",
             detail=DataLossDetail(position=position),
         )
         if not self._log.first_position <= position < self._store.readable_position:
