@@ -101,7 +101,15 @@ def meanings(kind: type[Settings]) -> dict[str, str]:
 
 def unit_of(name: str, field: FieldInfo) -> str:
     """Return the unit of a setting, or the kind of its value if it has no unit."""
-    units = {"_ms": "ms", "_s": "s", "bytes": "bytes", "_percent": "%", "port": "port"}
+    units = {
+        "bytes_per_s": "bytes/s",
+        "_per_s": "1/s",
+        "_ms": "ms",
+        "_s": "s",
+        "bytes": "bytes",
+        "_percent": "%",
+        "port": "port",
+    }
     for part, unit in units.items():
         if name.endswith(part) or f"{part}_" in name:
             return unit

@@ -45,8 +45,8 @@ class ConsoleSettings(Settings):
     """File with a key for the one person whose certificate is `cert_file`: a sign-in with this key
     acts as that certificate. Empty: sign-in by token only."""
     changes: bool = False
-    """Whether people may change the cluster here, each with the own rights and a reason. If false,
-    the console only shows."""
+    """Whether people may change the cluster in the console, with their own grants and a reason. If
+    false, the console only shows."""
     session_ms: int = Field(8 * 3_600_000, ge=60_000, le=7 * 24 * 3_600_000)
     """Time from the sign-in until a person has to sign in again, in milliseconds."""
     refresh_ms: int = Field(2_000, ge=500, le=60_000)

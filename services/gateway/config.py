@@ -33,19 +33,19 @@ class GatewaySettings(ServiceSettings):
     """File with the keys that seal the secrets of access keys, the same as that of the
     nameservers. Empty: no signed call is accepted."""
     signature_window_ms: int = Field(900_000, ge=1_000)
-    """Difference between the date of a signature and the clock of the gateway, at most, in
-    milliseconds. A signature that was listened to can be repeated for this long."""
+    """Maximum difference between the date of a signature and the clock of the gateway, in
+    milliseconds. A signature that was read on the network can be repeated for this long."""
     signature_local_times: bool = False
     """Whether the date of a signature may be of any time zone, as the Python client sends the local
-    time. Then a signature can be repeated once in each of them."""
+    time. Then a signature can be repeated once in each time zone."""
     consume_from: Literal["first", "last"] = "first"
-    """Where a group without progress starts: at the `first` message that is kept, or at the `last`
-    one. All members of a group must have the same, native consumers too."""
+    """Where a group without progress starts: at the `first` message that is kept, or behind the
+    `last` one. All members of a group must have the same value, native consumers too."""
     fifo_groups: str = ""
     """Groups whose push consumers work in FIFO mode, separated by commas: they retry a failed
     message themselves. Messages with a message group are delivered in order in all groups."""
     delivery_attempts_max: int = Field(17, ge=1, le=1_000)
-    """Deliveries of a message before it is stored among the dead letters of its group."""
+    """Number of deliveries of a message after which it becomes a dead letter of its group."""
     invisible_ms_min: int = Field(10_000, ge=1)
     """Shortest invisible duration that a receive call may ask for, in milliseconds."""
     invisible_ms_max: int = Field(12 * 3_600_000, ge=1)
@@ -58,14 +58,14 @@ class GatewaySettings(ServiceSettings):
     polling_ms_max: int = Field(20_000, ge=0)
     """Longest time that a receive call waits for a message, in milliseconds."""
     in_flight_max: int = Field(10_000, ge=1, le=1_000_000)
-    """Offsets of one queue between its committed offset and the last one received, at most. It
-    bounds the messages of a queue that clients hold."""
+    """Maximum number of offsets of one queue between the committed offset and the last one
+    received. It bounds the messages of a queue that clients hold."""
     group_idle_ms: int = Field(60_000, ge=100)
     """A group without receive calls and messages in flight for this long is left, in
     milliseconds."""
     drain_timeout_ms: int = Field(30_000, ge=0)
-    """How long clients may end what they hold when a queue moves to another member or the gateway
-    stops, in milliseconds. What is left is redelivered at once."""
+    """Time that clients have to acknowledge the messages that they hold when a queue moves to
+    another member or the gateway stops, in milliseconds. Other messages are redelivered at once."""
 
     @model_validator(mode="after")
     def _check_ports(self) -> Self:

@@ -44,15 +44,15 @@ class NameserverSettings(ServiceSettings):
     group_members_max: int = Field(MEMBERS_MAX, ge=1, le=10_000)
     """Limit of live members of a group; more are refused."""
     group_write_bytes_per_s: int = Field(262_144, ge=1_024)
-    """Limit of the bytes of changed records of one group per second, each counted whole, as its
-    readers and members get it: a group of many members changes less often, and each change carries
-    out more requests. The records of its refused clients have the same limit."""
+    """Maximum bytes per second of changed records of one group; each record counts whole, as its
+    readers get it. At the limit a group changes less often, and each change carries out more
+    requests. The records of its refused clients have a limit of the same size."""
     joins_per_s_max: int = Field(50, ge=1)
     """Limit of the joins and changed subscriptions of one identity per second, over all groups; ten
     times as many at once. Without access control there are no identities and no limit."""
     sealing_key_file: str = ""
     """File with the keys that seal the secrets of access keys, the same for all nameservers and
-    gateways: one line for each, 32 bytes in base64, the present one first. Empty: no access key can
+    gateways: one line for each, 32 bytes in base64, the current key first. Empty: no access key can
     be created."""
     etcd_check_interval_ms: int = Field(10_000, ge=100)
     """Interval of checks of etcd's space and alarms, in milliseconds."""

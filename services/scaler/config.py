@@ -41,7 +41,7 @@ class ScalerSettings(Settings):
     insecure_network: bool = False
     """Whether `host` may be reachable from other machines without TLS."""
     age_ms: int = Field(1_000, ge=100, le=60_000)
-    """Age up to which the lag of a group answers further calls, in milliseconds."""
+    """Maximum age of a lag that answers a call, in milliseconds; an older one is read again."""
     refresh_ms: int = Field(5_000, ge=500, le=600_000)
     """Time between two looks at the group of an open stream, in milliseconds."""
     groups_max: int = Field(1_000, ge=1, le=100_000)

@@ -79,7 +79,7 @@ class StorageLeadership(Leadership):
         return self._node.history
 
     async def begin(self, in_thread: InThread) -> None:
-        """Record the begin of the epoch on this node's disk.
+        """Record the start of the epoch on this node's disk.
 
         Raises:
             OSError: the disk has failed; it is unknown whether the epoch is recorded.

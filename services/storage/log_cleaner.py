@@ -75,7 +75,7 @@ class CleaningBounds:
         leader_first_position: First position of the leader's log, which a follower follows; None
             for a node that decides by itself.
         no_checkpoint: Lock that is held while a checkpoint is taken.
-        gone_before: Returns the end of the segments at the begin of the log that an earlier leader
+        gone_before: Returns the end of the segments at the start of the log that an earlier leader
             has removed from the object store.
         held_from: Returns the position from which topics with a longer retention need the log.
             Limits of size and of the disk are stronger.

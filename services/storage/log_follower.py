@@ -156,7 +156,7 @@ class LogFollower:
             await self._adopt(components, theirs)
             if answer.data:
                 await self._write(components, answer.data, segment)
-                # A purged segment may contain the begin of an epoch. Without that epoch the leader
+                # A purged segment may contain the start of an epoch. Without that epoch the leader
                 # would have this log cut there.
                 await self._adopt(components, theirs)
             components.flusher.confirmed(min(answer.confirmed_position, log_.next_position))

@@ -19,7 +19,7 @@ from batonmq_server.storage.node import StorageNode
 log = logging.getLogger(__name__)
 
 ROUND_INTERVAL_S = 600
-"""Pause between the end of a round and the begin of the next one."""
+"""Pause between the end of a round and the start of the next one."""
 
 
 class Scrubber:

@@ -57,7 +57,7 @@ class Messages:
 
     Attributes:
         data: Bytes that contain the messages, followed by padding.
-        begins: Shape (messages,): position of the begin of each message.
+        begins: Shape (messages,): position of the start of each message.
         ends: Shape (messages,): position of the end of each message.
     """
 
@@ -147,7 +147,7 @@ def zigzag(values: Int64Array) -> Int64Array:
 def _values(
     at_every_byte: UInt64Array, kinds: Int64Array, at: Int64Array, limits: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Return of each field its value or the begin of its bytes, its end, and its bytes' end."""
+    """Return of each field its value or the start of its bytes, its end, and its bytes' end."""
     fixed = (kinds == _FIXED64) | (kinds == _FIXED32)
     if bool((fixed | (kinds == _VARINT) | (kinds == _BYTES)).all()) is False:
         raise MalformedProtobuf("a field has a wire type that is not supported")

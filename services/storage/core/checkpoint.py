@@ -263,7 +263,7 @@ def _behind(version: int, raw: bytes) -> tuple[bytes, bytes, list[tuple[QueueKey
 
 
 def _split(raw: bytes) -> tuple[bytes, bytes]:
-    """Return the part with a length at the begin, and what follows."""
+    """Return the part with a length at the start, and what follows."""
     (length,) = _LENGTH.unpack_from(raw)
     at = _LENGTH.size + length
     return raw[_LENGTH.size : at], raw[at:]

@@ -225,12 +225,12 @@ class CommitLog:
     def cut_position(self, position: int) -> int:
         """Return where to cut the log so that it ends at `position` at the latest.
 
-        That is the begin of the segment if `position` is within a purged one.
+        That is the start of the segment if `position` is within a purged one.
         """
         return self._segment_at(position).first_position if self.is_purged(position) else position
 
     def file_cut_position(self, position: int) -> int:
-        """As `cut_position`; also the begin of a segment whose messages are not in its file."""
+        """As `cut_position`; also the start of a segment whose messages are not in its file."""
         if self.stored(position) is not None:
             return self._segment_at(position).first_position
         return self.cut_position(position)
@@ -471,7 +471,7 @@ class CommitLog:
         self._segment_at(manifest.first_position).stored = None
 
     def drop_before(self, position: int) -> list[str]:
-        """Forget the segments before `position`, which is the begin of a segment.
+        """Forget the segments before `position`, which is the start of a segment.
 
         Returns:
             Their paths, oldest first. The caller removes the files in this order: otherwise a crash

@@ -290,7 +290,7 @@ class KeyIndex:
                 self._disk.remove(f"{FOLDER}/{name}")
 
     def drop_before(self, position: int) -> list[str]:
-        """Drop the runs before `position`, the begin of a segment; return the files to remove."""
+        """Drop the runs before `position`, the start of a segment; return the files to remove."""
         gone = [run.path for run in self._runs if run.extent.next_position <= position]
         self._runs = [run for run in self._runs if run.extent.next_position > position]
         return gone

@@ -488,7 +488,7 @@ def _receipt_of(outputs: OutputBatch, rows: Rows, found: npt.NDArray[np.bool_]) 
         )
     first, newest = rows[0], int(rows["position"].max())
     first_offset = int(first["stored_offset"]) - int(first["index"])
-    # A log that is safe behind the begin of a batch is safe up to its end.
+    # A log that is safe behind the start of a batch is safe up to its end.
     return StoreReceipt(first_offset, int(first["position"]), newest + 1, 0, duplicate=True)
 
 

@@ -160,7 +160,7 @@ def examine(view: memoryview, position: int, room: int) -> tuple[Header | None, 
 
 
 def _wanted(view: memoryview) -> int:
-    """Return how many bytes `examine` needs for the batch at the begin of `view`."""
+    """Return how many bytes `examine` needs for the batch at the start of `view`."""
     if len(view) < HEAD_BYTES_MAX:
         return HEAD_BYTES_MAX
     if view[:4] != _MAGIC:
