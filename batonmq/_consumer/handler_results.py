@@ -65,7 +65,7 @@ class BadBody(Exception):
     """The body of a message is not what its handler expects, and no retry can change that.
 
     A handler that raises it for one message gets no retry: the message becomes a dead letter at
-    once, or what else `exhausted` says. For a batch of several messages it is an error like any
+    once, or is treated as `exhausted` says. For a batch of several messages it is an error like any
     other, because it does not say which message it means.
     """
 

@@ -17,7 +17,7 @@ unresolved messages; `producer_epoch` and `sequence` are the halves of the numbe
 
 
 class TransactionState(Enum):
-    """What became of a local transaction."""
+    """Outcome of a local transaction, as a transaction checker reports it."""
 
     COMMIT = "commit"
     """It is committed: deliver the message."""

@@ -67,9 +67,9 @@ class Producer:
         settings: Settings; None for the defaults.
         client_id: Name of this producer in the metrics stream; by default the host and a random
             part.
-        group: Producer group, for transactions: any producer of the group may be asked what became
-            of a transaction of another one. 1 to 127 characters of A-Z a-z 0-9 _ % -.
-        transaction_checker: Says what became of a transaction, when a broker asks; needs a group.
+        group: Producer group, for transactions: a broker may ask any producer of the group for the
+            outcome of a transaction of another one. 1 to 127 characters of A-Z a-z 0-9 _ % -.
+        transaction_checker: Returns the outcome of a transaction when a broker asks; needs a group.
             It is called in the event loop, and may be a coroutine function.
         metrics: Prometheus metrics; None for none.
         telemetry: Spans and metrics of OpenTelemetry; None for none.

@@ -149,7 +149,7 @@ class BackupManifest:
 
     Attributes:
         number: 1 for the first snapshot of a backup.
-        begin_unix_ms: Begin of the snapshot: progress is as of then, messages are not older.
+        begin_unix_ms: Start of the snapshot: progress is as of this time, messages are not older.
         scheduled: File of the scheduled batches by broker.
         scheduled_count: Number of scheduled batches.
         notes: What is not in the snapshot, and why.

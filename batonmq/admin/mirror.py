@@ -466,7 +466,7 @@ async def begin_standby(admin: Admin, group: str, *, by: str, dry_run: bool = Fa
 
 
 async def fail_over(admin: Admin, group: str, *, by: str, dry_run: bool = False) -> None:
-    """Make a standby group an ordinary one: its members go on where the translation has come to.
+    """Make a standby group an ordinary one; its members continue at the translated progress.
 
     Args:
         by: Name of the operator, recorded with the end of the pause.

@@ -1,4 +1,4 @@
-"""Handle each message at most once, whatever is delivered again.
+"""Handlers that skip messages which were handled before, by marks in a database.
 
 from batonmq.idempotence import RedisStore, idempotent
 

@@ -56,7 +56,7 @@ def idempotent(
     done_ms: int,
     key: Callable[[ReceivedMessage], str] = by_origin,
 ) -> Callable[[ReceivedMessage], Coroutine[Any, Any, object]]:
-    """Return a handler for `Consumer.run` that handles each message at most once.
+    """Return a handler for `Consumer.run` that skips messages which are marked as done.
 
     It claims the message in `store`, calls `handler`, and marks the message as done. A message that
     is done is acknowledged without a call. A message that another delivery has claimed is retried

@@ -20,7 +20,7 @@ def decoding(
     """Return a handler for `Consumer.run` that decodes the body of each message first.
 
     A body that does not fit the schema raises `BadBody`, so the message is not handled and becomes
-    a dead letter at once, or what else `exhausted` of the settings says.
+    a dead letter at once, or is treated as `exhausted` of the settings says.
 
     Args:
         handler: Called with the value and the message: a coroutine function, or a plain function,

@@ -43,11 +43,16 @@ class PydanticSchema(Generic[T]):
             raise BadBody(f"the body is no {self._name}: {_problems(error)}") from None
 
 
+def _field(problem: Any) -> list[str]:
+    """Return the path of the wrong field; empty if the whole value is wrong."""
+    return [".".join(map(str, problem["loc"]))] if problem["loc"] else []
+
+
 def _problems(error: ValueError) -> str:
     """Return what is wrong and where, without the values, which may be secret."""
     if not isinstance(error, pydantic.ValidationError):
         return str(error)
     found: list[Any] = list(error.errors(include_url=False, include_input=False))
-    lines = [f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}" for one in found]
+    lines = [": ".join([*_field(one), one["msg"]]) for one in found]
     more = len(lines) - _SHOWN_MAX
     return "; ".join(lines[:_SHOWN_MAX] + ([f"and {more} more"] if more > 0 else []))
