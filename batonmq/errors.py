@@ -288,7 +288,7 @@ class TopicNotFound(BatonError):
 
     reason = "TOPIC_NOT_FOUND"
     kind = "NOT_FOUND"
-    remedy = "Create it: baton topic create NAME."
+    remedy = "Check the name (baton topic list), or create the topic: baton topic create NAME."
     detail_type = TopicNotFoundDetail
     detail: TopicNotFoundDetail
 
@@ -307,7 +307,7 @@ class GroupNotFound(BatonError):
 
     reason = "GROUP_NOT_FOUND"
     kind = "NOT_FOUND"
-    remedy = "Start a consumer of the group: the first member creates it."
+    remedy = "Check the name (baton group list), or start a consumer, which creates the group."
 
 
 class TopicExists(BatonError):

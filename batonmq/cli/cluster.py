@@ -204,11 +204,18 @@ async def _status(session: CommandSession) -> None:
     )
 
 
+def _role_of(node: Node) -> str:
+    """Return the role of a node: followers have a copy of the leader's data, standbys have none."""
+    if node.leader:
+        return "leader"
+    return "follower" if node.service in ("offsets", "storage") else "standby"
+
+
 async def _check_health(node: Node, connect: Connect, now_unix_ms: int) -> dict[str, Any]:
     async with connect(node.address) as channel:
         health = await ask_health(channel, timeout_s=_HEALTH_TIMEOUT_S)
     return asdict(node) | {
-        "role": "leader" if node.leader else "standby",
+        "role": _role_of(node),
         "health": health,
         "uptime_ms": now_unix_ms - node.start_unix_ms if health == SERVING else None,
     }
@@ -417,7 +424,7 @@ def _item(
         "service": node.service,
         "replica_set": node.replica_set,
         "node_id": node.node_id,
-        "role": "leader" if node.leader else "standby",
+        "role": _role_of(node),
         "epoch": node.epoch,
     } | _copy_of(node, copies)
     if item["in_sync"] is not None:

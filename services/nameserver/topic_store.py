@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from batonmq._core.names import is_system_topic
 from batonmq.errors import TopicExists, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
 from batonmq_server.nameserver.core.topic_epochs import with_epochs
@@ -170,7 +171,11 @@ class TopicStore:
 
 def topic_not_found(name: str) -> TopicNotFound:
     """Return the error for a topic that does not exist."""
-    return TopicNotFound(f"topic {name} does not exist", detail=TopicNotFoundDetail(topic=name))
+    return TopicNotFound(
+        f"topic {name} does not exist",
+        remedy="The services create it when they need it." if is_system_topic(name) else "",
+        detail=TopicNotFoundDetail(topic=name),
+    )
 
 
 def _found(topic: Topic, revision: int, queue_count: int, wanted: TopicFeatures) -> CreatedTopic:

@@ -82,7 +82,7 @@ def test_error_prints_reason_message_and_remedy(capsys: pytest.CaptureFixture[st
     assert captured.out == ""
     assert captured.err.splitlines() == [
         "error: TOPIC_NOT_FOUND: topic a does not exist",
-        "  Create it: baton topic create NAME.",
+        "  Check the name (baton topic list), or create the topic: baton topic create NAME.",
     ]
 
 
