@@ -139,7 +139,7 @@ class WaitingSends:
             known = self._buffer.topics.get(topic)
             if known is None or not known.must_wait(key):
                 del self._for_key[topic, key]
-                self._for_room += sends
+                self._for_room.extendleft(reversed(sends))  # later ones of the key may wait there
         while self._for_room and self._fits(self._for_room[0].size):
             send = self._for_room.popleft()
             known = self._buffer.topics.get(send.topic)

@@ -164,6 +164,20 @@ async def test_key_that_moves_again_while_its_messages_wait_for_room_keeps_its_o
     assert all(send.placed.done() for send in sends)
 
 
+async def test_message_that_waits_for_room_does_not_overtake_earlier_ones_of_its_key() -> None:
+    scene = Scene(["t"])
+    scene.topic.moving = {"a"}
+    scene.send(b"a0", key="a")
+    scene.send(b"full", BYTES_MAX)
+    scene.send(b"large", BYTES_MAX)
+    scene.send(b"a1", key="a")
+    scene.topic.moving = set()
+    await scene.settle(BYTES_MAX)
+    await scene.settle(BYTES_MAX)
+    await scene.settle(BYTES_MAX)
+    assert [body for body in scene.batches.placed if body.startswith(b"a")] == [b"a0", b"a1"]
+
+
 async def test_cancelled_message_is_not_sent_and_delays_no_other() -> None:
     scene = Scene()
     first, second = scene.send(b"1"), scene.send(b"2")
