@@ -88,9 +88,9 @@ class QueueSender(Generic[Token]):
         return self._waiting[0].failures if self._waiting else 0
 
     @property
-    def idle(self) -> bool:
-        """Whether no batch waits or is in flight."""
-        return self.last is None
+    def batches(self) -> list[Batch[Token]]:
+        """All batches, in order: in flight, or waiting."""
+        return [*([self.in_flight] if self.in_flight else []), *self._waiting]
 
     @property
     def last(self) -> Batch[Token] | None:
@@ -189,7 +189,7 @@ class QueueSender(Generic[Token]):
 
     def drop(self) -> list[Batch[Token]]:
         """Remove and return all batches, waiting or in flight."""
-        dropped = [*([self.in_flight] if self.in_flight else []), *self._waiting]
+        dropped = self.batches
         self.in_flight = None
         self._waiting.clear()
         return dropped

@@ -605,7 +605,7 @@ class Producer:
         await self._scheduled.cancel(schedule_id)
 
     async def flush(self) -> None:
-        """Wait until every submitted message is stored or has failed."""
+        """Wait until every message that was submitted before is stored or has failed."""
         await self._scheduled.flush()
         await self._buffer.flush()
 

@@ -228,6 +228,13 @@ class BatchOutcome:
             self.queue, first_offset + index, position, index, store_unix_ms, durability, duplicate
         )
 
+    async def wait_for_all(self) -> None:
+        """Wait until every message of the batch has its outcome, wherever it has moved."""
+        if (settled := self.when_settled()) is not None:
+            await settled
+        for outcome in {pending._outcome for pending in self.moved}:
+            await outcome.wait_for_all()
+
     async def wait_for_range(
         self, first: int, count: int, first_index: int
     ) -> list[ReceiptRange | FailedRange]:

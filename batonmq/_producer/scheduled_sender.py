@@ -150,10 +150,9 @@ class ScheduledSender:
         return PendingSchedule(future)
 
     async def flush(self) -> None:
-        """Wait until every submitted message is stored or has failed."""
-        while self._pending:
-            self._settled.clear()
-            await self._settled.wait()
+        """Wait until every message that is in flight now is stored or has failed."""
+        if self._pending:
+            await asyncio.wait(self._pending)
 
     async def cancel(self, schedule_id: str) -> None:
         """See `Producer.cancel`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +69,6 @@ class SendBuffer:
         self.on_settled: Callable[[], None] = lambda: None
         self._senders: dict[QueueRef, QueueSender[BatchOutcome]] = {}
         self._brokers: dict[str, BrokerSender] = {}
-        self._settled = asyncio.Event()
 
     def add_topic(self, name: str, route: nameserver_pb.Route) -> TopicQueues:
         """Add a topic, whose rotation begins at a random queue."""
@@ -139,10 +137,10 @@ class SendBuffer:
         }
 
     async def flush(self) -> None:
-        """Wait until every batch is stored or has failed."""
-        while any(not sender.idle for sender in self._senders.values()):
-            self._settled.clear()
-            await self._settled.wait()
+        """Wait until every message that is in a batch now is stored or has failed."""
+        outcomes = [batch.token for one in self._senders.values() for batch in one.batches]
+        for outcome in outcomes:
+            await outcome.wait_for_all()
 
     def fail_all(self) -> None:
         """Fail every batch without an outcome with `ProducerClosed`."""
@@ -262,7 +260,6 @@ class SendBuffer:
 
     def _free(self, batch: Batch[BatchOutcome]) -> None:
         self.free_bytes += batch.token.bytes_count
-        self._settled.set()
         self.on_settled()
 
     def _sender(self, queue: QueueRef) -> QueueSender[BatchOutcome]:

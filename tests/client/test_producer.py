@@ -22,7 +22,7 @@ from batonmq._core.records import Header, Message
 from batonmq._producer import broker_sender
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import Durability, ProducerSettings
-from batonmq._producer.receipts import PendingReceipt, Receipt
+from batonmq._producer.receipts import BatchOutcome, PendingReceipt, Receipt
 from batonmq._producer.send_buffer import ProducerClosed
 from batonmq._producer.waiting_sends import WaitingSend, WaitingSends
 from batonmq.errors import (
@@ -31,6 +31,7 @@ from batonmq.errors import (
     Internal,
     LimitExceeded,
     NotServing,
+    NotWritable,
     Overloaded,
     QueueNotFound,
     TopicNotFound,
@@ -486,6 +487,34 @@ async def test_flush_waits_for_every_outcome() -> None:
         await submit(producer, *range(200))
         await producer.flush()
         assert len(at.storage.stored) == 200
+
+
+async def test_flush_does_not_wait_for_messages_that_are_sent_meanwhile() -> None:
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+
+        async def send_on() -> None:
+            while True:
+                await producer.send("orders", b"later")
+
+        await submit(producer, *range(3))
+        async with asyncio.TaskGroup() as tasks:
+            senders = [tasks.create_task(send_on()) for _ in range(8)]
+            await until(lambda: b"later" in at.storage.stored)
+            await asyncio.wait_for(producer.flush(), 10)
+            for sender in senders:
+                sender.cancel()
+
+
+async def test_flush_waits_for_messages_that_moved_to_other_batches() -> None:
+    first, second = (BatchOutcome(QueueRef("orders", BROKER, number)) for number in range(2))
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(first.wait_for_all())
+        await asyncio.sleep(0)
+        first.move([PendingReceipt(second, 0), PendingReceipt(second, 1)])
+        await asyncio.wait({waiting}, timeout=0.1)
+        assert not waiting.done()
+        second.settle(NotWritable("the topic has no writable queue"))
+        await asyncio.wait_for(waiting, 10)
 
 
 async def test_close_loses_no_message() -> None:

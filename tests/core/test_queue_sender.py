@@ -217,18 +217,18 @@ def test_drop_returns_all_batches() -> None:
     send(sender)
     second = submit(sender, b"2")
     assert sender.drop() == [first, second]
-    assert sender.idle
+    assert not sender.batches
 
 
-def test_sender_is_idle_without_waiting_batches_and_batches_in_flight() -> None:
+def test_batches_are_those_that_wait_and_the_one_in_flight() -> None:
     sender = new_sender()
-    assert sender.idle
+    assert not sender.batches
     submit(sender, b"1")
-    assert not sender.idle
+    assert sender.batches
     send(sender)
-    assert not sender.idle
+    assert sender.batches
     sender.stored()
-    assert sender.idle
+    assert not sender.batches
 
 
 # ---- model
