@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from batonmq._common.stop_signals import STOP_SIGNALS
+from batonmq._common.threads import run_in_thread
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.handler_adapters import BatchHandler, Handler
@@ -205,7 +206,7 @@ def _in_a_thread(
     """Return the checker as a coroutine function that calls it in a thread."""
 
     async def check(transaction: PendingTransaction) -> TransactionState:
-        return await asyncio.to_thread(checker, transaction)
+        return await run_in_thread(checker, transaction)
 
     return check
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -71,7 +72,7 @@ class DaemonThreads:
 
     def _run_for_future(self, future: Future[Any], call: Callable[[], Any]) -> None:
         if future.set_running_or_notify_cancel():
-            self._run(call, partial(_settle, future))
+            self._run(partial(without_stop_iteration, call), partial(_settle, future))
         else:
             self._free.release()
 
@@ -87,6 +88,23 @@ class DaemonThreads:
             returned(result, None)
         finally:
             del call, returned  # an error refers to this frame
+
+
+async def run_in_thread(call: Callable[..., T], *args: object) -> T:
+    """As `asyncio.to_thread`, for functions of the application."""
+    return await asyncio.to_thread(without_stop_iteration, call, *args)
+
+
+def without_stop_iteration(call: Callable[..., T], *args: object) -> T:
+    """Call a function; raise RuntimeError if it raises StopIteration.
+
+    Before Python 3.12 a future of asyncio does not take a StopIteration: the task that waits for
+    the thread would wait for ever.
+    """
+    try:
+        return call(*args)
+    except StopIteration as error:
+        raise RuntimeError(f"{error!r} left the function") from error
 
 
 def _settle(future: Future[Any], result: Any, error: BaseException | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import secrets
@@ -10,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, cast
 
 from batonmq._common import timeouts
+from batonmq._common.threads import run_in_thread
 from batonmq._consumer.handler_results import RetryLater, failure_of
 from batonmq._consumer.message import ReceivedMessage
 from batonmq.errors import InvalidArgument
@@ -90,7 +90,7 @@ def idempotent(
     async def call(message: ReceivedMessage) -> object:
         if stops_when_cancelled:
             return await cast(Awaitable[object], handler(message))
-        result = await asyncio.to_thread(handler, message)
+        result = await run_in_thread(handler, message)
         return await result if inspect.isawaitable(result) else result
 
     async def handle_once(message: ReceivedMessage) -> object:

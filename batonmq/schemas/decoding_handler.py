@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar, cast
 
+from batonmq._common.threads import run_in_thread
 from batonmq._consumer.message import ReceivedMessage
 from batonmq.schemas.schema import Schema
 
@@ -36,7 +36,7 @@ def decoding(
         value = await schema.decode(message.body)
         if is_async:
             return await cast(Awaitable[object], handler(value, message))
-        result = await asyncio.to_thread(handler, value, message)
+        result = await run_in_thread(handler, value, message)
         return await result if inspect.isawaitable(result) else result
 
     return handle

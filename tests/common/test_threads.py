@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from batonmq._common.threads import DaemonThreads
+from batonmq._common.threads import DaemonThreads, run_in_thread
 
 TIMEOUT_S = 10
 
@@ -44,6 +44,18 @@ def test_error_of_a_call_is_raised_by_its_future(error: type[BaseException]) -> 
     with pytest.raises(error, match="bad"):
         threads.submit(fail).result(TIMEOUT_S)
     assert threads.submit(lambda: 7).result(TIMEOUT_S) == 7
+    threads.close()
+
+
+async def test_stop_iteration_reaches_the_task_that_waits_as_a_runtime_error() -> None:
+    def fail() -> None:
+        next(iter(()))
+
+    threads = DaemonThreads("t")
+    waits = asyncio.wrap_future(threads.submit(fail)), run_in_thread(fail)
+    for one in waits:
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await asyncio.wait_for(one, TIMEOUT_S)
     threads.close()
 
 
