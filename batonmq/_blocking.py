@@ -34,7 +34,7 @@ from batonmq._producer.receipts import Receipt, ReceiptRange
 from batonmq._producer.scheduled_sender import ScheduleReceipt
 from batonmq._producer.transaction import Transaction
 from batonmq._telemetry.client_metrics import ClientMetrics
-from batonmq.errors import Unreachable
+from batonmq.errors import InvalidArgument, Unreachable
 
 if TYPE_CHECKING:
     from batonmq._telemetry.open_telemetry import OpenTelemetry
@@ -67,13 +67,30 @@ class _LoopThread:
 
         Raises:
             Unreachable: the loop does not run.
+            InvalidArgument: the caller runs in the loop, which would wait for itself.
         """
         if self._loop is None or self._loop.is_closed():
             work.close()
             raise Unreachable(
                 "the client is not open", remedy="Use the client inside of its with block."
             )
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise InvalidArgument(
+                "a call that waits is not possible in the client's own thread",
+                remedy="Call it in another thread, as in a plain handler without inline=True.",
+            )
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def do(self, work: Callable[[], T]) -> T:
+        """Call `work`, which does not wait for anything, in the loop and return its result.
+
+        Raises:
+            Unreachable: the loop does not run.
+        """
+        if threading.current_thread() is self._thread:
+            return work()
+        return self.call(_done(work))
 
     def notify(self, call: Callable[[], object]) -> None:
         """Call a function in the loop soon, if the loop runs; does not wait."""
@@ -475,11 +492,11 @@ class BlockingConsumer:
 
     def stop(self) -> None:
         """Start no more messages: `run`, `run_batches`, `transform` and the iteration end."""
-        self._thread.call(_done(self._consumer.stop))
+        self._thread.do(self._consumer.stop)
 
     def reply(self, message: ReceivedMessage, reply: Reply | bytes) -> None:
         """See `Consumer.reply`."""
-        self._thread.call(_done(lambda: self._consumer.reply(message, reply)))
+        self._thread.do(lambda: self._consumer.reply(message, reply))
 
     def close(self, *, drain_ms: int | None) -> None:
         """See `Consumer.close`."""
@@ -487,26 +504,26 @@ class BlockingConsumer:
 
     def pause(self, queue: QueueRef) -> None:
         """See `Consumer.pause`."""
-        self._thread.call(_done(lambda: self._consumer.pause(queue)))
+        self._thread.do(lambda: self._consumer.pause(queue))
 
     def resume(self, queue: QueueRef) -> None:
         """See `Consumer.resume`."""
-        self._thread.call(_done(lambda: self._consumer.resume(queue)))
+        self._thread.do(lambda: self._consumer.resume(queue))
 
     @property
     def assignment(self) -> tuple[QueueRef, ...]:
         """See `Consumer.assignment`."""
-        return self._thread.call(_done(lambda: self._consumer.assignment))
+        return self._thread.do(lambda: self._consumer.assignment)
 
     @property
     def verdict(self) -> SubscriptionVerdict:
         """See `Consumer.verdict`."""
-        return self._thread.call(_done(lambda: self._consumer.verdict))
+        return self._thread.do(lambda: self._consumer.verdict)
 
     @property
     def flow(self) -> dict[QueueRef, FlowReason]:
         """See `Consumer.flow`."""
-        return self._thread.call(_done(lambda: self._consumer.flow))
+        return self._thread.do(lambda: self._consumer.flow)
 
     @property
     def handle_timeout_ms(self) -> int | None:
@@ -515,7 +532,7 @@ class BlockingConsumer:
 
     @handle_timeout_ms.setter
     def handle_timeout_ms(self, timeout_ms: int | None) -> None:
-        self._thread.call(_done(lambda: setattr(self._consumer, "handle_timeout_ms", timeout_ms)))
+        self._thread.do(lambda: setattr(self._consumer, "handle_timeout_ms", timeout_ms))
 
     def _handle_signals(self) -> None:
         if self._consumer.handles_signals:
@@ -571,11 +588,11 @@ class BlockingPuller:
 
     def pause(self, queue: QueueRef) -> None:
         """See `Puller.pause`."""
-        self._thread.call(_done(lambda: self._puller.pause(queue)))
+        self._thread.do(lambda: self._puller.pause(queue))
 
     def resume(self, queue: QueueRef) -> None:
         """See `Puller.resume`."""
-        self._thread.call(_done(lambda: self._puller.resume(queue)))
+        self._thread.do(lambda: self._puller.resume(queue))
 
     def seek(self, queue: QueueRef, to: SeekTarget) -> int:
         """See `Puller.seek`."""
@@ -587,7 +604,7 @@ class BlockingPuller:
 
     def lost_count(self, queue: QueueRef) -> int:
         """See `Puller.lost_count`."""
-        return self._thread.call(_done(lambda: self._puller.lost_count(queue)))
+        return self._thread.do(lambda: self._puller.lost_count(queue))
 
     def poll(
         self, timeout_ms: int = 1_000, count_max: int = 500

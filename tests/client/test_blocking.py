@@ -21,7 +21,7 @@ from batonmq._consumer.message_batch import MessageBatch
 from batonmq._core.transactions import PendingTransaction, TransactionState
 from batonmq._producer.send_buffer import ProducerClosed
 from batonmq.admin.admin import Admin
-from batonmq.errors import BadExpression, TopicNotFound, Unreachable
+from batonmq.errors import BadExpression, InvalidArgument, TopicNotFound, Unreachable
 from tests.client.group import QUICK, Scene, scene
 
 pytestmark = pytest.mark.e2e
@@ -113,6 +113,34 @@ def test_plain_function_handles_every_message_until_stop(at: Scene) -> None:
 
         consumer.run(handle)
     assert seen == Counter(b"%d" % number for number in range(50))
+    assert not our_threads()
+
+
+@pytest.mark.parametrize("kind", ["inline", "coroutine"])
+def test_handler_in_the_thread_of_the_client_stops_its_consumer(at: Scene, kind: str) -> None:
+    with BlockingProducer(at.nameserver) as producer:
+        producer.send(at.topic, b"")
+    refused: list[Exception] = []
+    with BlockingConsumer(at.nameserver, at.group, {at.topic: "*"}, QUICK) as consumer:
+
+        def handle(message: ReceivedMessage) -> None:
+            consumer.pause(message.queue)
+            assert message.queue in consumer.assignment
+            consumer.resume(message.queue)
+            try:
+                consumer.close(drain_ms=0)
+            except InvalidArgument as error:  # it would wait for this handler
+                refused.append(error)
+            consumer.stop()
+
+        async def handle_later(message: ReceivedMessage) -> None:
+            handle(message)
+
+        if kind == "inline":
+            consumer.run(handle, inline=True)
+        else:
+            consumer.run(handle_later)
+    assert len(refused) == 1
     assert not our_threads()
 
 
