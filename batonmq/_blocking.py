@@ -144,7 +144,8 @@ class _ClientContext:
 
     async def _close(self, error: BaseException | None) -> None:
         assert self._leave is not None
-        self._leave.set_result(error)
+        if not self._leave.done():  # the block may have ended already, by an error of the client
+            self._leave.set_result(error)
         await asyncio.wrap_future(self._left)
 
     async def _live(self) -> None:

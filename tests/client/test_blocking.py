@@ -144,6 +144,25 @@ def test_handler_in_the_thread_of_the_client_stops_its_consumer(at: Scene, kind:
     assert not our_threads()
 
 
+def test_error_that_ends_the_client_leaves_the_block(at: Scene) -> None:
+    def delete_topic() -> None:
+        async def delete() -> None:
+            async with Admin(at.nameserver) as admin:
+                await admin.delete_topic(at.topic)
+
+        asyncio.run(delete())
+
+    with (
+        pytest.raises(TopicNotFound, match=at.topic),
+        BlockingConsumer(at.nameserver, at.group, {at.topic: "*"}, QUICK) as consumer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        deleting = pool.submit(delete_topic)
+        consumer.run(lambda _: None)
+        deleting.result()
+    assert not our_threads()
+
+
 def test_consumer_handles_lists_pauses_queues_and_reports_its_state(at: Scene) -> None:
     with BlockingProducer(at.nameserver) as producer:
         for number in range(50):
