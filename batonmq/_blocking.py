@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
@@ -49,6 +50,7 @@ class _LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started = threading.Event()
         self._stop = asyncio.Event()
+        self._takes_calls, self._lock = False, threading.Lock()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._run()), name="batonmq", daemon=True
         )
@@ -59,28 +61,36 @@ class _LoopThread:
 
     @property
     def open(self) -> bool:
-        """Whether the loop runs."""
-        return self._loop is not None and not self._loop.is_closed()
+        """Whether the loop takes calls."""
+        return self._takes_calls
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` in the loop and return its result.
 
         Raises:
-            Unreachable: the loop does not run.
+            Unreachable: the loop does not run, or ends before there is a result.
             InvalidArgument: the caller runs in the loop, which would wait for itself.
         """
-        if self._loop is None or self._loop.is_closed():
-            work.close()
-            raise Unreachable(
-                "the client is not open", remedy="Use the client inside of its with block."
-            )
         if threading.current_thread() is self._thread:
             work.close()
             raise InvalidArgument(
                 "a call that waits is not possible in the client's own thread",
                 remedy="Call it in another thread, as in a plain handler without inline=True.",
             )
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        with self._lock:  # a call that the loop gets when it has ended would wait for ever
+            if self._loop is None or not self._takes_calls:
+                work.close()
+                raise Unreachable(
+                    "the client is not open", remedy="Use the client inside of its with block."
+                )
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise Unreachable(
+                "the client was closed during the call",
+                remedy="Let calls in other threads end before you leave the with block.",
+            ) from None
 
     def do(self, work: Callable[[], T]) -> T:
         """Call `work`, which does not wait for anything, in the loop and return its result.
@@ -104,9 +114,11 @@ class _LoopThread:
         self._thread.join()
 
     async def _run(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._takes_calls = asyncio.get_running_loop(), True
         self._started.set()
         await self._stop.wait()
+        with self._lock:
+            self._takes_calls = False
 
 
 class _ClientContext:

@@ -7,13 +7,16 @@ Method: a real server whose storage never answers, and blocks in threads of the 
 from __future__ import annotations
 
 import asyncio
+import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from batonmq._blocking import BlockingProducer, BlockingPuller
+from batonmq._blocking import BlockingProducer, BlockingPuller, _LoopThread
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
+from batonmq.errors import Unreachable
 from tests.client.twins import Gate, twins
 from tests.support.conditions import until
 
@@ -63,6 +66,45 @@ async def test_producer_whose_block_ends_waits_for_submitted_messages() -> None:
         gate.open()
         await sending
         assert cluster.storage.stored == [b"last"]
+
+
+def test_call_that_begins_while_the_block_ends_is_refused() -> None:
+    for _ in range(50):
+        thread = _LoopThread()
+        thread.start()
+        refused = threading.Event()
+
+        def call_on(thread: _LoopThread = thread, refused: threading.Event = refused) -> None:
+            with pytest.raises(Unreachable):
+                while True:
+                    thread.call(asyncio.sleep(0))
+            refused.set()
+
+        callers = [threading.Thread(target=call_on, daemon=True) for _ in range(4)]
+        for caller in callers:
+            caller.start()
+        thread.stop()
+        for caller in callers:
+            caller.join(10)
+        assert not any(caller.is_alive() for caller in callers)
+        assert refused.is_set()
+
+
+def test_call_that_is_under_way_when_the_block_ends_fails() -> None:
+    thread = _LoopThread()
+    thread.start()
+    with ThreadPoolExecutor(1) as pool:
+        begun = threading.Event()
+
+        async def wait() -> None:
+            begun.set()
+            await asyncio.sleep(3_600)
+
+        call = pool.submit(lambda: thread.call(wait()))
+        assert begun.wait(10)
+        thread.stop()
+        with pytest.raises(Unreachable, match="closed during the call"):
+            call.result(10)
 
 
 def raise_with_cause() -> None:
