@@ -381,6 +381,9 @@ class Consumer:
     async def run(self, handler: Handler, *, inline: bool = False) -> None:
         """Call `handler` with every message until `stop`.
 
+        If the call is cancelled, the consumer stops. A consumer that has stopped starts no more
+        messages: another call returns at once.
+
         Args:
             handler: A coroutine function, or a plain function, which runs in a thread. It returns
                 None for success, a `RetryLater` or `Suspend`, or a `Reply` or bytes, which are the
@@ -392,6 +395,7 @@ class Consumer:
                 the keep-alives of this consumer, and `handle_timeout_ms` does not end the call.
 
         Raises:
+            InvalidArgument: Another handler runs.
             MessageFailed: a message failed too often, and `exhausted` is `stop`.
         """
         await self._run(SingleMessageAdapter(handler, inline=inline))
@@ -453,6 +457,14 @@ class Consumer:
         await self._run(TransformAdapter(handler, topics), transformer)
 
     async def _run(self, adapter: HandlerAdapter, transformer: Transformer | None = None) -> None:
+        if self._stopped.is_set():
+            return
+        if self._dispatcher is not None:
+            raise InvalidArgument(
+                "the consumer has a handler already",
+                remedy="Use another consumer of the group for another handler.",
+                facts={"field": "handler"},
+            )
         if self._telemetry is not None:
             from batonmq._consumer.traced_handlers import trace_calls  # noqa: PLC0415
 
@@ -470,7 +482,11 @@ class Consumer:
         self._deadlines.set(self._handle_timeout_ms)
         self._handle_signals()
         self._begin(dispatcher)
-        await self._stopped.wait()
+        try:
+            await self._stopped.wait()
+        except asyncio.CancelledError:
+            self.stop()  # else the handler would go on without a caller
+            raise
         if self._failed is not None:
             raise self._failed
 

@@ -27,6 +27,7 @@ from batonmq._producer.producer import Producer
 from batonmq.errors import (
     BadExpression,
     ClientIdInUse,
+    InvalidArgument,
     SubscriptionConflict,
     TopicNotFound,
     Unreachable,
@@ -167,6 +168,29 @@ async def test_block_that_fails_leaves_its_message_to_the_next_member(nameserver
             ("a", False),
             ("b", True),
         ]
+
+
+async def test_consumer_whose_run_is_cancelled_starts_no_more_messages(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        async with at.consumer("a") as consumer:
+
+            async def handle(message: ReceivedMessage) -> None:
+                at.note(consumer, message)
+
+            async with asyncio.TaskGroup() as tasks:
+                running = tasks.create_task(consumer.run(handle))
+                await at.send(numbers(1))
+                await until(lambda: at.bodies.total() == 1)
+                with pytest.raises(InvalidArgument, match="a handler already"):
+                    await consumer.run(handle)
+                running.cancel()
+            await at.send(numbers(10, first=1))
+            await consumer.run(handle)
+            await asyncio.sleep(0.5)
+            assert at.bodies.total() == 1
+        async with handle_all(at, "b"):
+            await until(lambda: at.bodies.total() == 11)
+        assert at.by("b") == numbers(10, first=1)
 
 
 async def test_stop_ends_the_iteration(nameserver: str) -> None:
