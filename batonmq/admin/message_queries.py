@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.storage.v1 import query_service_pb2 as pb
+from batonmq._common.aio import without_group
 from batonmq._core.outputs import OutputOrigin, origins_of
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, Record, check_batch, decode_records, record_lengths
@@ -140,8 +141,9 @@ class MessageQueries:
             messages_max=count_max,
         )
         brokers = sorted({queue.broker for queue in detail.topic.queues})
-        async with asyncio.TaskGroup() as tasks:
-            calls = [tasks.create_task(self._with_key(broker, request)) for broker in brokers]
+        with without_group():
+            async with asyncio.TaskGroup() as tasks:
+                calls = [tasks.create_task(self._with_key(broker, request)) for broker in brokers]
         parts = [task.result() for task in calls]
         messages = sorted(
             (message for part in parts for message in part.messages),

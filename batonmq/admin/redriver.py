@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.aio import without_group
 from batonmq._common.rpc import error_from_pb
 from batonmq._connection.routes import query_route, writable_queues_of
 from batonmq._consumer.moved_group import raise_if_moved
@@ -156,8 +157,9 @@ class Redriver:
                 done.append(RedriveResult(letter, "refused", error=error))
             else:
                 copies[copy.queue.broker].append(copy)
-        async with asyncio.TaskGroup() as tasks:
-            sent = [tasks.create_task(self._append(b, some)) for b, some in copies.items()]
+        with without_group():
+            async with asyncio.TaskGroup() as tasks:
+                sent = [tasks.create_task(self._append(b, some)) for b, some in copies.items()]
         done += [each for task in sent for each in task.result()]
         await self._record([each.letter for each in done if each.outcome != "refused"])
         return done

@@ -18,11 +18,17 @@ from baton.nameserver.v1.nameserver_service_pb2 import UpdateGroupRequest
 from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._core.dead_letters import DeadLetter, dead_letter
 from batonmq._core.queues import QueueRef
+from batonmq._core.records import Message
+from batonmq._core.retries import HandlingFailure, Origin, dead_letter_topic, properties_of
 from batonmq._producer.producer import Producer
 from batonmq.admin import _group_mirror
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group, GroupProgress, Subscription
+from batonmq.admin.message_queries import MessageQueries
+from batonmq.admin.operation import Operation
+from batonmq.admin.redriver import RedriveOptions, Redriver
 from batonmq.admin.reports import Node
 from batonmq.errors import (
     GroupInUse,
@@ -37,6 +43,8 @@ from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import Replica, offsets_service, refusal, register_broker, replica
 from tests.support.cluster import local_cluster
 from tests.support.conditions import until
+
+FAILED = HandlingFailure("failed", "on purpose")
 
 
 @pytest_asyncio.fixture
@@ -60,6 +68,29 @@ async def nameserver_replica(
 async def admin(nameserver_replica: Replica) -> AsyncIterator[Admin]:
     async with Admin(nameserver_replica.address) as opened:
         yield opened
+
+
+async def test_query_and_redrive_raise_the_error_of_a_broker_without_a_group(
+    admin: Admin, nameserver_replica: Replica
+) -> None:
+    await admin.create_topic("orders", 1)
+    queue = QueueRef("orders", "broker-a", 0)
+    letter = dead_letter(
+        ("broker-a-0-0", QueueRef(dead_letter_topic("g"), "broker-a", 0), 0),
+        (1, 2),
+        Message(b"", properties=properties_of(Origin(queue, 0, "broker-a-1-0"), 1, FAILED, "c")),
+        redriven=False,
+    )
+
+    async def letters() -> AsyncIterator[DeadLetter]:
+        yield letter
+
+    order = RedriveOptions(operation=Operation("a", "b"), to_topic=True)
+    async with Admin(nameserver_replica.address, timeout_s=0.2) as impatient:
+        with pytest.raises(Unreachable):
+            await MessageQueries(impatient).with_key("orders", "key")
+        with pytest.raises(Unreachable):
+            _ = [one async for one in Redriver(impatient, "g", order).run(letters())]
 
 
 async def test_topics_are_created_listed_described_and_deleted(admin: Admin) -> None:
