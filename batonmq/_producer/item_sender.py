@@ -114,13 +114,17 @@ class ItemSender(Generic[Item, Stored]):
             finally:
                 if unsure:
                     lane.skip_sequence()
-                if not sending.once:
-                    self._lanes[queue].append(lane)
+                if (lanes := self._lanes.get(queue)) is not None and not sending.once:
+                    lanes.append(lane)
             # From the second refusal on, the route is probably older than the change of the topic.
             if refusals or other == queue:
                 await self._directory.pause(error, refusals)
             queue = other
             refusals += 1
+
+    def forget_topic(self, name: str) -> None:
+        """Forget the producer ids that were used for a deleted topic."""
+        self._lanes = {queue: lanes for queue, lanes in self._lanes.items() if queue.topic != name}
 
     def _take_lane(self, queue: QueueRef, once: int) -> _Lane:
         if once:

@@ -774,7 +774,9 @@ class Producer:
             )
         except BatonError as error:
             log.warning("topic is no longer available topic=%s error=%s", topic, error)
-            self._buffer.topics.pop(topic, None)
+            self._buffer.remove_topic(topic)
+            self._scheduled.forget_topic(topic)
+            self._transactions.forget_topic(topic)
 
     def _start(self, loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = begin_task(self._tasks, loop)

@@ -149,6 +149,10 @@ class ScheduledSender:
         self._run(self._settle(sending, queue, future))
         return PendingSchedule(future)
 
+    def forget_topic(self, name: str) -> None:
+        """See `ItemSender`."""
+        self._items.forget_topic(name)
+
     async def flush(self) -> None:
         """Wait until every message that is in flight now is stored or has failed."""
         if self._pending:

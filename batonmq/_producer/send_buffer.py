@@ -76,6 +76,15 @@ class SendBuffer:
         known = self.topics[name] = TopicQueues(route, self.broker_health, turn)
         return known
 
+    def remove_topic(self, name: str) -> None:
+        """Forget a deleted topic, and the senders of deleted topics that have nothing to send."""
+        self.topics.pop(name, None)
+        self._senders = {
+            queue: sender
+            for queue, sender in self._senders.items()
+            if queue.topic in self.topics or sender.batches
+        }
+
     def place(
         self,
         known: TopicQueues,

@@ -122,6 +122,10 @@ class TransactionSender:
             await self._directory.pause(outcome, failures)
             failures += 1
 
+    def forget_topic(self, name: str) -> None:
+        """See `ItemSender`."""
+        self._items.forget_topic(name)
+
     def close(self, error: BatonError) -> None:
         """Fail every later call; those that wait end without an outcome."""
         self._closed = error

@@ -51,6 +51,9 @@ async def test_refused_message_goes_to_another_queue(refusal: type[BatonError]) 
             builder.add(message, record := encode_record(message))
             sending = OutgoingMessage(builder, len(record), lambda: SECOND, 1 << 62, Item)
             assert await sender.send(sending, FIRST) == (SECOND, 1)
+        assert sender._lanes.keys() == {FIRST, SECOND}
+        sender.forget_topic("orders")
+        assert not sender._lanes
         for task in running:
             task.cancel()
     of_first = [one for one in seen if one[0] == FIRST.broker]

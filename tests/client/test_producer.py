@@ -478,6 +478,19 @@ async def test_message_larger_than_the_limit_is_sent_when_no_other_is_in_flight(
         assert (await producer.send("orders", bytes(5_000))).offset == 1
 
 
+async def test_producer_forgets_the_queues_of_deleted_topics() -> None:
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+        for number in range(5):
+            topic = f"t-{number}"
+            at.nameserver.set_topic(topic, 4)
+            for _ in range(8):
+                await producer.send(topic, b"")
+            at.nameserver.set_topic(topic, 0)
+            await until(lambda: not producer._buffer.topics)
+        await producer.send("orders", b"")
+        assert {queue.topic for queue in producer._buffer._senders} == {"orders"}
+
+
 # ---- flush and close
 
 
