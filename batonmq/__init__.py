@@ -17,6 +17,7 @@ Public are the names in `__all__` of this package, of `batonmq.admin`, `batonmq.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 from batonmq._connection import event_engine
@@ -63,6 +64,10 @@ if TYPE_CHECKING:
     from batonmq._telemetry.open_telemetry import OpenTelemetry
     from batonmq.admin.admin import Admin
     from batonmq.errors import BatonError, Retry
+
+# Read when gRPC is imported. Its handlers for forks do not work with `grpc.aio`: children of a
+# program with an open client, such as those of a ProcessPoolExecutor, crash now and then.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # noqa: TID251
 
 __all__ = [
     "Admin",
