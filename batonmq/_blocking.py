@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from batonmq._common.stop_signals import STOP_SIGNALS
 from batonmq._common.threads import run_in_thread
+from batonmq._connection.forked_process import ForkedProcess, ProcessGuard
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.handler_adapters import BatchHandler, Handler
@@ -51,11 +52,13 @@ class _LoopThread:
         self._started = threading.Event()
         self._stop = asyncio.Event()
         self._takes_calls, self._lock = False, threading.Lock()
+        self._process = ProcessGuard()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._run()), name="batonmq", daemon=True
         )
 
     def start(self) -> None:
+        self._process.check()
         self._thread.start()
         self._started.wait()
 
@@ -70,7 +73,13 @@ class _LoopThread:
         Raises:
             Unreachable: the loop does not run, or ends before there is a result.
             InvalidArgument: the caller runs in the loop, which would wait for itself.
+            ForkedProcess: the loop runs in the process that this one was forked from.
         """
+        try:
+            self._process.check()
+        except ForkedProcess:
+            work.close()
+            raise
         if threading.current_thread() is self._thread:
             work.close()
             raise InvalidArgument(
@@ -109,6 +118,7 @@ class _LoopThread:
                 self._loop.call_soon_threadsafe(call)
 
     def stop(self) -> None:
+        self._process.check()
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()

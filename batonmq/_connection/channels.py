@@ -8,6 +8,7 @@ from functools import partial
 import grpc.aio
 
 from batonmq._connection.call_stream import StreamingChannel
+from batonmq._connection.forked_process import CHANNELS
 from batonmq._connection.secure_channel import ChannelIdentity, Options, SecureChannel
 from batonmq._connection.security import Security
 
@@ -52,7 +53,12 @@ Connect = Callable[[str], grpc.aio.Channel]
 
 
 def connect(address: str, options: Options = OPTIONS) -> grpc.aio.Channel:
-    """Return a channel without TLS."""
+    """Return a channel without TLS.
+
+    Raises:
+        ForkedProcess: gRPC does not work in this process.
+    """
+    CHANNELS.check()
     return StreamingChannel(grpc.aio.insecure_channel(address, options=options))
 
 
@@ -65,6 +71,9 @@ def connector(security: Security | None, options: Options = OPTIONS) -> Connect:
     if security is None:
         return partial(connect, options=options)
     identity = ChannelIdentity(security)
-    return lambda address: StreamingChannel(
-        SecureChannel(address, identity, options), identity.credentials
-    )
+
+    def connect_securely(address: str) -> grpc.aio.Channel:
+        CHANNELS.check()
+        return StreamingChannel(SecureChannel(address, identity, options), identity.credentials)
+
+    return connect_securely
