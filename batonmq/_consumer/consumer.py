@@ -477,6 +477,7 @@ class Consumer:
             self._tasks,
             self._stop_failed,
             transformer,
+            self._tasks_end,
         )
         self._deadlines, self._transformer = dispatcher.deadlines, transformer
         self._deadlines.set(self._handle_timeout_ms)
@@ -515,6 +516,11 @@ class Consumer:
         """Stop because a signal asked the program to end."""
         log.info("stopping by a signal, a second one ends the program at once")
         self.stop()
+
+    def _tasks_end(self) -> bool:
+        """Whether the tasks of this consumer are being cancelled: its calls run as long as it."""
+        calls = self._loops[0]
+        return calls.done() or calls.cancelling() > 0
 
     def _stop_failed(self, failed: MessageFailed) -> None:
         self._failed = failed

@@ -125,6 +125,11 @@ class HandlerCall:
         """
         return self._task.cancelling() > self._cancelling
 
+    def uncancel(self) -> None:
+        """Undo the cancellations of the task since the call began."""
+        while self.cancelled:
+            self._task.uncancel()
+
     def extend(self, message: ReceivedMessage, ms: int) -> None:
         """Give the call of a message more time; may be called in any thread."""
         self._deadlines.loop.call_soon_threadsafe(self._extend, message, ms)

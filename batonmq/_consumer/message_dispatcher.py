@@ -52,6 +52,7 @@ class MessageDispatcher:
         tasks: Runs the tasks of the queues.
         transformer: Stores the outputs of inputs; None if the handler makes none.
         on_stop: Called when a message has failed too often and the settings say to stop then.
+        tasks_end: Whether all tasks of `tasks` are being cancelled.
 
     Attributes:
         deadlines: Ends handler calls that take too long.
@@ -66,11 +67,12 @@ class MessageDispatcher:
         tasks: asyncio.TaskGroup,
         on_stop: Callable[[MessageFailed], None],
         transformer: Transformer | None = None,
+        tasks_end: Callable[[], bool] = lambda: False,
     ) -> None:
         settings = session.settings
         self._session, self._adapter, self._retry_sender = session, adapter, retry_sender
         self._reply_sender, self._transformer = reply_sender, transformer
-        self._tasks, self._on_stop = tasks, on_stop
+        self._tasks, self._on_stop, self._tasks_end = tasks, on_stop, tasks_end
         self._policy, self._metrics = retry_policy(settings), session.metrics
         self._event_counter, self._by_key = session.event_counter, settings.order == "key"
         self._threads: DaemonThreads | None = None
@@ -382,7 +384,9 @@ class MessageDispatcher:
                 return failures
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and call.cancelled:
-                raise
+                if self._is_cancelled(first.queue):
+                    raise
+                call.uncancel()
             if not call.expired:
                 log.exception(
                     "handler failed %r attempts=%d messages=%d",
@@ -401,6 +405,15 @@ class MessageDispatcher:
         return [HandlingFailure("timeout", f"handled for more than {call.allowed_ms} ms")] * len(
             messages
         )
+
+    def _is_cancelled(self, ref: QueueRef) -> bool:
+        """Whether the current task, which handles messages of a queue, is to end.
+
+        The task's own count of cancellations does not tell: a handler may have cancelled its task,
+        and before Python 3.13 a task group that has failed leaves such a count behind. A task that
+        ended by that would leave its queue without one.
+        """
+        return asyncio.current_task() not in self._by_queue.get(ref, ()) or self._tasks_end()
 
     async def _call_handler(
         self,

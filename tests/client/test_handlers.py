@@ -11,6 +11,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -66,6 +67,32 @@ def test_cancellation_of_a_task_that_a_handler_awaits_is_a_failure(
             await work
 
     assert dead_letter_after(handle, order=order) == []
+    assert attempts == [1, 2, 3]
+
+
+@pytest.mark.parametrize("order", ["none", "queue", "key"])
+@pytest.mark.parametrize("fault", ["cancellation", "timeout"])
+def test_message_whose_handler_caught_the_failure_of_a_task_group_is_handled_again(
+    order: str, fault: str
+) -> None:
+    """Before Python 3.13 such a task counts as cancelled from then on."""
+    attempts = []
+
+    async def fail() -> None:
+        raise ValueError("on purpose")
+
+    async def handle(message: ReceivedMessage) -> None:
+        attempts.append(message.attempts)
+        with suppress(ExceptionGroup):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(fail())
+        if message.attempts < 3:
+            work = asyncio.get_running_loop().create_future()
+            if fault == "cancellation":
+                work.cancel()
+            await work
+
+    assert dead_letter_after(handle, order=order, handle_timeout_ms=1_000) == []
     assert attempts == [1, 2, 3]
 
 
