@@ -17,10 +17,9 @@ Public are the names in `__all__` of this package, of `batonmq.admin`, `batonmq.
 from __future__ import annotations
 
 import importlib
-import os
 from typing import TYPE_CHECKING
 
-from batonmq._connection import event_engine
+from batonmq._connection import grpc_environment
 
 if TYPE_CHECKING:
     from batonmq import errors
@@ -64,10 +63,6 @@ if TYPE_CHECKING:
     from batonmq._telemetry.open_telemetry import OpenTelemetry
     from batonmq.admin.admin import Admin
     from batonmq.errors import BatonError, Retry
-
-# Read when gRPC is imported. Its handlers for forks do not work with `grpc.aio`: children of a
-# program with an open client, such as those of a ProcessPoolExecutor, crash now and then.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # noqa: TID251
 
 __all__ = [
     "Admin",
@@ -170,7 +165,7 @@ _HOMES = {
     "TransactionState": "batonmq._core.transactions",
 }
 
-event_engine.choose()
+grpc_environment.prepare()
 
 
 def __getattr__(name: str) -> object:

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-import batonmq  # noqa: F401  first, because it chooses how gRPC works
+import batonmq  # noqa: F401  first: it sets what gRPC reads when it is imported

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
-from batonmq._connection.event_engine import VARIABLE
+from batonmq._connection.grpc_environment import NAMES
 
 CACHE = Path.home() / ".cache" / "batonmq-peers"
 HERE = Path(__file__).parent
@@ -166,7 +166,7 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
     What our client library sets for gRPC is left out: clients of other brokers may use gRPC, too.
     """
-    inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    inherited = {name: value for name, value in os.environ.items() if name not in NAMES}
     return {**inherited, **more}
 
 

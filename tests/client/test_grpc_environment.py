@@ -1,6 +1,6 @@
 """Goal: the polling thread of gRPC reads the sockets, unless the environment says something else.
 
-Method: programs of their own, because gRPC reads the setting once in a process, when it is
+Method: programs of their own, because gRPC reads its variables once in a process, when it is
 imported. One counts how often the threads of the pool wake while messages go back and forth.
 """
 
@@ -13,7 +13,7 @@ from importlib import metadata
 
 import pytest
 
-from batonmq._connection import event_engine
+from batonmq._connection import grpc_environment
 
 ECHO = """
 import asyncio, os
@@ -61,7 +61,7 @@ import os, sys
 class Watch:
     def find_spec(self, name, path, target=None):
         if name == "grpc._cython":
-            print(os.environ.get("GRPC_EXPERIMENTS"))
+            print(os.environ.get("GRPC_EXPERIMENTS"), os.environ.get("GRPC_ENABLE_FORK_SUPPORT"))
 
 sys.meta_path.insert(0, Watch())
 import {module}
@@ -106,13 +106,15 @@ def test_messages_wake_the_threads_of_the_pool_if_the_environment_says_so() -> N
         "batonspark.cluster",
     ],
 )
-def test_setting_is_chosen_before_grpc_is_imported(module: str) -> None:
-    assert run(IMPORT.format(module=module))[0] == event_engine.POLLING_THREAD_READS
+def test_variables_are_set_before_grpc_is_imported(module: str) -> None:
+    printed, _ = run(IMPORT.format(module=module))
+    assert printed == f"{grpc_environment.POLLING_THREAD_READS} 0"
 
 
 @pytest.mark.parametrize("value", ["", "event_engine_client"])
 def test_value_of_the_environment_stays(value: str) -> None:
-    assert run(IMPORT.format(module="batonmq"), GRPC_EXPERIMENTS=value)[0] == value
+    given = {"GRPC_EXPERIMENTS": value, "GRPC_ENABLE_FORK_SUPPORT": "1"}
+    assert run(IMPORT.format(module="batonmq"), **given)[0] == f"{value} 1".strip()
 
 
 @pytest.mark.parametrize(
@@ -121,18 +123,20 @@ def test_value_of_the_environment_stays(value: str) -> None:
 def test_version_that_may_not_know_the_setting_gets_none(
     version: tuple[int, ...], chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(event_engine.VARIABLE, raising=False)
-    monkeypatch.setattr(event_engine, "grpc_version", lambda: version)
-    event_engine.choose()
-    assert (os.getenv(event_engine.VARIABLE) is not None) is chosen
+    monkeypatch.delenv(grpc_environment.EXPERIMENTS, raising=False)
+    monkeypatch.setattr(grpc_environment, "grpc_version", lambda: version)
+    grpc_environment.prepare()
+    assert (os.getenv(grpc_environment.EXPERIMENTS) is not None) is chosen
 
 
 def test_version_is_that_of_the_installed_package() -> None:
-    assert event_engine.grpc_version() == tuple(map(int, metadata.version("grpcio").split(".")[:2]))
+    assert grpc_environment.grpc_version() == tuple(
+        map(int, metadata.version("grpcio").split(".")[:2])
+    )
 
 
 def test_version_of_a_package_that_does_not_tell_it_is_unmeasured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(event_engine, "find_spec", lambda name: None)
-    assert event_engine.grpc_version() >= event_engine.FIRST_UNMEASURED
+    monkeypatch.setattr(grpc_environment, "find_spec", lambda name: None)
+    assert grpc_environment.grpc_version() >= grpc_environment.FIRST_UNMEASURED
