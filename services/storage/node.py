@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from batonmq.errors import DataLoss
+from batonmq_server.runtime.descriptors import descriptors_max
 from batonmq_server.runtime.replication.position import ReplicaPosition
 from batonmq_server.storage.core import checkpoint, epochs, floors
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
@@ -35,7 +36,7 @@ from batonmq_server.storage.core.commitlog import (
 )
 from batonmq_server.storage.core.consumequeue import FOLDER as CONSUMEQUEUE
 from batonmq_server.storage.core.epochs import EpochHistory
-from batonmq_server.storage.core.files import Disk, FileCache
+from batonmq_server.storage.core.files import FILES_MAX, Disk, FileCache
 from batonmq_server.storage.core.keyindex import FOLDER as KEYINDEX
 from batonmq_server.storage.core.keyindex import KeyIndex
 from batonmq_server.storage.core.producers import ProducerTable
@@ -241,7 +242,7 @@ def recover_directory(
     begin_ms = monotonic_ms()
     if remote is not None:
         disk = TierDisk(disk, remote.fetch_now)
-    cache = FileCache(disk)
+    cache = FileCache(disk, min(FILES_MAX, descriptors_max() // 4))  # the rest is for other uses
     attempt = _Attempt(disk, cache, segment_bytes, remote)
     try:
         with _may_block(remote):

@@ -141,13 +141,14 @@ def test_cache_closes_its_oldest_files_to_open_another() -> None:
         cache.get("0")
 
 
-def test_node_starts_with_fewer_descriptors_than_segments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("free", [32, 33, 39, 49])
+def test_node_starts_with_fewer_descriptors_than_segments(tmp_path: Path, free: int) -> None:
     disk, count = RealDisk(tmp_path), 100
     with opened(disk) as node:
         for _ in range(count):
             stored(node.store, batch(bytes(600)))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + count // 2, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + free, hard))
     try:
         with opened(disk) as node:
             assert node.store.log.synced_position == node.store.log.next_position

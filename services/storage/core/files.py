@@ -13,6 +13,8 @@ from typing import Protocol
 
 from batonmq_server.runtime.descriptor_shortage import is_shortage
 
+FILES_MAX = 256
+"""Files that a cache keeps open."""
 UNREADABLE = (errno.EIO, errno.ENOENT)
 """Errors of a read that mean that the disk no longer has the bytes."""
 
@@ -132,7 +134,7 @@ class FileCache:
         files_max: Maximum number of open files.
     """
 
-    def __init__(self, disk: Disk, files_max: int = 256) -> None:
+    def __init__(self, disk: Disk, files_max: int = FILES_MAX) -> None:
         self._disk, self._files_max = disk, files_max
         self._open: OrderedDict[str, File] = OrderedDict()
 
