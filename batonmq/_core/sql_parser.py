@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 CONDITIONS_MAX = 64
 """Limit of comparisons in an expression: each costs time for every message that is tested."""
 SHOWN_MAX = 140
-_WHOLE_LIMIT: Final = 10**NUMBER_CHARACTERS_MAX
-"""Smaller integers are written without a fraction, also if the condition has `5.0` or `5e0`."""
 HELP: Final = "Correct it; docs/reference/filters.md has the grammar."
 _GRAMMAR: Final = r"""
     ?start: either
@@ -200,7 +198,8 @@ class _Builder:
                 "Numbers have at most 64 characters, and are at most 1.7e308.",
                 parts[-1],
             )
-        whole = abs(value) < _WHOLE_LIMIT and value == int(value)
+        # Integers are written in full, also if the condition has `5.0`; not if that is too long.
+        whole = value == int(value) and len(str(int(value))) <= NUMBER_CHARACTERS_MAX
         return int(value) if whole else value
 
 

@@ -219,6 +219,7 @@ def test_integers_of_any_size_are_exact() -> None:
         ("a = 1.50 and b = 1e3 and c = 5L", "", "a = 1.5 AND b = 1000 AND c = 5"),
         ("a = 5. and b = -0.0", "", "a = 5 AND b = 0"),
         ("a < 1e63 and b < 1e64", "", f"a < {int(1e63)} AND b < 1e+64"),
+        ("a > -1e62 and b > -1e63", "", f"a > {int(-1e62)} AND b > -1e+63"),
         ('"a" = 1 and "a-b" = 1 and "in" = 1', "", 'a = 1 AND "a-b" = 1 AND "in" = 1'),
     ],
 )
