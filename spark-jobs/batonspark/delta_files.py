@@ -199,4 +199,5 @@ def _stats(metadata: Any) -> str:
 
 
 def _bound(time: datetime) -> str:
-    return f"{time.astimezone(UTC).isoformat(timespec='milliseconds')[:-6]}Z"
+    known = time if time.tzinfo else time.replace(tzinfo=UTC)  # a TIMESTAMP_NTZ: written as it is
+    return f"{known.astimezone(UTC).isoformat(timespec='milliseconds')[:-6]}Z"

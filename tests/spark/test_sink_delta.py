@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, date, datetime
 from pathlib import Path
+from time import tzset  # noqa: TID251  sets the zone, reads no clock
 
 import deltalake
 import pyarrow as pa
@@ -113,6 +114,29 @@ def test_files_are_partitioned_and_have_column_bounds(tmp_path: Path) -> None:
     assert (stats["minValues"]["n"], stats["maxValues"]["n"]) == (expected[0], expected[-1])
     assert stats["minValues"]["time"].startswith("2026-01-02T12:00:00.000")
     assert stats["maxValues"]["time"] == "2026-01-02T12:00:00.001Z"
+
+
+@pytest.mark.parametrize("zone", ["UTC", "America/New_York", "Asia/Tokyo"])
+def test_bounds_of_times_without_a_zone_are_those_times(
+    zone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", zone)
+    tzset()
+    try:
+        schema = pa.schema([("n", pa.int64()), ("at", pa.timestamp("us"))])
+        where = target(tmp_path, schema=schema)
+        row = {"n": 1, "at": datetime.fromisoformat("2026-07-01T12:00:00")}
+        batch = pa.RecordBatch.from_pylist([row], schema)
+        (file,) = write_files(where, iter([batch]))
+    finally:
+        monkeypatch.undo()
+        tzset()
+    commit_files(where, [file], None)
+    table = deltalake.DeltaTable(where.path)
+    for condition in ("at < '2026-07-01T12:00:01'", "at > '2026-07-01T11:59:59'"):
+        assert len(table.file_uris(file_pruning_predicate=condition)) == 1
+    for condition in ("at < '2026-07-01T11:00:00'", "at > '2026-07-01T13:00:00'"):
+        assert table.file_uris(file_pruning_predicate=condition) == []
 
 
 def test_partition_values_may_have_any_character(tmp_path: Path) -> None:
