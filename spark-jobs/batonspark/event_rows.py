@@ -179,13 +179,14 @@ def _column(get: Callable[[Any], Any], kind: str, enum: EnumDescriptor | None) -
 
 
 def signed(value: int, bits: int = 64) -> int:
-    """Return an unsigned value as a signed one of `bits` bits; large values become negative."""
-    return value if value < 1 << (bits - 1) else value - (1 << bits)
+    """Return a number as a signed one of `bits` bits; larger numbers lose their upper bits."""
+    half = 1 << (bits - 1)
+    return value if -half <= value < half else (value + half) % (2 * half) - half
 
 
 def _lists(lists: Sequence[Sequence[int]]) -> pa.Array:
     ends = np.cumsum([0, *map(len, lists)], dtype=np.int32)
-    values = np.fromiter(chain.from_iterable(lists), np.int64, int(ends[-1]))
+    values = np.fromiter(chain.from_iterable(lists), np.uint64, int(ends[-1])).astype(np.int64)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(values), type=TYPES["bigints"])
 
 

@@ -14,7 +14,15 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
+from baton.metrics.v1.metrics_service_pb2 import (
+    DeliveredRange,
+    HandedOver,
+    Latency,
+    LogBuckets,
+    MetricBatch,
+    MetricEvent,
+    RemoteDelivered,
+)
 from batonmq._core.queues import QueueRef
 from batonspark.decode import METRICS
 from batonspark.encoded_events import FEW, encoded_rows
@@ -226,6 +234,26 @@ def test_numbers_out_of_range_do_not_affect_other_rows(count: int) -> None:
     dropped, row, *_ = rows_of(greatest.SerializeToString())
     assert (row["queue_id"], row["count"], row["seq"], row["vocabulary"]) == (-2, -3, -1, -1)
     assert dropped["count"] == -4
+
+
+@pytest.mark.parametrize("count", [1, FEW + 1])
+def test_sums_and_lists_of_numbers_out_of_range_do_not_affect_other_rows(count: int) -> None:
+    largest, most = (1 << 64) - 1, (1 << 63) - 1
+    bad = [
+        MetricEvent(
+            handed_over=HandedOver(contend_ms=most, drain_ms=most, fence_ms=most, persist_ms=most)
+        ),
+        MetricEvent(latency=Latency(us=LogBuckets(counts=[largest, largest, 1]))),
+        MetricEvent(delivered=DeliveredRange(runs=[largest, 1])),
+        MetricEvent(remote_delivered=RemoteDelivered(runs=[0, 1 << 63])),
+    ]
+    events = [*(one for one in bad for _ in range(count)), event("member_seen")]
+    by_kind = {row["kind"]: row for row in rows_of(MetricBatch(events=events).SerializeToString())}
+    assert by_kind["handed_over"]["duration_ms"] == -4
+    assert (by_kind["latency"]["buckets"], by_kind["latency"]["count"]) == ([-1, -1, 1], -1)
+    assert by_kind["delivered"]["runs"] == [-1, 1]
+    assert by_kind["remote_delivered"]["runs"] == [0, -(1 << 63)]
+    assert by_kind["member_seen"]["client_id"]
 
 
 @pytest.mark.parametrize("unix_ms", [-1, 1_700_000_000_000_000, (1 << 63) - 1])
