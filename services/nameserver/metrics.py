@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.aio import in_steps
 from batonmq._core.queues import GroupQueue
+from batonmq.errors import ClientIdInUse, SubscriptionConflict
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.diagnosis import QueueDiagnosis
 from batonmq_server.nameserver.core.evidence import QueueEvidence
@@ -107,6 +108,8 @@ class MembershipMetrics:
             ("reason",),
             registry=registry,
         )
+        for error in (SubscriptionConflict, ClientIdInUse):
+            self._rejections.labels(error.reason)  # 0, so that increase() sees the first one
         self._expiries = Counter(
             "baton_nameserver_expiries",
             "Members removed because their lease expired.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -171,12 +171,15 @@ class StorageMetrics:
             ("answer",),
             registry=registry,
         )
-        self.ended_transactions = Counter(
-            "baton_storage_ended_transactions",
-            "Ended transactions by outcome: committed, rolled_back, discarded (a limit was "
-            "reached), damaged.",
-            ("outcome",),
-            registry=registry,
+        self.ended_transactions = _from_zero(
+            Counter(
+                "baton_storage_ended_transactions",
+                "Ended transactions by outcome: committed, rolled_back, discarded (a limit was "
+                "reached), damaged.",
+                ("outcome",),
+                registry=registry,
+            ),
+            ("committed", "rolled_back", "discarded", "damaged"),
         )
         self.leader = Gauge(
             "baton_storage_leader",
@@ -225,6 +228,13 @@ class StorageMetrics:
             "Damaged files of the key index that were rebuilt from the log.",
             registry=registry,
         )
+
+
+def _from_zero(counter: Counter, values: Sequence[str]) -> Counter:
+    """Return the counter with these series, so that increase() sees the first count of each."""
+    for value in values:
+        counter.labels(value)
+    return counter
 
 
 class TrafficMetrics:

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
-from batonmq_server.nameserver.metrics import ReplicaSetMetrics
+from batonmq_server.nameserver.metrics import MembershipMetrics, ReplicaSetMetrics
 from batonmq_server.runtime.etcd.session import KeyValue
 from tests.nameserver.service_twins import Scene, open_scene
 
@@ -57,3 +57,12 @@ async def test_broker_with_queues_is_shown_without_registered_nodes() -> None:
         register(scene, "storage", "broker-a", "", leader=True)
         nodes, leaders = shown(scene)
     assert nodes == leaders == {("storage", "broker-a"): 1, ("storage", "broker-b"): 0}
+
+
+def test_rejections_with_an_alert_are_zero_before_the_first_one() -> None:
+    """Otherwise the increase over the first one is 0, and no alert fires."""
+    registry = CollectorRegistry()
+    MembershipMetrics(registry)
+    for reason in ("SUBSCRIPTION_CONFLICT", "CLIENT_ID_IN_USE"):
+        labels = {"reason": reason}
+        assert registry.get_sample_value("baton_nameserver_rejections_total", labels) == 0

@@ -10,8 +10,11 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
 from batonmq._core.records import Message
 from batonmq._core.retries import dead_letter_topic
+from batonmq_server.storage.metrics import StorageMetrics
 from tests.storage.batches import TOPIC, batch
 from tests.storage.running_node import GROUP, RunningNode, running_node
 from tests.support.conditions import until
@@ -100,3 +103,12 @@ async def test_unknown_group_has_no_series(etcd_endpoint: str, tmp_path: Path) -
         await node.append(messages(TOPIC, "x"))
         await node.pull()
         assert shown(node, "rocketmq_messages_out_total") == {}
+
+
+def test_outcomes_of_transactions_are_zero_before_the_first_one() -> None:
+    """Otherwise the increase over the first ones is 0, and no alert fires."""
+    registry = CollectorRegistry()
+    StorageMetrics(registry)
+    for outcome in ("committed", "rolled_back", "discarded", "damaged"):
+        name = "baton_storage_ended_transactions_total"
+        assert registry.get_sample_value(name, {"outcome": outcome}) == 0
