@@ -15,7 +15,7 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor, Stateful
 from batonspark.alert_changes import Signal
 from batonspark.alert_rules import RuleBook
 from batonspark.alert_subject import KINDS, Alert, AlertSubject
-from batonspark.event_columns import alert_time, attribute, has_attribute, struct
+from batonspark.event_columns import alert_time, attribute, has_attribute, is_sketch, struct
 
 STATE_VERSION = 1
 """Version of the state in Spark; a new version starts a new checkpoint."""
@@ -47,6 +47,8 @@ COLUMNS = (
 """The columns of bronze that alerts need."""
 _STATE = "stored STRING, wake_unix_ms BIGINT"
 _QUEUE_KINDS = KINDS["lag"]
+_NAMES = ("consumer_group", "topic", "broker")
+"""Names in a subject, which has none of an event with a missing or an invalid one."""
 _CLOCK = "volume_state"
 """Kind of event that brokers publish even without traffic."""
 
@@ -57,17 +59,19 @@ def signals(events: DataFrame, book: RuleBook) -> DataFrame:
     operations = sorted({rule.operation for rule in book.latency})
     group_kinds = {each for kinds in KINDS.values() for each in kinds} - {*_QUEUE_KINDS, "latency"}
     wanted = (
-        F.when(kind == "latency", F.col("operation").isin(operations))
+        F.when(kind == "latency", F.col("operation").isin(operations) & is_sketch())
         .when(kind == "lock_granted", has_attribute("stolen"))
         .otherwise(kind.isin(_CLOCK, *_QUEUE_KINDS, *sorted(group_kinds)))
     )
-    queue = F.concat_ws("|", F.lit("queue"), "consumer_group", "topic", "broker", "queue_id")
+    names = [F.when(~F.contains(name, F.lit("|")), F.col(name)) for name in _NAMES]
+    queue = F.concat(F.lit("queue"), *(F.concat(F.lit("|"), name) for name in names))
+    queue = F.concat(queue, F.lit("|"), "queue_id")
     source = F.concat_ws("|", F.lit("latency"), "source", "operation")
     subject = (
         F.when(kind == "latency", source)
         .when(kind == _CLOCK, F.concat_ws("|", F.lit("clock"), "source"))
-        .when(kind.isin(*_QUEUE_KINDS), F.when(F.col("queue_id").isNotNull(), queue))
-        .otherwise(F.concat(F.lit("group|"), "consumer_group"))
+        .when(kind.isin(*_QUEUE_KINDS), queue)
+        .otherwise(F.concat(F.lit("group|"), names[0]))
     )
     text = F.coalesce(
         F.try_element_at("attrs", F.lit("message")), F.try_element_at("attrs", F.lit("differences"))

@@ -6,6 +6,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
+from batonmq._core.log_buckets import BUCKETS
+
 CLOCK_SKEW_MAX_S = 60
 """Maximum difference between the clocks of source and broker for the source's time to be used."""
 PUBLISH_DELAY_MAX_S = 10
@@ -71,6 +73,12 @@ def attribute(name: str) -> Column:
 def has_attribute(name: str) -> Column:
     """Return whether a value in `attrs` is present: neither 0, false nor empty."""
     return F.try_element_at("attrs", F.lit(name)).isNotNull()
+
+
+def is_sketch() -> Column:
+    """Return whether the buckets of an event exist; a sketch of others would have no end."""
+    end = F.col("first_bucket").cast("bigint") + F.size("buckets")
+    return (F.col("first_bucket") >= 0) & (F.size("buckets") > 0) & (end <= BUCKETS)
 
 
 def without_repeats(messages: DataFrame, within: str = "10 minutes") -> DataFrame:

@@ -2,7 +2,7 @@
 
 A row of the result has the form of its events: first bucket, counts, sum. Sketches are merged by
 adding the counts of equal buckets, so rows can be folded again, in any order and grouping; the
-rows of minutes are folded from those of 10 s.
+rows of minutes are folded from those of 10 s. Sums too large for BIGINT are left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from batonmq._core.log_buckets import PER_DOUBLING
-from batonspark.event_columns import event_time, struct, window_start
+from batonspark.event_columns import event_time, is_sketch, struct, window_start
 
 KEYS = ("window_start", "source", "operation", "consumer_group", "topic")
 WINDOWS_S = (10, 60)
@@ -31,7 +31,7 @@ LATENCY = f"""
 
 def measures(events: DataFrame) -> DataFrame:
     """Return rows of BASE, one for each sketch."""
-    latencies = events.where((F.col("kind") == "latency") & (F.size("buckets") > 0))
+    latencies = events.where((F.col("kind") == "latency") & is_sketch())
     start = window_start(event_time(), WINDOWS_S[0])
     columns = [field.name for field in struct(BASE)][1:]
     return latencies.select(start.alias("window_start"), *columns)
@@ -44,10 +44,12 @@ def fold(rows: DataFrame, keys: Sequence[str] = KEYS) -> DataFrame:
     )
     bucket = (F.col("first_bucket") + F.col("place")).alias("bucket")
     once = F.when(F.col("place") == 0, F.col("value_sum")).otherwise(0)
-    counted = opened.groupBy(*keys, bucket).agg(F.sum("n").alias("n"), F.sum(once).alias("value"))
+    counted = opened.groupBy(*keys, bucket).agg(
+        F.try_sum("n").alias("n"), F.try_sum(once).alias("value")
+    )
     filled = F.when(F.col("n") > 0, F.struct("bucket", "n"))
     merged = counted.groupBy(*keys).agg(
-        F.array_sort(F.collect_list(filled)).alias("filled"), F.sum("value").alias("value_sum")
+        F.array_sort(F.collect_list(filled)).alias("filled"), F.try_sum("value").alias("value_sum")
     )
     first, last = F.col("filled")[0]["bucket"], F.element_at("filled", -1)["bucket"]
     counts = F.map_from_entries("filled")
@@ -65,7 +67,7 @@ def windows(base: DataFrame) -> DataFrame:
     wide = base.withColumn("window_s", F.explode(F.array(*map(F.lit, WINDOWS_S))))
     start = window_start(F.col("window_start"), F.col("window_s"))
     both = fold(wide.withColumn("window_start", start), ("window_s", *KEYS))
-    count = F.aggregate("buckets", F.lit(0).cast("bigint"), lambda total, n: total + n)
+    count = F.aggregate("buckets", F.lit(0).cast("bigint"), F.try_add)
     rows = both.withColumns(
         {
             "date": F.to_date("window_start"),

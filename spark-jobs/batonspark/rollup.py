@@ -3,7 +3,8 @@
 Each event becomes a row of measures for its queue and its 10 s; `fold` adds rows up. The order and
 the grouping of the additions do not matter, so a window is the same whether its events arrive in
 one micro-batch or in many, early or late. `windows` makes the rest from the rows of 10 s: minutes,
-topics, groups, rates and ratios.
+topics, groups, rates and ratios. Sums that are too large for BIGINT are left out, because an error
+would end the query at the same event after each restart.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def measures(events: DataFrame) -> DataFrame:
 def fold(rows: DataFrame, keys: Sequence[str] = KEYS) -> DataFrame:
     """Add up rows of BASE, one result for each value of `keys`; results may be folded again."""
     added = rows.groupBy(*keys).agg(
-        *(F.sum(name).alias(name) for name in SUMS),
+        *(F.try_sum(name).alias(name) for name in SUMS),
         _of_latest(LAG).alias("last"),
         F.max("lag_max").alias("lag_max"),
         F.max("lag_ms_max").alias("lag_ms_max"),
@@ -102,7 +103,7 @@ def _levels(queues: DataFrame) -> DataFrame:
     wide = wide.withColumns({name: F.when(at, F.col(name)) for name, at in kept.items()})
     greatest = ("lag_time", "lag_ms", "lag_max", "lag_ms_max", *FIRST_COMMIT, *LAST_COMMIT)
     return wide.groupBy("level", "window_s", *KEYS).agg(
-        *(F.sum(name).alias(name) for name in (*SUMS, "lag", "in_flight", "committed_rate")),
+        *(F.try_sum(name).alias(name) for name in (*SUMS, "lag", "in_flight", "committed_rate")),
         *(F.max(name).alias(name) for name in greatest),
         F.sort_array(F.flatten(F.collect_list("hand_over_ms"))).alias("hand_over_ms"),
     )
@@ -132,7 +133,7 @@ def _of_latest(names: Sequence[str]) -> Column:
 def _commit_rate() -> Column:
     """Return the messages per second between the first and the last commit of a window."""
     seconds = F.col(LAST_COMMIT[0]).cast("double") - F.col(FIRST_COMMIT[0]).cast("double")
-    moved = F.col(LAST_COMMIT[1]) - F.col(FIRST_COMMIT[1])
+    moved = F.try_subtract(LAST_COMMIT[1], FIRST_COMMIT[1])
     return F.when(seconds > 0, moved / seconds)
 
 
@@ -190,9 +191,9 @@ def _counts() -> dict[str, Column]:
 def _gauges() -> dict[str, Column]:
     """Return the other measures of an event; null if its kind does not have them."""
     lag, committed = F.col("kind") == "queue_lag", F.col("kind") == "committed"
-    unfinished = F.col("committed_offset") + attribute("acked_beyond_count")
-    waiting = F.greatest(F.col("next_offset") - unfinished, F.lit(0))
-    in_flight = F.greatest(F.col("delivered_offset") - unfinished, F.lit(0))
+    unfinished = F.try_add("committed_offset", attribute("acked_beyond_count"))
+    waiting = F.greatest(F.try_subtract("next_offset", unfinished), F.lit(0))
+    in_flight = F.greatest(F.try_subtract("delivered_offset", unfinished), F.lit(0))
     return {
         "lag_time": F.when(lag, F.col("at")),
         "lag": F.when(lag, waiting),

@@ -124,6 +124,22 @@ def test_events_become_signals_of_their_subjects(spark: SparkSession) -> None:
 
 
 @pytest.mark.spark
+def test_event_without_valid_names_or_buckets_is_no_signal(spark: SparkSession) -> None:
+    operation = pb.Latency.OPERATION_APPEND
+    no_end = pb.LogBuckets(first_bucket=(1 << 31) - 1, counts=[1, 1])
+    events = [
+        event("queue_lag", 1_000, topic="orders"),
+        event("queue_lag", 1_000, group="g|h", topic="orders"),
+        event("stuck_changed", 1_000, group="g"),
+        event("rebalanced", 1_000, group="g|h"),
+        event("latency", 1_000, operation=operation, us=no_end),
+        event("latency", 1_000, operation=operation),
+    ]
+    events[2].queue.queue.queue_id = 3
+    assert signals(rows(spark, events), BOOK).collect() == []
+
+
+@pytest.mark.spark
 def test_events_published_late_keep_their_order_and_are_not_dropped(spark: SparkSession) -> None:
     happened = [-90_000, -30_000, -4_000, 0, 90_000]
     late_events = rows(spark, [event("queue_lag", at, **QUEUE) for at in happened])

@@ -151,6 +151,39 @@ def test_percentiles_are_those_of_the_merged_sketches(spark: SparkSession) -> No
             assert row[name] == pytest.approx(sketch.percentile(share))
 
 
+def test_impossible_numbers_of_an_event_do_not_end_the_query(spark: SparkSession) -> None:
+    """Such events come from a faulty program: one must not stop the tables for good."""
+    most, operation = (1 << 63) - 1, Operation.OPERATION_FSYNC
+    sketches = [
+        pb.LogBuckets(first_bucket=first, counts=counts, sum=most)
+        for first, counts in (
+            (0, [1]),
+            ((1 << 31) - 1, [1, 1]),
+            (-5, [1]),
+            (3, [most]),
+            (3, [most]),
+        )
+    ]
+    wrong = [
+        *(event("appended", 1_000, topic="t", message_count=most) for _ in range(2)),
+        event("queue_lag", 1_000, group="g", topic="t", committed_offset=most, next_offset=-9,
+              delivered_offset=-9, acked_beyond_count=most),
+        event("committed", 1_000, group="g", topic="t", committed_offset=-most),
+        event("committed", 2_000, group="g", topic="t", committed_offset=most),
+        *(event("latency", 1_000, operation=operation, us=sketch) for sketch in sketches),
+    ]  # fmt: skip
+    events = rows(spark, [*wrong, *EVENTS[:1], latencies(1_000, [500, 700])])
+    found = [row.asDict() for row in rollup.rollup(events).collect()]
+    topics = [find(found, level="topic", window_s=60, topic=name) for name in ("orders", "t")]
+    assert [row["appended_count"] for row in topics] == [100, 0]
+    by_operation = {
+        row.operation: row for row in latency.latency(events).where("window_s = 60").collect()
+    }
+    assert (by_operation["APPEND"]["count"], by_operation["APPEND"].value_sum) == (2, 1_200)
+    assert by_operation["FSYNC"].first_bucket == 0
+    assert len(by_operation["FSYNC"].buckets) == 1
+
+
 def some_events(random: Random, count: int) -> list[pb.MetricEvent]:
     """Return events of a few queues within three minutes, many at the same time."""
     events = []
