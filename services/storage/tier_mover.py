@@ -78,6 +78,7 @@ class TierMover:
         self._parts, self._policy, self._interval_ms = parts, policy, interval_ms
         self._log = parts.node.store.log
         self._stored: set[SegmentName] | None = None
+        self._seen: set[SegmentName] = set()
         self._first_position = self._listed_ms = 0
         self._led = False
         self._refused: set[SegmentName] = set()
@@ -125,7 +126,11 @@ class TierMover:
         leads = not self._parts.role.is_follower
         local = self._local()
         if self._stored is None or (leads and not self._led) or self._waits_for_leader(local):
-            await self._list()
+            try:
+                await self._list()
+            except BatonError:
+                self._show_waiting(self._due_uploads(local) if leads else [])
+                raise
         if leads and not self._led:
             await self._remove_lost_parts()
         self._led = leads
@@ -144,7 +149,8 @@ class TierMover:
 
     @property
     def _known(self) -> set[SegmentName]:
-        return self._stored if self._stored is not None else set()
+        """What the store has; while it does not answer, what it had."""
+        return self._stored if self._stored is not None else self._seen
 
     def _local(self) -> list[LocalSegment]:
         log_, history = self._log, self._parts.node.history
@@ -205,7 +211,8 @@ class TierMover:
         def listed() -> tuple[set[SegmentName], int]:
             return store.stored(), store.first_position()
 
-        self._stored, self._first_position = await self._call("list", listed)
+        self._seen, self._first_position = await self._call("list", listed)
+        self._stored = self._seen
         self._listed_ms = self._parts.clock.monotonic_ms()
 
     async def _upload(self, segment: LocalSegment) -> bool:

@@ -12,6 +12,7 @@ import errno
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -36,6 +37,7 @@ from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from batonmq_server.testing.memory_objects import MemoryObjects
 from tests.storage.batches import ALL, NOW, TOPIC_ID
 from tests.storage.test_log_cleaner import HOUR_MS, SEGMENT_BYTES, Scene, at_once, fill
+from tests.support.conditions import until
 
 KEY = (TOPIC_ID, 0)
 MESSAGES = 15
@@ -392,6 +394,29 @@ async def test_unreachable_store_keeps_segments_local_and_readable() -> None:
         assert scene.local() == [True] * 5
         assert await scene.offsets() == list(range(MESSAGES))
         assert scene.metric("baton_storage_tier_failures_total", work="list") == 1
+
+
+def has_waited(scene: TierScene, hours: int) -> bool:
+    return scene.metric("baton_storage_tier_waiting_seconds") >= hours * 3_600
+
+
+async def test_segments_wait_longer_while_the_store_is_unreachable() -> None:
+    """Else the alert on the time never fires when it is needed."""
+    async with tier_scene() as scene:
+        fill(scene.store, MESSAGES // 2)
+        await scene.move()
+        assert scene.metric("baton_storage_tier_waiting_segments") == 0
+        stored = len(scene.segments()) - 1
+        await filled(scene)
+        scene.objects.before = _refusing(lambda operation, name: True)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(scene.mover.run())
+            for hours in (1, 2, 3):
+                scene.later(hours)
+                await until(partial(has_waited, scene, hours), 5)
+            running.cancel()
+        waiting = scene.metric("baton_storage_tier_waiting_segments")
+        assert waiting == len(scene.segments()) - 1 - stored
 
 
 async def test_reader_gets_a_retryable_error_while_the_store_is_unreachable() -> None:
