@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pyarrow as pa
 
 from batonmq._common.clock import Clock
-from batonmq.errors import OffsetOutOfRange
+from batonmq.errors import OffsetOutOfRange, OldTopic, QueueNotFound
 from batonspark.cluster import ClusterClient, FetchedRange, QueueFetcher
 from batonspark.decode import (
     QueueSlice,
@@ -28,7 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class MessagesLost(Exception):
-    """Messages to be read were removed by retention, and `failOnDataLoss` is true."""
+    """Messages to be read were removed, and `failOnDataLoss` is true."""
+
+
+REMOVED, CREATED_AGAIN = "retention removed them", "the topic was deleted and created again"
 
 
 def read_slice(options: ReadOptions, wanted: QueueSlice) -> Iterator[pa.RecordBatch]:
@@ -49,9 +53,10 @@ def read_slice(options: ReadOptions, wanted: QueueSlice) -> Iterator[pa.RecordBa
         while True:
             try:
                 found = coming.result()
-            except OffsetOutOfRange as error:
-                lost = _lost(wanted, offset, error)
-                yield _loss_row(options, lost)
+            except (OffsetOutOfRange, QueueNotFound) as error:
+                rest = replace(wanted, first_offset=offset)
+                lost, why = _lost(cluster, rest, error)
+                yield _loss_row(options, lost, why)
                 offset = lost.next_offset
                 if offset == wanted.next_offset:
                     return
@@ -60,21 +65,32 @@ def read_slice(options: ReadOptions, wanted: QueueSlice) -> Iterator[pa.RecordBa
             offset = found.next_offset
             if offset < wanted.next_offset:
                 coming = fetch(offset)
-            part = QueueSlice(wanted.queue, found.offset, offset, wanted.topic_id)
-            yield from rows_within(decode(found.batches, part), options.rows_per_batch)
+            part = replace(wanted, first_offset=found.offset, next_offset=offset)
+            try:
+                rows = decode(found.batches, part)
+            except OldTopic as error:
+                rest = replace(wanted, first_offset=found.offset)
+                yield _loss_row(options, *_lost(cluster, rest, error))
+                return
+            yield from rows_within(rows, options.rows_per_batch)
             if offset == wanted.next_offset:
                 return
 
 
-def _lost(wanted: QueueSlice, offset: int, error: OffsetOutOfRange) -> QueueSlice:
-    """Return the removed part of the slice; raise the error if it has another meaning."""
-    first = error.detail.first_offset
-    if first <= offset:
+def _lost(
+    cluster: ClusterClient, rest: QueueSlice, error: OffsetOutOfRange | QueueNotFound | OldTopic
+) -> tuple[QueueSlice, str]:
+    """Return the lost part of a slice, and why; raise the error if it has another meaning."""
+    if isinstance(error, OffsetOutOfRange) and error.detail.first_offset > rest.first_offset:
+        after = min(error.detail.first_offset, rest.next_offset)
+        return replace(rest, next_offset=after), REMOVED
+    extents = cluster.extents(rest.queue.topic)
+    if rest.topic_id in {0, *(extent.topic_id for extent in extents.values())}:
         raise error
-    return QueueSlice(wanted.queue, offset, min(first, wanted.next_offset), wanted.topic_id)
+    return rest, CREATED_AGAIN
 
 
-def _loss_row(options: ReadOptions, lost: QueueSlice) -> pa.RecordBatch:
+def _loss_row(options: ReadOptions, lost: QueueSlice, why: str) -> pa.RecordBatch:
     """Return the row that counts the lost messages.
 
     Raises:
@@ -82,7 +98,7 @@ def _loss_row(options: ReadOptions, lost: QueueSlice) -> pa.RecordBatch:
     """
     text = (
         f"messages [{lost.first_offset}, {lost.next_offset}) of {lost.queue} are no longer kept: "
-        "retention removed them before they were read"
+        f"{why} before they were read"
     )
     if options.fail_on_data_loss:
         raise MessagesLost(

@@ -24,6 +24,9 @@ from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.admin.reports import Compaction
 from batonspark import decode
+from batonspark.cluster import ClusterClient
+from batonspark.options import ConnectionOptions, read_options
+from batonspark.slice_reader import MessagesLost, read_slice
 from batonspark.source import starting_offsets
 from tests.spark.running_cluster import RunningCluster
 
@@ -205,6 +208,36 @@ def test_holes_of_a_compacted_topic_are_no_loss_and_kept_messages_are_rows_once(
     table = spark.read.parquet(str(tmp_path / "table"))
     assert numbers(table) == kept
     assert table.where("body is null").count() == 0, "no row counts a loss"
+
+
+@pytest.mark.parametrize("sent", [0, 5, 30])
+def test_slice_of_a_topic_that_was_created_again_is_an_error_or_a_counted_loss(
+    cluster: RunningCluster, sent: int
+) -> None:
+    """A micro-batch that is repeated after a restart has a slice of the topic before."""
+    topic = cluster.create(f"again-{sent}", 2)
+    queue = QueueRef(topic, "broker-0", 0)
+    cluster.send(topic, [Message(b"old")] * 20, queue=queue)
+
+    async def create_again() -> None:
+        async with Admin(cluster.nameserver, timeout_s=60) as admin:
+            await admin.delete_topic(topic)
+            await admin.create_topic(topic, 2)
+
+    with ClusterClient(ConnectionOptions(cluster.nameserver)) as client:
+        before = client.extents(topic)[queue].topic_id
+        cluster.call(create_again())
+        assert client.extents(topic)[queue].topic_id != before
+    cluster.send(topic, [Message(b"new")] * sent, queue=queue)
+    wanted = decode.QueueSlice(queue, 10, 20, before)
+    given = cluster.options(topic, timeoutMs=3_000)
+    with pytest.raises(MessagesLost, match=r"\[10, 20\) .* created again"):
+        list(read_slice(read_options(given), wanted))
+    for view in ("messages", "metrics"):
+        options = read_options({**given, "view": view, "failOnDataLoss": "false"})
+        (row,) = (row for part in read_slice(options, wanted) for row in part.to_pylist())
+        count = row["count"] if view == "metrics" else dict(row["properties"])[decode.LOST_COUNT]
+        assert int(count) == 10
 
 
 def test_unknown_option_is_an_error(spark: SparkSession, cluster: RunningCluster) -> None:
