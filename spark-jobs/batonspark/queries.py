@@ -16,7 +16,9 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from batonspark import alerts, bronze, rollup_writer
 from batonspark.alert_rules import load_rules
 from batonspark.alert_writer import AlertGauges, AlertWriter
-from batonspark.options import METRICS_TOPIC
+from batonspark.cluster import ClusterClient
+from batonspark.options import METRICS_TOPIC, read_options
+from batonspark.read_plan import stored_extents
 from batonspark.settings import JobSettings
 from batonspark.sink_delta import read_delta
 from batonspark.tables import ALERTS, BRONZE, LATENCY, ROLLUP, Warehouse
@@ -44,13 +46,13 @@ def start_bronze(context: QueryContext) -> StreamingQuery:
     settings, warehouse = context.settings, context.warehouse
     checkpoint = warehouse.checkpoint("bronze", bronze.STATE_VERSION)
     warehouse.ensure(BRONZE)
+    source = {**settings.connection_options(), "topic": METRICS_TOPIC}
     beginning = _start_options(
-        checkpoint, lambda: _after(read_delta(context.session, warehouse.table(BRONZE)))
+        checkpoint, lambda: _after(read_delta(context.session, warehouse.table(BRONZE)), source)
     )
     options = {
-        **settings.connection_options(),
+        **source,
         **beginning,
-        "topic": METRICS_TOPIC,
         "readFrom": settings.read_from,
         "failOnDataLoss": str(settings.fail_on_data_loss).lower(),
         "maxRowsPerTrigger": str(settings.messages_per_trigger),
@@ -153,10 +155,19 @@ def _after_alerts(
     return {"startingVersion": str(newest + 1)}
 
 
-def _after(rows: DataFrame) -> Mapping[str, str]:
-    """Return options that continue behind the rows of bronze, if it has rows."""
+def _after(rows: DataFrame, source: Mapping[str, str]) -> Mapping[str, str]:
+    """Return options that continue behind the rows of bronze, if it has rows.
+
+    Queues that the topic no longer has, as those of a removed broker, are left out.
+    """
     lost = F.when(F.col("kind") == "data_loss", F.col("next_offset"))
     end = F.max(F.coalesce(lost, F.col("sys_offset") + 1))
     found = rows.groupBy("sys_broker", "sys_queue_id").agg(end.alias("end")).collect()
+    if not found:
+        return {}
+    options = read_options(source)
+    with ClusterClient(options.connection) as cluster:
+        known = stored_extents(cluster, options)
     ends = {f"{row.sys_broker}/{row.sys_queue_id}": row.end for row in found}
-    return {"startingOffsets": json.dumps(dict(sorted(ends.items())))} if ends else {}
+    kept = {key: end for key, end in sorted(ends.items()) if key in known}
+    return {"startingOffsets": json.dumps(kept)}

@@ -13,6 +13,8 @@ from pathlib import Path
 from threading import Event
 
 import deltalake
+import numpy as np
+import pyarrow as pa
 import pytest
 from prometheus_client import CollectorRegistry
 from pyspark.sql import DataFrame, SparkSession
@@ -21,15 +23,20 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._common.clock import Clock
+from batonmq._core.queues import QueueRef
 from batonmq._process.config import load
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from batonspark import rollup
 from batonspark.alert_writer import AlertGauges, AlertWriter
+from batonspark.bronze import DATED
 from batonspark.compaction import compact
+from batonspark.decode import METRICS
+from batonspark.delta_files import DeltaTarget, write_files
+from batonspark.metric_rows import MetricMessages, metric_rows
 from batonspark.queries import QueryContext, start_alerts, start_bronze, start_rollup
 from batonspark.settings import PREFIX, JobSettings
-from batonspark.sink_delta import read_delta
+from batonspark.sink_delta import commit_files, read_delta
 from batonspark.tables import ALERTS, BRONZE, ROLLUP, Table
 from tests.spark.metric_events import NOON, assert_same_rows, batch, event
 from tests.spark.running_cluster import RunningCluster
@@ -200,6 +207,31 @@ def test_query_without_its_checkpoint_writes_nothing_twice(copied: QueryContext)
     assert [(row.state, row.detail, row.reason) for row in alerts][3:] == [
         ("RESOLVED", "stopped", "STATE_LOST")
     ]
+
+
+def test_bronze_without_its_checkpoint_starts_although_a_queue_of_its_rows_is_gone(
+    spark: SparkSession, cluster: RunningCluster, tmp_path: Path
+) -> None:
+    """A broker was removed, and the table still has its rows."""
+    until_now(lambda: cluster.call(_has_topics(cluster.nameserver)), 60)
+    env = {
+        "BATON_SPARK_NAMESERVER": cluster.nameserver,
+        "BATON_SPARK_DATA_DIR": str(tmp_path),
+        "BATON_SPARK_AVAILABLE_NOW": "true",
+    }
+    settings = load(JobSettings, PREFIX, env)
+    context = QueryContext(spark, settings, AlertGauges(CollectorRegistry()))
+    context.warehouse.ensure(BRONZE)
+    removed = QueueRef("BATON_SYS_METRICS", "removed-broker", 0)
+    body = batch([event("member_seen", 0)]).SerializeToString()
+    found = metric_rows(MetricMessages(removed, [body], np.arange(1), np.array([NOON])), METRICS)
+    dated = found.append_column(DATED.field("date"), found["store_time"].cast(pa.date32()))
+    where = DeltaTarget(context.warehouse.table(BRONZE), DATED, ("date",), "zstd")
+    commit_files(where, write_files(where, iter([dated])), None)
+    send(cluster, batch([event("member_seen", 0)], 1, "storage/of-another-test"))
+    run(start_bronze, context)
+    sources = {row.source for row in table(context, BRONZE).select("source").collect()}
+    assert "storage/of-another-test" in sources
 
 
 def test_compaction_joins_files_and_deletes_old_days_without_affecting_streams(
