@@ -49,6 +49,8 @@ _STATE = "stored STRING, wake_unix_ms BIGINT"
 _QUEUE_KINDS = KINDS["lag"]
 _NAMES = ("consumer_group", "topic", "broker")
 """Names in a subject, which has none of an event with a missing or an invalid one."""
+_LATENCY = r"^latency\|(.*)\|([^|]*)$"
+"""The subject of a latency; a source may have a |, because a client id may have one."""
 _CLOCK = "volume_state"
 """Kind of event that brokers publish even without traffic."""
 
@@ -119,8 +121,8 @@ def alert_rows(changes: DataFrame) -> DataFrame:
         "topic": part("queue", 2),
         "broker": part("queue", 3),
         "queue_id": part("queue", 4).cast("int"),
-        "source": part("latency", 1),
-        "operation": part("latency", 2),
+        "source": F.when(of_kind == "latency", F.regexp_extract("subject", _LATENCY, 1)),
+        "operation": F.when(of_kind == "latency", F.regexp_extract("subject", _LATENCY, 2)),
         "since": F.timestamp_millis("since_unix_ms"),
         "time": F.timestamp_millis("unix_ms"),
         "date": F.to_date(F.timestamp_millis("unix_ms")),

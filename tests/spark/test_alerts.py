@@ -152,6 +152,9 @@ def test_events_published_late_keep_their_order_and_are_not_dropped(spark: Spark
 @pytest.mark.spark
 def test_alert_change_becomes_an_alert_row_and_a_message(spark: SparkSession) -> None:
     change = (SUBJECT, "lag", "warning", "FIRING", "stalled", NOON, NOON + 5, "text", "", 9.0, 0.0)
+    slow = ("latency|client/a|b|SEND", "latency_SEND_p99", *change[2:])
+    both = alert_rows(spark.createDataFrame([change, slow], CHANGES)).collect()
+    assert [(row.source, row.operation) for row in both] == [(None, None), ("client/a|b", "SEND")]
     alerts = alert_rows(spark.createDataFrame([change], CHANGES))
     (alert,) = alerts.collect()
     assert alert.alert_id == f"lag|{SUBJECT}|stalled|{NOON}"
