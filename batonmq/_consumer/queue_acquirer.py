@@ -175,6 +175,8 @@ class QueueAcquirer:
             extent = await self._calls.extent(self._queue)
             progress = LocalProgress(await self._initial_offset(extent))
             local.put(self._queue, progress)
+            # Saved before the first delivery: after a crash, "last" would be another offset.
+            await local.save()
         return GrantedProgress(0, 0, progress.committed, progress.acked)
 
     async def _query(self) -> GrantedProgress:

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from shutil import copyfile
 
 import pytest
 
@@ -165,6 +166,24 @@ async def test_every_member_gets_every_message_once_also_over_a_restart(
         async with handle_all(at, "a", settings=one):
             await until(lambda: len(at.handled) == 80)
         assert at.bodies == other.bodies == of_all(80)
+
+
+@pytest.mark.e2e
+async def test_start_offset_is_in_the_file_before_the_first_message_is_handled(
+    nameserver: str, tmp_path: Path
+) -> None:
+    last = replace(QUICK, consume_from="last", commit_interval_ms=60_000)
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(["before"])
+        async with at.consumer("a", settings=broadcasting(tmp_path / "f", last)) as member:
+            await until(lambda: len(member.assignment) == 1)
+            await at.send(["during"])
+            assert (await anext(member)).body == b"during"
+            copyfile(tmp_path / "f", tmp_path / "at the crash")
+        await at.send(["after"])
+        async with handle_all(at, "b", settings=broadcasting(tmp_path / "at the crash", last)):
+            await until(lambda: at.bodies["after"] == 1)
+        assert at.bodies == {"during": 1, "after": 1}
 
 
 @pytest.mark.e2e
