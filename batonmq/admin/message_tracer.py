@@ -39,7 +39,14 @@ from batonmq.admin.group_reports import Group
 from batonmq.admin.holds import queue_holds
 from batonmq.admin.message_queries import MessageQueries, StoredMessage
 from batonmq.admin.reports import queue_to_pb
-from batonmq.errors import BatonError, MessageNotFound, OffsetOutOfRange, Retry, TopicNotFound
+from batonmq.errors import (
+    BatonError,
+    MessageNotFound,
+    OffsetOutOfRange,
+    Retry,
+    TopicNotFound,
+    Unreachable,
+)
 
 COPIES_MAX = 1_000
 QUERIES_PER_CALL = 1_024
@@ -131,14 +138,15 @@ class TraceReport:
     Attributes:
         message: The original message; if it is no longer stored, the copy that was traced.
         origin: Queue, offset and id of the original message.
-        kept: Whether the original message is still stored.
+        kept: Whether the original message is still stored; None if its broker does not answer, or
+            was removed.
         problems: Errors of the parts of the trace that failed.
         made_from: The input from which a transformer has made the message; None if none has.
     """
 
     message: StoredMessage
     origin: Origin
-    kept: bool
+    kept: bool | None
     groups: tuple[GroupTrace, ...]
     problems: tuple[str, ...]
     made_from: TracedInput | None = None
@@ -201,7 +209,7 @@ class MessageTracer:
         number = None if origin.number == DEAD_LETTER_NUMBER else origin.number
         return TracedInput(source.group, queue, origin.offset, number, message_id)
 
-    async def _original(self, message: StoredMessage) -> tuple[StoredMessage, Origin, bool]:
+    async def _original(self, message: StoredMessage) -> tuple[StoredMessage, Origin, bool | None]:
         origin_attempts = origin_of(message.properties)
         if origin_attempts is None:
             return message, Origin(message.queue, message.offset, message.message_id), True
@@ -210,13 +218,16 @@ class MessageTracer:
             return await self._queries.message(origin.message_id), origin, True
         except MessageNotFound:
             return message, origin, False
+        except Unreachable as error:  # the copies are on other brokers, perhaps
+            self._problems.append(f"original {origin.message_id}: {error.reason}: {error.message}")
+            return message, origin, None
 
     async def _group(
         self,
         group: Group,
         message: StoredMessage,
         origin: Origin,
-        kept: bool,
+        kept: bool | None,
         topics: set[str],
     ) -> GroupTrace:
         copies = await self._copies(group, message, origin, topics)

@@ -194,9 +194,8 @@ def _events(report: TraceReport) -> Iterator[dict[str, Any]]:
             yield _event(message.born_unix_ms, "begun", text)
             yield _event(message.store_unix_ms, *_transaction_end(message))
     else:
-        yield _event(
-            message.born_unix_ms, "born", f"{origin.message_id} {place}, which is deleted already"
-        )
+        now = "can't be read" if report.kept is None else "is deleted already"
+        yield _event(message.born_unix_ms, "born", f"{origin.message_id} {place}, which {now}")
     if not report.groups:
         yield _event(None, "now", "no group subscribes to the topic or has progress on the queue")
     for group in report.groups:

@@ -21,12 +21,19 @@ from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.dead_letters import DeadLetter, dead_letter
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.retries import HandlingFailure, Origin, dead_letter_topic, properties_of
+from batonmq._core.retries import (
+    HandlingFailure,
+    Origin,
+    dead_letter_topic,
+    properties_of,
+    retry_topic,
+)
 from batonmq._producer.producer import Producer
 from batonmq.admin import _group_mirror
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group, GroupProgress, Subscription
-from batonmq.admin.message_queries import MessageQueries
+from batonmq.admin.message_queries import MessageQueries, StoredMessage
+from batonmq.admin.message_tracer import MessageTracer
 from batonmq.admin.operation import Operation
 from batonmq.admin.redriver import RedriveOptions, Redriver
 from batonmq.admin.reports import Node
@@ -91,6 +98,29 @@ async def test_query_and_redrive_raise_the_error_of_a_broker_without_a_group(
             await MessageQueries(impatient).with_key("orders", "key")
         with pytest.raises(Unreachable):
             _ = [one async for one in Redriver(impatient, "g", order).run(letters())]
+
+
+async def test_copy_is_traced_while_the_broker_of_its_original_is_away(
+    admin: Admin, nameserver_replica: Replica
+) -> None:
+    origin = Origin(QueueRef("orders", "broker-b", 0), 0, "broker-b-1-0")
+    copy = StoredMessage(
+        message_id="broker-a-0-0",
+        queue=QueueRef(retry_topic("g"), "broker-a", 0),
+        offset=0,
+        born_unix_ms=1,
+        store_unix_ms=2,
+        tag="",
+        keys=(origin.message_id,),
+        properties=properties_of(origin, 1, FAILED, "c"),
+        body=b"",
+    )
+    async with Admin(nameserver_replica.address, timeout_s=0.2) as impatient:
+        report = await MessageTracer(impatient).trace(copy)
+    assert (report.message, report.origin, report.kept) == (copy, origin, None)
+    assert report.problems == (
+        "original broker-b-1-0: UNREACHABLE: no storage node broker-b is registered",
+    )
 
 
 async def test_topics_are_created_listed_described_and_deleted(admin: Admin) -> None:
