@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
+from batonmq._common.aio import without_group
 from batonmq._consumer.moved_group import raise_if_moved
 from batonmq._core.dead_letters import FORMER_ATTEMPTS, REDRIVE_ID, REDRIVEN_BY, REDRIVEN_FROM
 from batonmq._core.message_trace import (
@@ -185,11 +186,12 @@ class MessageTracer:
             if (group.name, origin.queue) in progress_by_queue
             or _expression(group, origin) is not None
         ]
-        async with asyncio.TaskGroup() as tasks:
-            calls = [
-                tasks.create_task(self._group(group, message, origin, kept, topics))
-                for group in related
-            ]
+        with without_group():
+            async with asyncio.TaskGroup() as tasks:
+                calls = [
+                    tasks.create_task(self._group(group, message, origin, kept, topics))
+                    for group in related
+                ]
         traces = tuple(task.result() for task in calls)
         return TraceReport(message, origin, kept, traces, tuple(self._problems), made_from)
 

@@ -8,7 +8,7 @@ Method: topics, groups and retries against an in-process nameserver; progress on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -121,6 +121,30 @@ async def test_copy_is_traced_while_the_broker_of_its_original_is_away(
     assert report.problems == (
         "original broker-b-1-0: UNREACHABLE: no storage node broker-b is registered",
     )
+
+
+async def test_trace_raises_the_error_of_offsets_without_a_group(
+    admin: Admin, nameserver_replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await admin.create_topic("flights", 1)
+    await nameserver_replica.join("g", "c1")
+    message = StoredMessage(
+        "broker-a-0-0", QueueRef("flights", "broker-a", 0), 0, 1, 2, "", (), {}, b""
+    )
+    answers: Iterator[dict[object, object]] = iter([{}])
+
+    async def progress(*_: object) -> dict[object, object]:
+        for answer in answers:
+            return answer
+        raise Unreachable("offsets does not answer any more")
+
+    async def copies(*_: object) -> list[object]:
+        return []
+
+    monkeypatch.setattr(MessageTracer, "_progress", progress)
+    monkeypatch.setattr(MessageTracer, "_copies", copies)
+    with pytest.raises(Unreachable, match="any more"):
+        await MessageTracer(admin).trace(message)
 
 
 async def test_topics_are_created_listed_described_and_deleted(admin: Admin) -> None:
