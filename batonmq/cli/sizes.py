@@ -28,5 +28,6 @@ def parse_bytes(text: str) -> int:
 
 def size_text(count: int) -> str:
     """Return bytes as text that `parse_bytes` reads, in the largest unit without a rest."""
-    unit = max((name for name in _UNITS if count % _UNITS[name] == 0), key=_UNITS.__getitem__)
+    whole = (name for name in _UNITS if count and count % _UNITS[name] == 0)
+    unit = max(whole, key=_UNITS.__getitem__, default="B")
     return f"{count // _UNITS[unit]}{unit}"

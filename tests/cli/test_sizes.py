@@ -27,6 +27,10 @@ def test_invalid_size_is_rejected(text: str) -> None:
         parse_bytes(text)
 
 
-@given(st.integers(1, 10**17))
+def test_text_of_no_bytes_is_in_bytes() -> None:
+    assert size_text(0) == "0B"
+
+
+@given(st.integers(0, 10**17))
 def test_text_of_a_size_reads_as_the_size(count: int) -> None:
     assert parse_bytes(size_text(count)) == count
