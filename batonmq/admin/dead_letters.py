@@ -2,20 +2,29 @@
 
 The dead letters of a group are in the topic `%DLQ%<group>`, with the retention of any topic. The
 redriven dead letters are recorded as progress of a group with the same name as the topic, which has
-no members: an acknowledged offset is a redriven dead letter.
+no members: an acknowledged offset is a redriven dead letter. Offsets answers with the first 1,000
+ranges of a queue; a dead letter beyond them is redriven if storage has a copy of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
-from batonmq._core.dead_letters import DEAD_LETTER_PREFIX, Criteria, DeadLetter, dead_letter
+from batonmq._common.aio import without_group
+from batonmq._core.dead_letters import (
+    DEAD_LETTER_PREFIX,
+    REDRIVEN_FROM,
+    Criteria,
+    DeadLetter,
+    dead_letter,
+)
 from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import Range, contains, normalize
 from batonmq._core.records import Message
-from batonmq._core.retries import dead_letter_topic
+from batonmq._core.retries import Origin, dead_letter_topic, retry_topic, with_origin_key
 from batonmq.admin.admin import Admin
 from batonmq.admin.message_queries import MessageQueries, StoredMessage
 from batonmq.admin.redriver import RedriveOptions, Redriver, RedriveResult
@@ -32,6 +41,8 @@ __all__ = [
 ]
 
 ALL = Criteria()
+_COPIES_MAX = 1_000
+_SEARCHES_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +61,27 @@ class DeadLetterSummary:
     redriven_count: int
     oldest_unix_ms: int | None
     newest_unix_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Redriven:
+    """Which dead letters of a queue were redriven.
+
+    Attributes:
+        ranges: Their offsets, below `known_to`.
+        known_to: Offset up to which `ranges` is complete; None if it is complete.
+        more_count: Redriven dead letters from `known_to` on.
+    """
+
+    ranges: Sequence[Range] = ()
+    known_to: int | None = None
+    more_count: int = 0
+
+    def count(self, first: int, end: int) -> int:
+        """Return how many of the dead letters in [first, end) were redriven."""
+        known = (max(0, min(end, until) - max(first, begin)) for begin, until in self.ranges)
+        rest = 0 if self.known_to is None else max(0, end - max(first, self.known_to))
+        return sum(known) + min(self.more_count, rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +146,21 @@ class DeadLetters:
             Unreachable: A broker or service does not answer.
         """
         extents = await self.extent(group)
-        redriven = await self.redriven(group)
+        redriven = await self._redriven(group)
         for queue, (first, end) in sorted(extents.items()):
             offset = first
             if criteria.since_unix_ms and first < end:
                 offset = max(first, await self._queries.offset_at(queue, criteria.since_unix_ms))
             while offset < end:
                 page = await self._queries.page(queue, offset)
-                for message in page.messages:
-                    known = contains(redriven.get(queue, ()), message.offset)
-                    letter = _letter(message, redriven=known)
-                    if message.offset < end and criteria.accepts(letter):
-                        yield letter
+                known = redriven.get(queue, _Redriven())
+                letters = [
+                    _letter(message, redriven=contains(known.ranges, message.offset))
+                    for message in page.messages
+                    if message.offset < end
+                ]
+                for letter in await self._settled(filter(criteria.accepts, letters), known):
+                    yield letter
                 if page.next_offset <= offset:
                     break
                 offset = page.next_offset
@@ -135,8 +170,7 @@ class DeadLetters:
 
         If a queue has more than 1,000 separate ranges, only the first ones are returned.
         """
-        progress = await self._admin.progress(dead_letter_topic(group))
-        return {queue_from_pb(one.queue.queue): _handled(one) for one in progress}
+        return {queue: one.ranges for queue, one in (await self._redriven(group)).items()}
 
     def redrive(
         self, group: str, order: RedriveOptions, criteria: Criteria = ALL
@@ -154,15 +188,48 @@ class DeadLetters:
         """
         return Redriver(self._admin, group, order).run(self.read(group, criteria))
 
+    async def _redriven(self, group: str) -> dict[QueueRef, _Redriven]:
+        progress = await self._admin.progress(dead_letter_topic(group))
+        return {queue_from_pb(one.queue.queue): _redriven_from_pb(one) for one in progress}
+
+    async def _settled(
+        self, letters: Iterable[DeadLetter], known: _Redriven
+    ) -> Sequence[DeadLetter]:
+        """Return dead letters; those beyond the known ranges are looked up."""
+        if known.known_to is None:
+            return tuple(letters)
+        turns, known_to = asyncio.Semaphore(_SEARCHES_AT_ONCE), known.known_to
+
+        async def settle(letter: DeadLetter) -> DeadLetter:
+            if letter.offset < known_to:
+                return letter
+            async with turns:
+                return replace(letter, redriven=await self._has_copy(letter))
+
+        with without_group():
+            async with asyncio.TaskGroup() as tasks:
+                calls = [tasks.create_task(settle(letter)) for letter in letters]
+        return [call.result() for call in calls]
+
+    async def _has_copy(self, letter: DeadLetter) -> bool:
+        """Return whether storage has a copy of a dead letter that a redrive has sent."""
+        origin = letter.origin or Origin(letter.queue, letter.offset, letter.message_id)
+        key = with_origin_key(letter.keys, origin)[-1]
+        for topic in {retry_topic(letter.group), origin.queue.topic}:
+            try:
+                found = await self._queries.with_key(topic, key, count_max=_COPIES_MAX)
+            except TopicNotFound:
+                continue
+            copied = (one.properties.get(REDRIVEN_FROM) for one in found.messages)
+            if letter.message_id in copied:
+                return True
+        return False
+
     async def _group(self, topic: str, kept: Sequence[tuple[QueueRef, Range]]) -> DeadLetterSummary:
         group = topic.removeprefix(DEAD_LETTER_PREFIX)
-        redriven = await self.redriven(group)
+        redriven = await self._redriven(group)
         count = sum(end - first for _, (first, end) in kept)
-        done = sum(
-            max(0, min(end, until) - max(first, begin))
-            for queue, (first, end) in kept
-            for begin, until in redriven.get(queue, ())
-        )
+        done = sum(redriven.get(queue, _Redriven()).count(*extent) for queue, extent in kept)
         oldest, newest = list[int](), list[int]()
         for queue, (first, end) in kept:
             for offset, times in ((first, oldest), (end - 1, newest)):
@@ -184,6 +251,10 @@ def _letter(message: StoredMessage, *, redriven: bool) -> DeadLetter:
     )
 
 
-def _handled(progress: offsets_pb.Progress) -> Sequence[Range]:
-    ranges = [(one.first_offset, one.next_offset) for one in progress.acked]
-    return normalize([(0, progress.committed_offset), *ranges])
+def _redriven_from_pb(progress: offsets_pb.Progress) -> _Redriven:
+    acked = [(one.first_offset, one.next_offset) for one in progress.acked]
+    ranges = normalize([(0, progress.committed_offset), *acked])
+    if progress.acked_range_count <= len(acked):
+        return _Redriven(ranges)
+    more_count = progress.acked_count - sum(end - first for first, end in acked)
+    return _Redriven(ranges, max(end for _, end in ranges), more_count)

@@ -15,11 +15,14 @@ from typing import Any
 
 import pytest
 
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq.admin.dead_letters import DeadLetters
 from tests.cli.baton import RunningCluster
 from tests.support.conditions import until_now
 
@@ -253,3 +256,31 @@ def test_executed_redrive_needs_a_reason(cluster: RunningCluster) -> None:
     assert cluster("dlq", "redrive", "g", "--execute").code == 2
     assert cluster("dlq", "show", "g", "--sql", "a >").code == 2
     assert cluster("dlq", "show", "g", "--cause", "other").code == 2
+
+
+def test_redriven_letters_beyond_the_ranges_that_offsets_names_are_not_sent_again(
+    cluster: RunningCluster, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    die(cluster, name, [b"%d" % n for n in range(6)])
+    for key in ("k1", "k3"):
+        assert cluster("dlq", "redrive", name, "--key", key, "--execute", *WHY).code == 0
+    to_topic = ("--key", "k5", "--to-topic")
+    assert cluster("dlq", "redrive", name, *to_topic, "--execute", *WHY).code == 0
+    progress_of = Admin.progress
+
+    async def first_range_of(admin: Admin, group: str) -> list[offsets_pb.Progress]:
+        progress = list(await progress_of(admin, group))
+        for one in progress:
+            del one.acked[1:]
+        return progress
+
+    monkeypatch.setattr(Admin, "progress", first_range_of)
+
+    async def look() -> tuple[list[bool], int]:
+        async with Admin(cluster.nameserver) as admin:
+            letters = DeadLetters(admin)
+            redriven = [one.redriven async for one in letters.read(name)]
+            groups = {one.group: one for one in (await letters.groups()).groups}
+            return redriven, groups[name].redriven_count
+
+    assert asyncio.run(look()) == ([False, True, False, True, False, True], 3)
