@@ -157,7 +157,7 @@ class Requester:
         """Send a request; fail it if its message is not stored. The reply may be first."""
         try:
             await (await self._submit(topic, message, ordering_key=ordering_key, queue=queue))
-        except BatonError as error:
+        except Exception as error:  # noqa: BLE001  a wrong argument fails this request only
             if not reply.done():
                 reply.set_exception(error)
 

@@ -275,6 +275,26 @@ def test_bad_request_and_unknown_topic_are_refused() -> None:
     run_virtual(scene())
 
 
+def test_request_with_an_argument_of_a_wrong_type_fails_alone() -> None:
+    async def scene() -> None:
+        async with MemoryBroker() as broker:
+            await broker.create_topic(TOPIC, queues=1)
+            async with (
+                broker.producer() as producer,
+                responding(broker, price_of),
+                asyncio.TaskGroup() as tasks,
+            ):
+                other = tasks.create_task(producer.request(TOPIC, b"1"))
+                with pytest.raises(TypeError):
+                    await producer.request(TOPIC, "text")  # type: ignore[arg-type]
+                with pytest.raises(AttributeError):
+                    await producer.request(TOPIC, b"2", ordering_key=5)  # type: ignore[arg-type]
+                assert (await other).body == b"1=1"
+                assert (await producer.send(TOPIC, b"3")).offset == 1
+
+    run_virtual(scene())
+
+
 def test_reply_that_is_too_large_is_refused_in_the_handler() -> None:
     with pytest.raises(LimitExceeded, match="the limit is 1048576"):
         Reply(bytes(1024 * 1024 + 1))
