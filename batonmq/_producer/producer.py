@@ -47,7 +47,7 @@ from batonmq._producer.transaction_sender import (
 )
 from batonmq._producer.waiting_sends import WaitingSend, WaitingSends
 from batonmq._telemetry.client_metrics import ClientMetrics, ProducerMetrics
-from batonmq.errors import BatonError, Unreachable
+from batonmq.errors import BatonError, InvalidArgument, Unreachable
 
 if TYPE_CHECKING:
     from batonmq._telemetry.client_stream import ClientStream
@@ -715,6 +715,11 @@ class Producer:
                 self._waiting.fail_topic(topic, error, max(deadline_ms, self._clock.monotonic_ms()))
             except BatonError as error:
                 self._waiting.fail_topic(topic, error, sys.maxsize)
+            except (TypeError, ValueError):  # a request can't have it
+                invalid = InvalidArgument(
+                    f"topic must be a name, got {topic!r}", facts={"field": "topic"}
+                )
+                self._waiting.fail_topic(topic, invalid, sys.maxsize)
             else:
                 self._waiting.topic_opened(topic)
 

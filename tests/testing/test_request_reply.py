@@ -295,6 +295,18 @@ def test_request_with_an_argument_of_a_wrong_type_fails_alone() -> None:
     run_virtual(scene())
 
 
+def test_send_to_a_topic_that_is_no_name_fails_alone() -> None:
+    async def scene() -> None:
+        async with MemoryBroker() as broker, broker.producer() as producer:
+            await broker.create_topic(TOPIC, queues=1)
+            for name in (5, "\udcff"):
+                with pytest.raises(InvalidArgument, match="topic must be a name"):
+                    await producer.send(name, b"1")  # type: ignore[arg-type]
+            assert (await producer.send(TOPIC, b"2")).offset == 0
+
+    run_virtual(scene())
+
+
 def test_reply_that_is_too_large_is_refused_in_the_handler() -> None:
     with pytest.raises(LimitExceeded, match="the limit is 1048576"):
         Reply(bytes(1024 * 1024 + 1))
