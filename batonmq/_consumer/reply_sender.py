@@ -94,7 +94,9 @@ class ReplySender:
             header.address.inbox_id,
             name,
             pb.RequestReply(
-                correlation_id=header.correlation_id, body=reply.body, error=reply.error
+                correlation_id=header.correlation_id,
+                body=reply.body,
+                error=reply.error.encode(errors="replace").decode(),  # without lone surrogates
             ),
             self._session.clock.monotonic_ms() + min(header.timeout_ms, RETRY_MS_MAX),
         )

@@ -31,6 +31,7 @@ class Reply:
 
     Raises:
         LimitExceeded: The body or the error is too long.
+        TypeError: The body is not of type bytes.
     """
 
     body: bytes = b""
@@ -38,6 +39,8 @@ class Reply:
 
     def __post_init__(self) -> None:
         """Raise in the handler, where the application sees the error."""
+        if not isinstance(self.body, bytes):
+            raise TypeError(f"body must be bytes, got {type(self.body).__name__}")
         if len(self.body) > REPLY_BYTES_MAX:
             raise _too_long("body", len(self.body), REPLY_BYTES_MAX, "bytes")
         if len(self.error) > REPLY_ERROR_CHARACTERS_MAX:

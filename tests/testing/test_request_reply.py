@@ -161,6 +161,25 @@ def test_request_that_becomes_a_dead_letter_fails_at_once_with_the_last_error() 
     run_virtual(scene())
 
 
+def test_error_with_a_lone_surrogate_and_a_body_of_a_wrong_type_do_not_end_the_consumer() -> None:
+    async def handle(message: ReceivedMessage) -> Reply:
+        if message.body == b"path":
+            raise FileNotFoundError("no file caf\udce9")
+        return Reply(body="1" if message.body == b"text" else b"1")  # type: ignore[arg-type]
+
+    async def scene() -> None:
+        async with MemoryBroker() as broker:
+            await broker.create_topic(TOPIC)
+            async with broker.producer() as producer, responding(broker, handle, ONE_RETRY):
+                with pytest.raises(RequestFailed, match=r"no file caf\?"):
+                    await producer.request(TOPIC, b"path", timeout_ms=3_600_000)
+                with pytest.raises(RequestFailed, match="body must be bytes, got str"):
+                    await producer.request(TOPIC, b"text", timeout_ms=3_600_000)
+                assert (await producer.request(TOPIC, b"next")).body == b"1"
+
+    run_virtual(scene())
+
+
 def test_batch_handler_replies_to_each_request() -> None:
     async def prices(batch: MessageBatch) -> list[bytes]:
         return [message.body + b"=2" for message in batch]
