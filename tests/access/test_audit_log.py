@@ -70,6 +70,20 @@ def test_request_with_line_breaks_stays_one_line(tmp_path: Path) -> None:
     assert len(line["request"]) == 2_000
 
 
+@pytest.mark.parametrize(
+    "kind", [access_service_pb2.CreateAccessKeyRequest, access_service_pb2.RotateAccessKeyRequest]
+)
+def test_secret_that_an_operator_chose_is_not_recorded(tmp_path: Path, kind: Any) -> None:
+    path = tmp_path / "audit"
+    audit = AuditLog(str(path), 1 << 20, "nameserver/a", Clock())
+    request = kind(access_key="SHOP", secret="open-sesame")
+    audit.operated(GRANT, "carol", [OPERATE], request, "OK")
+    audit.close()
+    assert "open-sesame" not in path.read_text()
+    assert lines(path)[0]["request"] == 'access_key: "SHOP" secret: "(masked)"'
+    assert request.secret == "open-sesame"  # the servicer needs it
+
+
 def test_audit_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     values: dict[str, Any] = {"audit_file": str(tmp_path / "missing" / "audit")}
     settings = NameserverSettings(**values)

@@ -12,6 +12,9 @@ from batonmq.errors import BatonError
 from batonmq_server.runtime.access.permissions import Permission
 
 REQUEST_CHARACTERS_MAX = 2_000
+MASKED = "(masked)"
+_SECRETS = ("secret",)
+"""Fields of requests that no record may contain."""
 
 
 class AuditSink(Protocol):
@@ -38,7 +41,14 @@ class AuditSink(Protocol):
 
 
 def request_text(request: object) -> str:
-    """Return the beginning of a request in one line."""
+    """Return the beginning of a request in one line; a secret that the caller chose is masked."""
     if not isinstance(request, Message):
         return ""
+    given = [name for name in _SECRETS if getattr(request, name, "")]
+    if given:
+        shown = type(request)()
+        shown.CopyFrom(request)
+        for name in given:
+            setattr(shown, name, MASKED)
+        request = shown
     return text_format.MessageToString(request, as_one_line=True)[:REQUEST_CHARACTERS_MAX]
