@@ -129,7 +129,7 @@ class WebConsole:
         query = {name: text for name, text in request.query_params.items() if name != "live"}
         visit = Visit(self.console, viewer, request.url.path, request.path_params, query)
         if live:
-            return await self._updates(page, visit)
+            return await self._updates(page, visit, session_id)
         try:
             values = await page.load(visit)
         except Unauthenticated:
@@ -140,13 +140,16 @@ class WebConsole:
         shown = {"section": page.section, "live": page.live, **values}
         return self.page(request, page.template, shown)
 
-    async def _updates(self, page: PageSpec, visit: Visit) -> Response:
+    async def _updates(self, page: PageSpec, visit: Visit, session_id: str) -> Response:
+        viewer = visit.viewer
+
         async def render() -> str:
             values = self._common(visit) | await page.load(visit)
             return render_block(self.console.templates, page.template, values)
 
         address = f"{visit.path}?{sorted(visit.query.items())}"
-        events = self.console.hub.events((visit.viewer.credential, address), render)
+        # A later viewer with the same credential has a client of its own.
+        events = self.console.hub.events((f"{viewer.credential} {id(viewer)}", address), render)
         try:
             first = await anext(events)
         except TooManyViewers:
@@ -157,6 +160,8 @@ class WebConsole:
         async def stream() -> AsyncIterator[str]:
             yield first
             async for event in events:
+                if self.console.viewers.viewer_of(session_id) is not viewer:
+                    return  # the browser asks again, and is told that it is signed out
                 yield event
 
         return StreamingResponse(stream(), media_type="text/event-stream")
