@@ -56,6 +56,8 @@ FANOUT = (
     "exchange {exchange!r} has the type {type!r}, but the transport routes in the sender, which "
     "knows only the queues that it has declared itself: a broadcast would not reach other workers"
 )
+REASON_CHARACTERS_MAX = 200
+"""Why a body is no message, at most: errors may repeat the body."""
 _TRANSIENT = (Unreachable, NoBroker, NotEnoughReplicas, NotServing, Overloaded)
 
 
@@ -313,8 +315,9 @@ class Channel(virtual.Channel):  # type: ignore[misc]
                 delivery.redelivered
             )
             message = self.Message(payload, channel=self)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            self._tell("reject", tag=delivery.tag, reason=f"no message of Kombu: {error!r}")
+        except Exception as error:  # noqa: BLE001  else it ends each worker that receives the body
+            text = f"{type(error).__name__}: {error}"[:REASON_CHARACTERS_MAX]
+            self._tell("reject", tag=delivery.tag, reason=f"no message of Kombu: {text}")
             return None
         if no_ack:
             self._tell("ack", tag=delivery.tag)
