@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -32,6 +33,8 @@ CALLS_MAX = 256
 """Calls of the program that run at once; the socket is not read meanwhile."""
 READ_BYTES = 256 * 1024
 CLOSE_S = 10.0
+LEAVING_S = 3.0
+"""How long a channel that closes waits for messages that are requeued or rejected."""
 log = logging.getLogger("batonmq.kombu")
 
 
@@ -193,9 +196,17 @@ class ClientProcess:
             return
         consumers = list(room.consumers.values())
         for consumer in consumers:
-            for tag in list(consumer.held):
+            for tag in consumer.held.keys() - consumer.leaving:
                 consumer.give_up(tag)
             consumer.cancel()
+        # A message that is given up while it is stored elsewhere would be delivered twice.
+        with suppress(TimeoutError):
+            async with timeouts.timeout(LEAVING_S):
+                for consumer in consumers:
+                    await consumer.closed.wait()
+        for consumer in consumers:
+            for tag in list(consumer.held):
+                consumer.give_up(tag)
         for consumer in consumers:
             await consumer.closed.wait()
 

@@ -67,6 +67,7 @@ class QueueConsumer:
 
     Attributes:
         held: The messages that are delivered and not ended, by tag.
+        leaving: Tags of those that are being sent to the retry topic or to the dead letters.
         ready: Done when the consumer has joined and has its first queues, or has failed.
         closed: Set when it has released all queues.
     """
@@ -87,6 +88,7 @@ class QueueConsumer:
         self._deliver, self._lost, self._by_get = deliver, lost, by_get
         self.credit = 0
         self.held: dict[int, HeldMessage] = {}
+        self.leaving: set[int] = set()
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.closed = asyncio.Event()
         self._cancelled = False
@@ -193,10 +195,14 @@ class QueueConsumer:
         messages = self._messages
         if messages is None:
             return
-        if delay_ms is None:
-            sent = await messages.dead_letter(held, failure)
-        else:
-            sent = await messages.send_back(held, failure, delay_ms)
+        self.leaving.add(tag)
+        try:
+            if delay_ms is None:
+                sent = await messages.dead_letter(held, failure)
+            else:
+                sent = await messages.send_back(held, failure, delay_ms)
+        finally:
+            self.leaving.discard(tag)
         if not sent:
             raise NotServing(
                 f"{held.message!r} was not sent away: its queue was lost, it is delivered again"
