@@ -48,11 +48,18 @@ def _field(problem: Any) -> list[str]:
     return [".".join(map(str, problem["loc"]))] if problem["loc"] else []
 
 
+def _message(problem: Any) -> str:
+    """Return what is wrong; Pydantic's own text for a tag of a union has the value."""
+    if problem["type"] == "union_tag_invalid":
+        return f"The tag is none of the expected ones: {problem['ctx']['expected_tags']}"
+    return str(problem["msg"])
+
+
 def _problems(error: ValueError) -> str:
     """Return what is wrong and where, without the values, which may be secret."""
     if not isinstance(error, pydantic.ValidationError):
         return str(error)
     found: list[Any] = list(error.errors(include_url=False, include_input=False))
-    lines = [": ".join([*_field(one), one["msg"]]) for one in found]
+    lines = [": ".join([*_field(one), _message(one)]) for one in found]
     more = len(lines) - _SHOWN_MAX
     return "; ".join(lines[:_SHOWN_MAX] + ([f"and {more} more"] if more > 0 else []))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
@@ -100,6 +100,19 @@ def test_reason_of_pydantic_contains_no_value() -> None:
     assert "number: " in reason
     assert "a secret" not in reason
     assert reason.endswith("and 2 more")
+
+
+def test_reason_of_a_union_contains_no_tag_of_the_body() -> None:
+    class Card(pydantic.BaseModel):
+        kind: Literal["card"]
+
+    class Cash(pydantic.BaseModel):
+        kind: Literal["cash"]
+
+    kinds = Annotated[Card | Cash, pydantic.Field(discriminator="kind")]
+    payments: PydanticSchema[Any] = PydanticSchema(list[kinds])
+    reason = refusal(payments, b'[{"kind":"a secret"}]')
+    assert reason.endswith("0: The tag is none of the expected ones: 'card', 'cash'")
 
 
 def test_value_that_is_no_model_is_not_encoded() -> None:
