@@ -97,7 +97,11 @@ def idempotent(
         name, owner = key(message), secrets.token_hex(16)
         # The timeout starts before the claim does, so the handler ends before the claim expires.
         async with timeouts.timeout(claim_ms / 1000):
-            holder = await store.put(name, owner, owner, claim_ms)
+            try:
+                holder = await store.put(name, owner, owner, claim_ms)
+            except BaseException:  # the store may have the claim: only its answer was lost
+                await _release(store, name, owner)
+                raise
             if holder == DONE:
                 log.info("message was already done message=%r key=%s", message, name)
                 return None

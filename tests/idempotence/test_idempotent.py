@@ -242,6 +242,39 @@ def test_claim_that_can_not_be_released_expires_and_hides_no_failure() -> None:
     play(scene)
 
 
+class Silent(MemoryStore):
+    """A store whose first answer does not arrive.
+
+    Attributes:
+        wait_s: How long the caller waits for it, until the connection breaks.
+    """
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__()
+        self.wait_s, self.calls = wait_s, 0
+
+    async def put(self, key: str, owner: str, value: str, keep_ms: int) -> str:
+        self.calls += 1
+        answer = await super().put(key, owner, value, keep_ms)
+        if self.calls == 1:
+            await asyncio.sleep(self.wait_s)
+            raise OSError("the connection broke")
+        return answer
+
+
+@pytest.mark.parametrize("wait_s", [0, 0.5], ids=["breaks", "is cancelled"])
+def test_claim_whose_answer_was_lost_is_released_when_the_connection(wait_s: float) -> None:
+    async def scene() -> None:
+        books, store = Books(), Silent(wait_s)
+        handle = once(books, store)
+        with pytest.raises((OSError, TimeoutError)):
+            async with asyncio.timeout(0.1):
+                await handle(message())
+        assert await handle(message()) == "booked"
+
+    play(scene)
+
+
 async def test_plain_function_runs_in_another_thread() -> None:
     threads = []
     handle = idempotent(
