@@ -28,6 +28,7 @@ from batonmq_server.local.layout import (
     ClusterOptions,
     TlsSetupFailed,
     highly_available,
+    stored_brokers,
 )
 from batonmq_server.local.ports import ClusterDirInUse, NoFreePort, PortInUse, stored_ports
 from batonmq_server.local.prometheus import (
@@ -66,7 +67,7 @@ _COLUMNS: Columns = {
     default=1,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Storage nodes to start; at least as many as the data directory has.",
+    help="Brokers to start; at least as many as the data directory has, and 2 with --profile ha.",
 )
 @click.option(
     "--nameserver-port",
@@ -153,7 +154,7 @@ def up(
     options = ClusterOptions(
         etcd=etcd,
         cluster=cluster,
-        brokers=max(brokers, len(list(data_dir.glob("storage*")))),
+        brokers=max(brokers, stored_brokers(data_dir)),
         log_level=log_level,
         nameserver_port=_first_given(nameserver_port, stored["nameserver"]),
         gateways=int(gateway),

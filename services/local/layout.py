@@ -183,9 +183,19 @@ PORTS_FILE = "ports.json"
 
 def highly_available(options: ClusterOptions) -> ClusterOptions:
     """Return options with enough instances to lose one of each service and of etcd."""
+    brokers = max(2, options.brokers)
     return replace(
-        options, etcds=3, brokers=2, storage_replicas=2, offsets=3, lockmgrs=2, nameservers=2
+        options, etcds=3, brokers=brokers, storage_replicas=2, offsets=3, lockmgrs=2, nameservers=2
     )
+
+
+def stored_brokers(data_dir: Path) -> int:
+    """Return how many brokers a data directory has: one more than the highest number of one."""
+    numbers = (
+        name.partition("-")[2].partition("-")[0] or "0"
+        for name in (one.name for one in data_dir.glob("storage*") if one.is_dir())
+    )
+    return max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
 
 
 def _clients(gateway: str) -> str:

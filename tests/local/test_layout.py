@@ -13,7 +13,13 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from batonmq_server.local.etcd import etcd_members
-from batonmq_server.local.layout import ClusterOptions, Layout, TlsSetupFailed
+from batonmq_server.local.layout import (
+    ClusterOptions,
+    Layout,
+    TlsSetupFailed,
+    highly_available,
+    stored_brokers,
+)
 from batonmq_server.local.process_host import ProcessHost
 
 AWAY = ProcessHost(address="127.0.0.9", launcher=("/usr/bin/env", "ROOM=2"))
@@ -123,3 +129,22 @@ def test_several_etcd_members_can_not_change_to_or_from_tls(tmp_path: Path) -> N
     Layout(tmp_path, ClusterOptions(secure=True))
     with pytest.raises(TlsSetupFailed, match="created with --secure"):
         Layout(tmp_path, ClusterOptions(etcds=3))
+
+
+def test_brokers_of_a_data_directory_are_counted_with_and_without_replicas(tmp_path: Path) -> None:
+    assert stored_brokers(tmp_path / "absent") == 0
+    for name in ("storage", "storage-1"):
+        (tmp_path / "single" / name).mkdir(parents=True)
+    for name in ("storage-0-a", "storage-0-b", "storage-1-a", "storage-1-b"):
+        (tmp_path / "ha" / name).mkdir(parents=True)
+    (tmp_path / "single" / "storage.txt").touch()
+    assert stored_brokers(tmp_path / "single") == 2
+    assert stored_brokers(tmp_path / "ha") == 2
+
+
+def test_highly_available_cluster_has_the_brokers_that_were_asked_for() -> None:
+    chosen = highly_available(ClusterOptions(brokers=3))
+    assert chosen.names_of("storage") == tuple(
+        f"storage-{number}-{letter}" for number in range(3) for letter in "ab"
+    )
+    assert highly_available(ClusterOptions()).brokers == 2
