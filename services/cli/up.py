@@ -26,6 +26,7 @@ from batonmq_server.local.etcd import EtcdNotFound, find_etcd, version_problem
 from batonmq_server.local.layout import (
     PORTS_FILE,
     ClusterOptions,
+    EtcdsChanged,
     TlsSetupFailed,
     highly_available,
     stored_brokers,
@@ -190,6 +191,9 @@ def up(
         _fail(session, "NOT_READY", error, f"The log is in {data_dir / 'prometheus'}.")
     except TlsSetupFailed as error:
         _fail(session, "NOT_SECURED", error, "")
+    except EtcdsChanged as error:
+        remedy = "Give the --profile that it was created with, or another --data-dir."
+        _fail(session, "PROFILE_CHANGED", error, remedy)
     except ContextError as error:
         _fail(session, "BAD_CONTEXT", error, "")
     except (OSError, NoFreePort) as error:

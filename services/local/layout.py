@@ -48,6 +48,10 @@ class TlsSetupFailed(Exception):
     """TLS can't be set up, or a cluster can't change between TLS and no TLS."""
 
 
+class EtcdsChanged(Exception):
+    """A data directory has another number of etcd members than the cluster is to have."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceInstance:
     """One process of a service.
@@ -215,10 +219,12 @@ class Layout:
         PortInUse: another process uses the port of the nameserver.
         TlsSetupFailed: a cluster with several etcd members was created with TLS and is now used
             without, or the reverse; or access control is on without TLS.
+        EtcdsChanged: the data directory has another number of etcd members.
     """
 
     def __init__(self, data_dir: Path, options: ClusterOptions) -> None:
         self._data_dir, self._options = data_dir, options
+        self._check_etcds()
         wanted = [port for name in options.names for port in (name, f"{name}-metrics")]
         wanted += [_clients(name) for name in options.names_of("gateway") if options.secure]
         gateway = _clients("gateway") if options.secure else "gateway"
@@ -243,6 +249,21 @@ class Layout:
             hosts = {self._host(name).address for name in (*options.names, *options.hosts)}
             _certify(self._tls, sorted({"localhost", HOST, *hosts}))
             _make_sealing_key(self._tls / _SEALING_KEY)
+
+    def _check_etcds(self) -> None:
+        """Return if the members of etcd are those of before: further ones would not join them.
+
+        Raises:
+            EtcdsChanged: there are more or fewer.
+        """
+        wanted, stored = self._options.etcds, 0
+        while (self.etcd_dir(stored) / "data").exists():
+            stored += 1
+        if stored and stored != wanted and not self._options.etcd:
+            raise EtcdsChanged(
+                f"{self._data_dir} has the data of {stored} etcd members, and the cluster is to "
+                f"have {wanted}"
+            )
 
     def security(self, name: str = ADMIN) -> Security | None:
         """Return the TLS files of a client, of `etcd`, or of a service; None without TLS."""

@@ -15,6 +15,7 @@ from cryptography.exceptions import InvalidSignature
 from batonmq_server.local.etcd import etcd_members
 from batonmq_server.local.layout import (
     ClusterOptions,
+    EtcdsChanged,
     Layout,
     TlsSetupFailed,
     highly_available,
@@ -148,3 +149,16 @@ def test_highly_available_cluster_has_the_brokers_that_were_asked_for() -> None:
         f"storage-{number}-{letter}" for number in range(3) for letter in "ab"
     )
     assert highly_available(ClusterOptions()).brokers == 2
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 3), (3, 1)])
+def test_number_of_etcd_members_of_a_data_directory_can_not_change(
+    tmp_path: Path, before: int, now: int
+) -> None:
+    layout = Layout(tmp_path, ClusterOptions(etcds=before))
+    for number in range(before):
+        (layout.etcd_dir(number) / "data").mkdir(parents=True)
+    Layout(tmp_path, ClusterOptions(etcds=before))
+    with pytest.raises(EtcdsChanged, match=f"the data of {before} etcd members.* have {now}"):
+        Layout(tmp_path, ClusterOptions(etcds=now))
+    Layout(tmp_path, ClusterOptions(etcds=now, etcd="127.0.0.1:2379"))  # its members are not used
