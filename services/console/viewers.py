@@ -145,7 +145,6 @@ class Viewers:
         await self._end_old_sessions()
         viewer = await self._by_key(secret) or await self._by_token(secret)
         session_id = secrets.token_urlsafe(32)
-        viewer.sessions += 1
         end_ms = self.clock.monotonic_ms() + self.settings.session_ms
         self._sessions[session_id] = Session(viewer, end_ms)
         return session_id
@@ -153,13 +152,16 @@ class Viewers:
     async def sign_out(self, session_id: str) -> None:
         """End a session; the client of its viewer is closed with the last one."""
         session = self._sessions.pop(session_id, None)
-        if session is None:
-            return
-        session.viewer.sessions -= 1
-        if not session.viewer.sessions:
-            self._viewers.pop(session.viewer.credential, None)
-            self.on_end(session.viewer.credential)
-            await session.viewer.admin.close()
+        if session is not None:
+            await self._leave(session.viewer)
+
+    async def _leave(self, viewer: Viewer) -> None:
+        """End one session of a viewer, or a sign-in that failed."""
+        viewer.sessions -= 1
+        if not viewer.sessions:
+            self._viewers.pop(viewer.credential, None)
+            self.on_end(viewer.credential)
+            await viewer.admin.close()
 
     async def _end_old_sessions(self) -> None:
         now_ms = self.clock.monotonic_ms()
@@ -174,33 +176,41 @@ class Viewers:
         if not key or not hmac.compare_digest(key.encode(), secret.encode()):
             return None
         viewer = self._viewer(_KEY, self.settings.security)
-        await _identify(viewer)
+        await self._enter(viewer)
         return viewer
 
     async def _by_token(self, secret: str) -> Viewer:
         security = self.settings.security
         assert security is not None
         credential = hashlib.sha256(secret.encode()).hexdigest()
-        known = credential in self._viewers
         try:
             viewer = self._viewer(credential, replace(security, token=Secret(secret)))
         except InvalidArgument as error:
             raise SignInRefused(error.message) from error
         try:
-            await _identify(viewer)
-            if not viewer.access_on:
-                raise SignInRefused(
-                    "the services check no permissions, so they accept any token: access control "
-                    "is off (BATON_<SERVICE>_ACCESS)"
-                )
-        except BaseException as error:
-            if not known:
-                del self._viewers[credential]
-                await viewer.admin.close()
-            if isinstance(error, Unauthenticated):
-                raise SignInRefused(error.message) from error
-            raise
+            await self._enter(viewer)
+        except Unauthenticated as error:
+            raise SignInRefused(error.message) from error
+        if not viewer.access_on:
+            await self._leave(viewer)
+            raise SignInRefused(
+                "the services check no permissions, so they accept any token: access control "
+                "is off (BATON_<SERVICE>_ACCESS)"
+            )
         return viewer
+
+    async def _enter(self, viewer: Viewer) -> None:
+        """Begin a session of a viewer, once the services know its credential.
+
+        Raises:
+            BatonError: The credential is not valid, or no service answers.
+        """
+        viewer.sessions += 1  # first, so that the end of another one does not close the client
+        try:
+            await _identify(viewer)
+        except BaseException:
+            await self._leave(viewer)
+            raise
 
     def _viewer(self, credential: str, security: Security | None) -> Viewer:
         viewer = self._viewers.get(credential)

@@ -17,9 +17,10 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from batonmq.errors import NotServing
+from batonmq_server.console import viewers as viewers_module
 from batonmq_server.console.app import COOKIE, WebConsole, make_console
 from batonmq_server.console.config import ConsoleSettings
-from batonmq_server.console.viewers import Session
+from batonmq_server.console.viewers import Session, Viewer
 from batonmq_server.console.visit import PageSpec, Visit
 from batonmq_server.local.certificates import CertificateAuthority
 from tests.support.conditions import until
@@ -100,3 +101,31 @@ async def test_page_of_a_new_session_does_not_use_the_client_of_an_ended_one(
         later = await opened(web, tasks, "two")
         await until(lambda: len(later) > 1)
         assert f"viewer {viewer} " in later[1]
+
+
+async def test_sign_out_during_a_sign_in_with_the_same_token_leaves_its_client_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    async def identify(viewer: Viewer) -> None:
+        asked.set()
+        await answered.wait()
+        viewer.access_on = True
+
+    monkeypatch.setattr(viewers_module, "_identify", identify)
+    async with console(tmp_path) as (web, tasks):
+        viewers = web.console.viewers
+        answered.set()
+        first = await viewers.sign_in("token")
+        answered.clear()
+        asked.clear()
+        second = tasks.create_task(viewers.sign_in("token"))
+        await asked.wait()
+        await viewers.sign_out(first)
+        answered.set()
+        viewer = viewers.viewer_of(await second)
+        assert viewer is not None
+        assert viewers._viewers[viewer.credential] is viewer
+        await viewers.sign_out(second.result())
+        assert viewers._viewers == {}
