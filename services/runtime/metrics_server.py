@@ -45,7 +45,11 @@ class MetricsServer(ThreadingHTTPServer):
         self._connections_max = connections_max
         self._open: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
-        super().__init__(addresses[0][4][:2], handler)  # type: ignore[arg-type]
+        try:
+            super().__init__(addresses[0][4][:2], handler)  # type: ignore[arg-type]
+        except OSError as error:
+            where = f"{error.strerror}: metrics_port {host}:{port}"
+            raise OSError(error.errno, where) from error
 
     @property
     def connection_count(self) -> int:

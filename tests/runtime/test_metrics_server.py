@@ -70,3 +70,10 @@ def test_silent_connection_is_closed(registry: CollectorRegistry) -> None:
         assert "answer 42.0" in scrape(server)
     server.stop()
     assert SILENCE_S <= 5
+
+
+def test_port_in_use_is_named_in_the_error(registry: CollectorRegistry) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"in use: metrics_port 127.0.0.1:{port}$"):
+            MetricsServer("127.0.0.1", port, registry, CONNECTIONS)
