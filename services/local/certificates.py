@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -16,6 +15,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from batonmq._common.clock import Clock
 from batonmq._connection.security import Security
+from batonmq_server.local.private_files import write_private
 
 AUTHORITY_DAYS = 3_650
 CERTIFICATE_DAYS = 365
@@ -79,8 +79,8 @@ class CertificateAuthority:
         authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer)
         builder = builder.add_extension(authority, False)
         certificate = builder.sign(self._key, hashes.SHA256())
-        _write(self.folder / f"{subject.name}.key", _private(key))
-        _write(
+        write_private(self.folder / f"{subject.name}.key", _private(key))
+        write_private(
             self.folder / f"{subject.name}.pem",
             certificate.public_bytes(serialization.Encoding.PEM),
         )
@@ -113,8 +113,8 @@ class CertificateAuthority:
             decipher_only=False,
         )
         certificate = builder.add_extension(usage, True).sign(key, hashes.SHA256())
-        _write(self.folder / "ca.key", _private(key))
-        _write(self.ca_file, certificate.public_bytes(serialization.Encoding.PEM))
+        write_private(self.folder / "ca.key", _private(key))
+        write_private(self.ca_file, certificate.public_bytes(serialization.Encoding.PEM))
 
     def _builder(
         self, name: str, key: ec.EllipticCurvePrivateKey, days: float
@@ -147,12 +147,3 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace a file that only its owner may read."""
-    draft = path.with_name(f"{path.name}.new")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-    draft.replace(path)

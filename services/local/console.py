@@ -14,6 +14,7 @@ from typing import Self
 from batonmq_server.local.child_process import ChildProcess, NotReady, Program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.ports import HOST, keep_ports
+from batonmq_server.local.private_files import write_private
 from batonmq_server.local.supervisor import RestartLimitExceeded, Supervisor
 
 PORT = 9878
@@ -124,8 +125,7 @@ class LocalConsole:
         """Write the key of the sign-in, which only this user can read; keep an existing one."""
         path = self._folder / _KEY_FILE
         if not path.exists():
-            path.touch(0o600)
-            path.write_text(f"{secrets.token_urlsafe(32)}\n")
+            write_private(path, f"{secrets.token_urlsafe(32)}\n".encode())
         self._key = path.read_text().strip()
         return path
 

@@ -23,6 +23,7 @@ from batonmq._connection.channels import connector
 from batonmq._connection.security import Security
 from batonmq_server.local.child_process import Program
 from batonmq_server.local.ports import HOST, keep_ports
+from batonmq_server.local.private_files import write_private
 from batonmq_server.local.process_host import LOOPBACK, ProcessHost
 
 SERVICES = ("storage", "offsets", "lockmgr", "nameserver")
@@ -370,8 +371,7 @@ def _make_sealing_key(path: Path) -> None:
     from batonmq_server.runtime.access.sealing import new_sealing_key  # noqa: PLC0415  slow to import, and often unused
 
     if not path.exists():
-        path.touch(0o600)
-        path.write_text(f"{new_sealing_key()}\n")
+        write_private(path, f"{new_sealing_key()}\n".encode())
 
 
 def _certify(folder: Path, hosts: Sequence[str]) -> None:
