@@ -151,3 +151,16 @@ async def test_cancellation_by_others_stays_one() -> None:
         calls.recheck()
         task.cancel()
     assert task.cancelled()
+
+
+async def test_call_ends_after_its_credentials_also_if_the_wall_clock_was_set_back() -> None:
+    calls, looks = RevocableCalls(), 0
+
+    def refusal() -> BatonError | None:
+        """Return an error at the second look: by the wall clock the token is valid at the first."""
+        nonlocal looks
+        looks += 1
+        return PermissionDenied("expired") if looks > 1 else None
+
+    with pytest.raises(PermissionDenied, match="expired"), calls.until_revoked(refusal, 0):
+        await asyncio.Event().wait()

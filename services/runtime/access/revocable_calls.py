@@ -14,6 +14,8 @@ Item = TypeVar("Item")
 
 EXPIRY_MARGIN_S = 0.1
 """Time after the expiry of a token at which its open calls end: the loop has another clock."""
+RECHECK_S = 1.0
+"""Time until the next look, if the token is still valid then: the wall clock was set back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +27,7 @@ class OpenCall:
         error: Why it ends; None while it does not.
         sending: Whether an item of its stream is on its way to gRPC.
         cancelled: Whether its task was cancelled for `error`.
+        timer: Looks at the credentials when they expire; None if they don't.
     """
 
     task: asyncio.Task[Any]
@@ -32,6 +35,7 @@ class OpenCall:
     error: BatonError | None = None
     sending: bool = False
     cancelled: bool = False
+    timer: asyncio.TimerHandle | None = None
 
     def recheck(self) -> None:
         """End the call if it would be rejected now."""
@@ -78,17 +82,23 @@ class RevocableCalls:
         assert task is not None
         call = OpenCall(task, refusal)
         self._open.add(call)
-        timer = None
+        loop = asyncio.get_running_loop()
+
+        def expire() -> None:
+            call.recheck()
+            if call.error is None:
+                call.timer = loop.call_later(RECHECK_S, expire)
+
         if left_s is not None:
-            timer = asyncio.get_running_loop().call_later(left_s + EXPIRY_MARGIN_S, call.recheck)
+            call.timer = loop.call_later(left_s + EXPIRY_MARGIN_S, expire)
         try:
             yield call
         except asyncio.CancelledError:
             if not call.cancelled:
                 raise
         finally:
-            if timer is not None:
-                timer.cancel()
+            if call.timer is not None:
+                call.timer.cancel()
             self._open.discard(call)
             if call.cancelled:
                 task.uncancel()
