@@ -253,7 +253,7 @@ MUTANTS = (
         broken_clients.answer_of_an_older_epoch,
         OLD_CALLS,
         ("V6", "V7", "V8"),
-        first_run=74,
+        first_run=192,
     ),
     Mutant("advance not in flight", broken_offsets.advance_not_in_flight, FORCES, ("V8", "V7")),
     Mutant(
@@ -311,7 +311,7 @@ MUTANTS = (
         broken_offsets.riding_acks_without_token,
         RIDING,
         ("V3",),
-        first_run=31,
+        first_run=99,
     ),
     Mutant(
         "delivery of any generation",
