@@ -103,7 +103,6 @@ def test_messages_wake_the_threads_of_the_pool_if_the_environment_says_so() -> N
         "batonmq_server.storage.app",
         "batonmq_server.console.app",
         "batonmq_server.local.fork_server",
-        "batonspark.cluster",
     ],
 )
 def test_variables_are_set_before_grpc_is_imported(module: str) -> None:
