@@ -14,13 +14,15 @@ SERVER_OPTIONS: ServerOptions = (
     ("grpc.server_handshake_timeout_ms", 5_000),
     # Ping connections without calls, too: a peer that does not answer is closed within 5 s. A
     # client without calls stays connected: gRPC would write a line to its standard error for each
-    # connection that is closed as idle.
+    # connection that is closed as idle, and break a call that arrives at that moment.
     ("grpc.keepalive_permit_without_calls", 1),
 )
 HEALTH_OPTIONS: ServerOptions = tuple(
     {
         **dict(SERVER_OPTIONS),
-        "grpc.max_connection_idle_ms": 60_000,
+        # By age, because gRPC then tells the client first. A connection that it closes as idle
+        # breaks a call that arrives at that moment.
+        "grpc.max_connection_age_ms": 60_000,
         "grpc.max_receive_message_length": 1_024,
         "grpc.max_metadata_size": 8_192,
         "grpc.absolute_max_metadata_size": 8_192,
