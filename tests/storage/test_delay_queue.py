@@ -209,12 +209,15 @@ def test_snapshot_of_many_entries_is_quick_and_immutable() -> None:
     levels = DelayQueue()
     levels.restore(rows.tobytes())
     assert len(levels._minutes) == 40 * 24 * 60
-    begin_s = time.process_time()
-    snapshot = levels.snapshot()
-    snapshot_s = time.process_time() - begin_s
-    reference_s = time.process_time()
-    assert sum(number * number for number in range(1_000_000))  # work of about the same length
-    assert snapshot_s < 4 * (time.process_time() - reference_s)
+    snapshot_s, reference_s = list[float](), list[float]()
+    for _ in range(3):  # by turns; the shortest time of each is the one that nothing disturbed
+        begin_s = time.process_time()
+        snapshot = levels.snapshot()
+        snapshot_s.append(time.process_time() - begin_s)
+        begin_s = time.process_time()
+        assert sum(number * number for number in range(1_000_000))  # about as long
+        reference_s.append(time.process_time() - begin_s)
+    assert min(snapshot_s) < 2 * min(reference_s)
     for number in range(0, 1_000, 2):
         levels.remove((NOW + number * 40 * DAY_MS // len(rows), number * 100))
         levels.add(DelayedBatch(NOW + number, 1_000_000_000 + number, 5))
