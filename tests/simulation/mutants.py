@@ -139,7 +139,10 @@ OLD_CALLS = RunOptions(
     steps=80, queues=6, service_kills=16, joins=2, leaves=2,
     faults=Faults(slow=0.15, slow_ms_max=3_000, duplicate=0.3, delay_ms_max=150),
 )  # fmt: skip
-RIDING = replace(OLD_CALLS, forces=8, buffer=8)
+RIDING = RunOptions(
+    steps=120, queues=1, consumers=2, buffer=4, joins=4, leaves=4, forces=10,
+    faults=Faults(duplicate=0.8, slow=0.2, slow_ms_max=5_000),
+)  # fmt: skip
 SWITCHING = RunOptions(steps=10, switches_identities=True)
 STOLEN = RunOptions(steps=60, thefts=12, identities=True, slow_handlers=0.1)
 OUTAGE = RunOptions(steps=20, joins=4, leaves=2, outage_ms=14_000, slow_handlers=0.3)
@@ -307,11 +310,7 @@ MUTANTS = (
     ),
     Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",)),
     Mutant(
-        "riding acks of an old token",
-        broken_offsets.riding_acks_without_token,
-        RIDING,
-        ("V3",),
-        first_run=99,
+        "riding acks of an old token", broken_offsets.riding_acks_without_token, RIDING, ("V3",)
     ),
     Mutant(
         "delivery of any generation",
