@@ -58,6 +58,11 @@ def head(token: int = 1, floor: int = 0, epoch: int = 0) -> OutputHead:
     return OutputHead(SOURCE, epoch, token, floor)
 
 
+def of_queue(number: int) -> OutputHead:
+    """Return the head of a batch of another input queue."""
+    return head()._replace(source=SOURCE._replace(queue_id=number))
+
+
 def batch(at: OutputHead, *made: Made, queue_id: int = 0) -> bytes:
     """Return a batch of outputs: offset of the input, number and body of each."""
     builder, keys, digests = BatchBuilder(), list[int](), list[int]()
@@ -223,6 +228,51 @@ def test_full_memory_refuses_outputs_while_its_sources_are_in_use() -> None:
     with pytest.raises(Overloaded):
         table.check(other.outputs, NOW + core.IDLE_MS_MIN - 1)
     assert table.check(other.outputs, NOW + core.IDLE_MS_MIN) is None
+
+
+def test_batches_of_one_request_forget_no_source_in_use(store: MessageStore) -> None:
+    store.outputs = OutputTable(outputs_max=5)
+    made = [(offset, 0, b"x") for offset in range(2)]
+    batches = [batch(of_queue(number), *made) for number in range(3)]
+    stored(store, batches[0])
+    assert isinstance(refusal(store, *batches[1:]), Overloaded)
+    assert store.outputs.get(SOURCE._replace(queue_id=0)) is not None
+    (again,) = stored(store, batches[0])
+    assert again.duplicate, "the producer repeats it, as it has got no answer"
+
+
+def test_idle_source_with_few_outputs_makes_no_room_for_many() -> None:
+    table = OutputTable(outputs_max=5)
+    take(table, batch(of_queue(0), (0, 0, b"x")), NOW)
+    now = NOW + core.IDLE_MS_MIN
+    take(table, batch(of_queue(1), *((offset, 0, b"x") for offset in range(3))), now)
+    for count, refused in ((2, False), (3, True)):
+        other = check(batch(of_queue(2), *((offset, 0, b"x") for offset in range(count))))
+        assert other.outputs is not None
+        if refused:
+            with pytest.raises(Overloaded):
+                table.check(other.outputs, now)
+        else:
+            assert table.check(other.outputs, now) is None
+
+
+@pytest.mark.parametrize(("epoch", "floor"), [(0, 3), (1, 0)])
+def test_batch_makes_room_by_its_floor(*, epoch: int, floor: int) -> None:
+    table = OutputTable(outputs_max=4)
+    for offset in range(4):
+        take(table, batch(head(), (offset, 0, b"x")), NOW)
+    made = [(offset, 0, b"x") for offset in range(4, 7)]
+    for at, refused in ((head(), True), (head(1, floor, epoch), False)):
+        more = check(batch(at, *made))
+        assert more.outputs is not None
+        if refused:
+            with pytest.raises(Overloaded):
+                table.check(more.outputs, NOW)
+        else:
+            assert table.check(more.outputs, NOW) is None
+            take(table, more.batch, NOW)
+    assert len(table) == 4 - epoch
+    assert table.get(SOURCE) is not None
 
 
 @pytest.mark.parametrize(

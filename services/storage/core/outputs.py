@@ -216,6 +216,16 @@ class SourceOutputs:
             self._pieces[0] = self._pieces[0].behind(key)
             self._count -= whole - len(self._pieces[0].keys)
 
+    def freed_by(self, head: OutputHead) -> int:
+        """Return how many outputs are forgotten once a batch with this head is stored."""
+        if head.reset_epoch > self.reset_epoch:
+            return self._count
+        if head.floor <= self.floor:
+            return 0
+        key = np.uint64(head.floor << NUMBER_BITS)
+        columns = (self._rows["key"], *(piece.keys for piece in self._pieces))
+        return sum(int(np.searchsorted(column, key)) for column in columns)
+
     def begin_epoch(self, reset_epoch: int, floor: int) -> None:
         """Forget all outputs: the progress of the input queue was reset."""
         self.reset_epoch, self.floor = reset_epoch, floor
@@ -312,6 +322,13 @@ class OutputTable:
                 head, f"token {head.token} is fenced: token {known.token} has stored", known
             )
 
+    def has_room(self, outputs_count: int, sources_count: int) -> bool:
+        """Return whether so many more outputs, of so many new sources, are within the limits."""
+        return (
+            self._count + outputs_count <= self._outputs_max
+            and len(self._sources) + sources_count <= self._sources_max
+        )
+
     def check(self, outputs: OutputBatch, now_unix_ms: int) -> StoreReceipt | None:
         """Return the receipt of an earlier attempt of this batch; None if the batch is new.
 
@@ -325,7 +342,7 @@ class OutputTable:
         self.check_head(head)
         known = self._sources.get(head.source)
         if known is None or head.reset_epoch > known.reset_epoch:
-            self._check_room(len(keys), 0 if known else 1, now_unix_ms)
+            self._check_room(outputs, now_unix_ms)
             return None
         if outputs.first_key < known.floor << NUMBER_BITS:
             raise _fenced(
@@ -333,13 +350,13 @@ class OutputTable:
                 f"{known.floor}", known,
             )  # fmt: skip
         if outputs.first_key > known.last_key or not len(rows := known.rows):
-            self._check_room(len(keys), 0, now_unix_ms)
+            self._check_room(outputs, now_unix_ms)
             return None  # inputs behind all others, as most are
         at = np.searchsorted(rows["key"], keys)
         at[at == len(rows)] = 0
         found = rows["key"][at] == keys
         if not found.any():
-            self._check_room(len(keys), 0, now_unix_ms)
+            self._check_room(outputs, now_unix_ms)
             return None
         return _receipt_of(outputs, rows[at], found)
 
@@ -414,20 +431,31 @@ class OutputTable:
         known.token = max(known.token, head.token)
         return known
 
-    def _check_room(self, count: int, sources: int, now_unix_ms: int) -> None:
-        if (
-            self._count + count <= self._outputs_max
-            and len(self._sources) + sources <= self._sources_max
-        ):
+    def _check_room(self, outputs: OutputBatch, now_unix_ms: int) -> None:
+        """Check that a batch fits once its floor has risen and idle sources are forgotten.
+
+        Raises:
+            Overloaded: A source that is in use would be forgotten.
+        """
+        count, known = len(outputs.keys), self._sources.get(outputs.head.source)
+        if self.has_room(count, known is None):
             return
-        oldest = next(iter(self._sources.values()), None)
-        if oldest is None or oldest.used_unix_ms > now_unix_ms - IDLE_MS_MIN:
-            raise Overloaded(
-                f"{self._count} outputs of {len(self._sources)} sources are remembered; the limits "
-                f"are {self._outputs_max} and {self._sources_max}",
-                retry_after_ms=1_000,
-                facts={"limit": self._outputs_max},
-            )
+        freed = known.freed_by(outputs.head) if known is not None else 0
+        excess = self._count + count - freed - self._outputs_max
+        sources = len(self._sources) + (known is None) - self._sources_max
+        for source in self._sources.values():  # they are forgotten in this order
+            if excess <= 0 and sources <= 0:
+                return
+            if source.used_unix_ms > now_unix_ms - IDLE_MS_MIN:
+                raise Overloaded(
+                    f"{self._count} outputs of {len(self._sources)} sources are remembered; the "
+                    f"limits are {self._outputs_max} and {self._sources_max}",
+                    retry_after_ms=1_000,
+                    facts={"limit": self._outputs_max},
+                )
+            if source is not known:
+                excess -= len(source)
+                sources -= 1
 
     def _forget_some(self) -> None:
         while len(self._sources) > 1 and (

@@ -153,7 +153,7 @@ class MessageStore:
                 if isinstance(topic, BatonError):
                     raise topic
                 key = check_queue(header.topic, topic, header.queue_id)
-                if run.affects(checked, key):
+                if run.affects(checked, key) or not self._has_room(run, checked.outputs):
                     outcomes |= self._write(run)
                     run = WriteRun()
                 if checked.outputs is None:
@@ -419,6 +419,12 @@ class MessageStore:
         """Move the entries that consume queues have only in memory to their files."""
         for queue in self._queues.values():
             queue.flush()
+
+    def _has_room(self, run: WriteRun, outputs: OutputBatch | None) -> bool:
+        """Return whether a batch and those of a run fit into what is remembered of outputs."""
+        return outputs is None or self.outputs.has_room(
+            run.outputs_count + len(outputs.keys), run.sources_count + 1
+        )
 
     def _next_offset(self, key: QueueKey) -> int:
         queue = self._queues.get(key)

@@ -26,14 +26,24 @@ class AdmittedBatch:
 
 
 class WriteRun:
-    """Batches that are written together: the check of none depends on another one of them."""
+    """Batches that are written together: the check of none depends on another one of them.
+
+    Attributes:
+        outputs_count: Number of their outputs.
+    """
 
     def __init__(self) -> None:
         self.admitted: list[AdmittedBatch] = []
+        self.outputs_count = 0
         self._next_offsets: dict[QueueKey, int] = {}
         self._writers: set[tuple[int, QueueKey]] = set()
         self._epochs: dict[int, int] = {}
         self._sources: dict[OutputSource, list[OutputBatch]] = {}
+
+    @property
+    def sources_count(self) -> int:
+        """Number of the sources of their outputs."""
+        return len(self._sources)
 
     def affects(self, checked: CheckedBatch, key: QueueKey) -> bool:
         """Return whether the check of this batch depends on a batch of the run."""
@@ -52,6 +62,7 @@ class WriteRun:
         self._next_offsets[key] = first_offset + header.count
         if (outputs := checked.outputs) is not None:
             self._sources.setdefault(outputs.head.source, []).append(outputs)
+            self.outputs_count += len(outputs.keys)
         if header.producer_id > 0:
             self._writers.add((header.producer_id, key))
             self._epochs[header.producer_id] = header.producer_epoch
