@@ -244,7 +244,7 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
                 earlier = self._store.transactions.earlier(header, queue)
                 if earlier is None:
                     check_takes(item.checked, topic)
-                    self._open.check_group(item.group)
+                    self._open.check_group(item.group, run.new_groups)
                     run.add(index, item, self._half(item, queue))
                 else:
                     outcomes[index] = earlier
@@ -503,10 +503,15 @@ class _BeginItem:
 
 @dataclass(slots=True)
 class _BeginRun:
-    """Half messages that are written together: at most one of each producer."""
+    """Half messages that are written together: at most one of each producer.
+
+    Attributes:
+        new_groups: Their producer groups that have no open transaction.
+    """
 
     admitted: list[tuple[int, CheckedBatch]] = field(default_factory=list)
     producers: set[int] = field(default_factory=set)
+    new_groups: set[str] = field(default_factory=set)
 
     def add(self, index: int, item: _BeginItem, half: HalfMessage) -> None:
         header = item.checked.header

@@ -138,10 +138,15 @@ def test_group_beyond_the_limit_is_rejected_and_a_free_number_is_used_again(
     table = OpenTransactions()
     for number, group in enumerate(("one", "two")):
         table.add(OpenTransaction(number, number, 0, group, 0))
-    table.check_group("one")
+    table.check_group("one", set())
     with pytest.raises(LimitExceeded):
-        table.check_group("three")
+        table.check_group("three", set())
     table.remove(0)
-    table.check_group("three")
+    added = set[str]()
+    for group in ("three", "two", "three"):
+        table.check_group(group, added)
+    assert added == {"three"}
+    with pytest.raises(LimitExceeded):
+        table.check_group("four", added)
     table.add(OpenTransaction(5, 5, 0, "three", 0))
     assert [row.group for row in table.page(-1, 9)] == ["two", "three"]

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.metrics.v1.metrics_service_pb2 import TransactionCounts
+from baton.storage.v1 import transaction_service_pb2 as pb
 from batonmq._core.names import UNRESOLVED_TOPIC
 from batonmq._core.records import Message, Record, check_batch, decode_records, read_header
 from batonmq.errors import BadBatch, LimitExceeded
-from batonmq_server.storage.core import transactions
+from batonmq_server.storage.core import open_transactions, transactions
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic
 from batonmq_server.storage.core.fsck import Fsck
@@ -292,6 +293,20 @@ async def test_repeated_begin_has_the_first_id() -> None:
         assert await scene.begin(raw) == first
         assert scene.open_count() == 1
         assert await scene.begin(batch(b""), group="not good") == ["INVALID_NAME"]
+
+
+async def test_groups_of_one_call_beyond_the_limit_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(open_transactions, "GROUPS_MAX", 2)
+    async with new_scene() as scene:
+        items = [
+            pb.BeginItem(batch=batch(b"%d" % number), group=f"group-{number % 3}")
+            for number in range(4)
+        ]
+        answer = await scene.transactions.Begin(pb.BeginRequest(items=items), None)  # type: ignore[arg-type]
+        assert [one.HasField("error") for one in answer.outcomes] == [False, False, True, False]
+        assert scene.open_count() == 3
 
 
 async def test_half_message_that_blocks_retention_is_written_again() -> None:

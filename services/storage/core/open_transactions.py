@@ -72,13 +72,18 @@ class OpenTransactions:
         found = self._find(transaction_id)
         return None if found is None else self._decoded(found[0].rows[found[1]])
 
-    def check_group(self, group: str) -> None:
-        """Check that a transaction of a group can be added.
+    def check_group(self, group: str, added: set[str]) -> None:
+        """Check that a transaction of a group can be added, with those that are about to be.
+
+        Args:
+            added: Groups without a transaction that are about to get one; a new group is added.
 
         Raises:
             LimitExceeded: Too many groups have open transactions.
         """
-        self._groups.check(group)
+        if self._groups.get(group) is None and group not in added:
+            self._groups.check_room(len(added) + 1)
+            added.add(group)
 
     def add(self, transaction: OpenTransaction) -> None:
         """Add a transaction, or replace the one with its id."""
@@ -326,8 +331,8 @@ class _GroupNumbers:
     def names(self) -> dict[int, str]:
         return dict(self._names)
 
-    def check(self, group: str) -> None:
-        if group not in self._numbers and len(self._numbers) >= GROUPS_MAX:
+    def check_room(self, count: int) -> None:
+        if len(self._numbers) + count > GROUPS_MAX:
             raise LimitExceeded(
                 f"{GROUPS_MAX} producer groups have open transactions; that is the limit",
                 facts={"field": "group", "limit": GROUPS_MAX},
