@@ -110,7 +110,10 @@ class ScheduledDeliverer:
         position = self._deliver(batches, self._topics.with_changes(topics))
         if any(entry.key in self._waiting for entry in batches):
             self._retry_ms = now_ms + RETRY_MS
-        await self._appender.flusher.wait_until_safe(position)
+        if position:
+            await self._appender.flusher.wait_until_safe(position)
+        else:
+            await asyncio.sleep(0)  # the round may have waited for nothing
         now_unix_ms = self._clock.unix_ms()
         for entry in batches:
             if entry.key not in self._waiting:

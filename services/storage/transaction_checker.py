@@ -34,6 +34,7 @@ from batonmq_server.storage.core.transactions import (
     discard_batch,
     encode_half,
     encode_marks,
+    read_half_head,
 )
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.storage.topic_cache import TopicCache
@@ -47,7 +48,6 @@ log = logging.getLogger(__name__)
 
 ROUND_MAX = 256
 """Maximum number of transactions that one round checks."""
-ROUND_BYTES_MAX = 16 * 1024 * 1024
 ROUND_INTERVAL_MS = 500
 AGE_INTERVAL_MS = 10_000
 """Interval at which the oldest transactions are compared with the age limit."""
@@ -133,6 +133,7 @@ class TransactionChecker:
         if not due:
             return False
         halves = read_by_position(self._appender, due)
+        due = [one for one in due if one.transaction_id in halves]  # others in the next round
         exhausted = [one for one in due if one.checks >= self._limits.checks_max]
         asked = [one for one in due if one.checks < self._limits.checks_max]
         if exhausted:
@@ -146,14 +147,19 @@ class TransactionChecker:
         now_ms = self._clock.monotonic_ms()
         if now_ms < self._age_ms or self._appender.retention.rejection() is not None:
             return False
-        oldest = self._open.page(-1, ROUND_MAX)
-        halves = read_by_position(self._appender, oldest)
         limit_unix_ms = self._clock.unix_ms() - self._limits.age_ms_max
-        old = [one for one in oldest if _begin_unix_ms(halves[one.transaction_id]) <= limit_unix_ms]
-        if old:
+        old = [
+            one
+            for one in self._open.page(-1, ROUND_MAX)
+            if (self._begin_unix_ms(one) or 0) <= limit_unix_ms
+        ]
+        halves = read_by_position(self._appender, old)
+        read = [one for one in old if one.transaction_id in halves]
+        if read:
             reason = f"no end within {self._limits.age_ms_max // 1_000} s"
-            await self._discard(old, halves, reason)
-        if len(old) == ROUND_MAX and not any(one.transaction_id in self._open for one in old):
+            await self._discard(read, halves, reason)
+        more = len(old) == ROUND_MAX or len(read) < len(old)
+        if more and not any(one.transaction_id in self._open for one in read):
             return True
         self._age_ms = now_ms + AGE_INTERVAL_MS
         return False
@@ -170,7 +176,9 @@ class TransactionChecker:
         halves = read_by_position(self._appender, old)
         batches, damaged = [], []
         for one in old:
-            half = halves[one.transaction_id]
+            half = halves.get(one.transaction_id)
+            if half is None:
+                continue  # in the next round
             if isinstance(half, DataLoss):
                 damaged.append(one)
                 continue
@@ -204,7 +212,6 @@ class TransactionChecker:
         checks: list[tuple[OpenTransaction, HalfMessage, str]] = []
         damaged: list[OpenTransaction] = []
         able = self._able_streams()
-        size = 0
         for one in due:
             half = halves[one.transaction_id]
             if isinstance(half, DataLoss):
@@ -220,9 +227,6 @@ class TransactionChecker:
                     topic,
                 )
                 continue
-            if size + len(half.batch) > ROUND_BYTES_MAX and checks:
-                break  # the rest is still due in the next round
-            size += len(half.batch)
             checks.append((one, half, topic))
         if damaged:
             await self._discard(damaged, halves, "")
@@ -231,7 +235,10 @@ class TransactionChecker:
             for one, _, _ in checks
             if one.transaction_id in self._open
         ]
-        await self._appender.flusher.wait_until_safe(self._write(marks))
+        if marks:
+            await self._appender.flusher.wait_until_safe(self._write(marks))
+        else:
+            await asyncio.sleep(0)  # the round may have waited for nothing
         able = self._able_streams()
         for one, half, topic in checks:
             if one.transaction_id not in self._open:
@@ -356,21 +363,22 @@ class TransactionChecker:
         if not head:
             self._oldest = None
         elif self._oldest is None or self._oldest[0] != head[0].transaction_id:
-            half = read_by_position(self._appender, head)[head[0].transaction_id]
-            begin_unix_ms = self._clock.unix_ms()
-            if isinstance(half, HalfMessage):
-                begin_unix_ms = half.begin_unix_ms
+            begin_unix_ms = self._begin_unix_ms(head[0])
+            if begin_unix_ms is None:
+                begin_unix_ms = self._clock.unix_ms()
             self._oldest = head[0].transaction_id, begin_unix_ms
+
+    def _begin_unix_ms(self, one: OpenTransaction) -> int | None:
+        """Return when a transaction began; None if its half message is damaged there."""
+        try:
+            return read_half_head(self._store.log, one.position)[1]
+        except DataLoss:
+            return None
 
     def _oldest_age_s(self) -> float:
         if self._oldest is None or self._oldest[0] not in self._open:
             return 0.0
         return max(0, self._clock.unix_ms() - self._oldest[1]) / 1000
-
-
-def _begin_unix_ms(half: HalfMessage | DataLoss) -> int:
-    """Return when a transaction began; 0 if its half message is damaged."""
-    return half.begin_unix_ms if isinstance(half, HalfMessage) else 0
 
 
 def _turn(transaction_id: int, check: int) -> int:

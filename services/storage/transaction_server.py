@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import grpc.aio
@@ -62,6 +63,8 @@ from batonmq_server.storage.topic_cache import TopicCache
 ENDS_MAX = 1_024
 CHECK_AFTER_MS_MAX = 86_400_000
 LISTED_MAX, LISTED_DEFAULT = 1_000, 100
+READ_BYTES_MAX = 16 * 1024 * 1024
+"""Half messages that are read together have this many bytes at most, and those of one more."""
 SILENCE_MS_MAX = 5_000
 """A stream sends a response at least this often, if need be without checks."""
 RESPONSE_BYTES_MAX = 4 * 1024 * 1024
@@ -137,23 +140,12 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         validation.check_limit("items", len(request.items), ENDS_MAX)
         self._appender.flusher.check()
         items = [self._end_item(item) for item in request.items]
-        halves = self._read_open({one.transaction_id for one in items if isinstance(one, _EndItem)})
-        readable = [half for half in halves.values() if isinstance(half, HalfMessage)]
-        topics = await self._topics.find_all({read_header(half.batch).topic for half in readable})
-        places = await self._places(one for one in items if isinstance(one, _EndItem))
-        # There is no await from here to the last write: nothing else ends these transactions.
-        run = _EndRun(halves, self._topics.with_changes(topics), places)
-        for index, item in enumerate(items):
-            if isinstance(item, BatonError):
-                run.outcomes[index] = item
-                continue
-            if item.transaction_id in run.written:
-                self._write_ends(run)
-            try:
-                self._end(index, item, run, context)
-            except BatonError as error:
-                run.outcomes[index] = error
-        self._write_ends(run)
+        run = _EndRun(await self._places(one for one in items if isinstance(one, _EndItem)))
+        begin = 0
+        while begin < len(items):
+            if begin:
+                await asyncio.sleep(0)
+            begin = await self._end_some(begin, items, run, context)
         await self._appender.flusher.wait_until_safe(run.next_position)
         return pb.EndResponse(outcomes=[_ended(run.outcomes[i]) for i in range(len(items))])
 
@@ -193,9 +185,10 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         if request.group:
             check_group(request.group)
         page = self._open.page(after_id, count_max, request.group)
-        halves = self._read_open({one.transaction_id for one in page})
+        halves = read_first(self._appender, page)
+        more = len(page) == count_max or len(halves) < len(page)
+        page = page[: len(halves)]
         listed = [(one, halves[one.transaction_id]) for one in page]
-        more = len(page) == count_max
         return pb.ListTransactionsResponse(
             transactions=[self._listed(*each) for each in listed if self._may_list(context, *each)],
             next_after_id=encode_id(page[-1].transaction_id, self._broker) if more else "",
@@ -291,10 +284,38 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
             )
         return _EndItem(transaction_id, item.transaction_id, _OUTCOMES[item.state], item.topic)
 
-    def _read_open(self, transaction_ids: set[int]) -> dict[int, HalfMessage | DataLoss]:
-        """Read the half messages of those transactions that are open."""
-        found = [one for id_ in transaction_ids if (one := self._open.get(id_)) is not None]
-        return read_by_position(self._appender, found)
+    async def _end_some(
+        self, begin: int, items: Sequence[_EndItem | BatonError], run: _EndRun, context: Context
+    ) -> int:
+        """End transactions from item `begin` on; return the first item that is left.
+
+        Their half messages are read together, so their size is bounded.
+        """
+        ids = (one.transaction_id for one in items[begin:] if isinstance(one, _EndItem))
+        opened = {id_: one for id_ in ids if (one := self._open.get(id_)) is not None}
+        run.halves = read_first(self._appender, list(opened.values()))
+        left = opened.keys() - run.halves.keys()
+        readable = [half for half in run.halves.values() if isinstance(half, HalfMessage)]
+        topics = await self._topics.find_all({read_header(half.batch).topic for half in readable})
+        # There is no await from here to the last write: nothing else ends these transactions.
+        run.topics = self._topics.with_changes(topics)
+        for index in range(begin, len(items)):
+            item = items[index]
+            if isinstance(item, BatonError):
+                run.outcomes[index] = item
+                continue
+            if item.transaction_id in left:
+                break
+            if item.transaction_id in run.written:
+                self._write_ends(run)
+            try:
+                self._end(index, item, run, context)
+            except BatonError as error:
+                run.outcomes[index] = error
+        else:
+            index = len(items)
+        self._write_ends(run)
+        return index
 
     def _end(self, index: int, item: _EndItem, run: _EndRun, context: Context) -> None:
         """End one transaction, or find its end.
@@ -486,10 +507,34 @@ def seconds_after(now_unix_ms: int, wait_ms: int) -> int:
 def read_by_position(
     appender: Appender, transactions: Sequence[OpenTransaction]
 ) -> dict[int, HalfMessage | DataLoss]:
-    """Read the half messages of transactions, in the order of the log; return them by id."""
+    """Read half messages of transactions in the order of the log; return them by id.
+
+    Those that are left once READ_BYTES_MAX bytes are read are not among them.
+    """
     ordered = sorted(transactions, key=lambda one: one.position)
     halves = read_halves(appender.store.log, [one.position for one in ordered])
-    return {one.transaction_id: half for one, half in zip(ordered, halves, strict=True)}
+    found: dict[int, HalfMessage | DataLoss] = {}
+    size = 0
+    for one, half in zip(ordered, halves, strict=False):
+        found[one.transaction_id] = half
+        size += len(half.batch) if isinstance(half, HalfMessage) else 0
+        if size > READ_BYTES_MAX:
+            break
+    return found
+
+
+def read_first(
+    appender: Appender, transactions: Sequence[OpenTransaction]
+) -> dict[int, HalfMessage | DataLoss]:
+    """As `read_by_position`, but return those of the first transactions only; at least of one."""
+    count = len(transactions)
+    while count:
+        halves = read_by_position(appender, transactions[:count])
+        first = list(takewhile(halves.__contains__, (one.transaction_id for one in transactions)))
+        if first:
+            return {id_: halves[id_] for id_ in first}
+        count = min(count // 2, len(halves))  # the first one is behind others in the log
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,13 +581,14 @@ class _EndRun:
 
     Attributes:
         places: Where the ends are that are only in the object store.
+        halves, topics: Those of the transactions that are ended together.
         written: Transactions of `commits` and `rollbacks`, which are not written yet.
         next_position: Position up to which the log must be safe before the response.
     """
 
-    halves: Mapping[int, HalfMessage | DataLoss]
-    topics: _Topics
     places: Mapping[int, _Place | BatonError]
+    halves: Mapping[int, HalfMessage | DataLoss] = field(default_factory=dict)
+    topics: _Topics = field(default_factory=dict)
     commits: list[tuple[int, HalfMessage, CheckedBatch]] = field(default_factory=list)
     rollbacks: list[tuple[int, RollbackMark]] = field(default_factory=list)
     written: set[int] = field(default_factory=set)

@@ -6,7 +6,10 @@ whose clock and checks the test controls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -18,6 +21,7 @@ from baton.storage.v1 import transaction_service_pb2 as pb
 from batonmq._core.names import UNRESOLVED_TOPIC
 from batonmq._core.records import Message, Record, check_batch, decode_records, read_header
 from batonmq.errors import BadBatch, LimitExceeded
+from batonmq_server.storage import transaction_server
 from batonmq_server.storage.core import open_transactions, transactions
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic
@@ -44,6 +48,7 @@ from batonmq_server.storage.core.transactions import (
 )
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS
 from batonmq_server.testing.memory_disks import MemoryDisk
+from tests.storage import schedule_scene
 from tests.storage.batches import NOW, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
 from tests.storage.schedule_scene import UNRESOLVED_ID, Scene, new_scene
 
@@ -281,6 +286,109 @@ async def test_ends_of_one_call_are_answered_in_order() -> None:
         assert scene.open_count() == 1
         assert scene.metric("ended_transactions_total", outcome="committed") == 1
         assert scene.metric("ended_transactions_total", outcome="rolled_back") == 1
+
+
+class CountedLog:
+    """Counts the bytes that are read from a log, and the most between two turns of the loop."""
+
+    def __init__(self, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes_read, read = 0, scene.store.log.read
+
+        def counted(position: int, bytes_max: int) -> bytes:
+            found = read(position, bytes_max)
+            self.bytes_read += len(found)
+            return found
+
+        monkeypatch.setattr(scene.store.log, "read", counted)
+
+    async def most_in_a_turn(self, work: Coroutine[Any, Any, object]) -> int:
+        """Return the most bytes that `work` reads without letting others go on."""
+        most = 0
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(work)
+            while not running.done():
+                before = self.bytes_read
+                await asyncio.sleep(0)
+                most = max(most, self.bytes_read - before)
+        return most
+
+
+BODY_BYTES, LARGE_COUNT = 100_000, 40
+
+
+@asynccontextmanager
+async def large_transactions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[Scene, CountedLog, list[str]]]:
+    """Yield a node with many open transactions of large messages; reads are bounded."""
+    monkeypatch.setattr(schedule_scene, "SEGMENT_BYTES", 1 << 20)
+    monkeypatch.setattr(transaction_server, "READ_BYTES_MAX", 5 * BODY_BYTES)
+    async with new_scene() as scene:
+        names = [
+            name
+            for number in range(LARGE_COUNT)
+            for name in await scene.begin(batch(b"%d" % number + b"x" * BODY_BYTES))
+        ]
+        yield scene, CountedLog(scene, monkeypatch), names
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+async def test_large_messages_are_committed_some_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, *, reverse: bool
+) -> None:
+    async with large_transactions(monkeypatch) as (scene, log, names):
+        ends = [(name, "COMMITTED") for name in names]
+        ends = [*ends[::-1], ends[0]] if reverse else [*ends, ends[0]]
+        outcomes = list[str]()
+
+        async def end() -> None:
+            outcomes.extend(await scene.end_all(*ends))
+
+        assert await log.most_in_a_turn(end()) < LARGE_COUNT / 2 * BODY_BYTES
+        again = LARGE_COUNT - 1 if reverse else 0
+        committed = [f"COMMITTED {number}" for number in range(LARGE_COUNT)]
+        assert outcomes == [*committed, f"COMMITTED {again} again"]
+        assert len(scene.bodies()) == LARGE_COUNT
+
+
+async def test_page_of_large_transactions_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with large_transactions(monkeypatch) as (scene, log, names):
+        listed, after_id, pages = list[str](), "", 0
+        while not pages or after_id:
+            before, pages = log.bytes_read, pages + 1
+            request = pb.ListTransactionsRequest(after_id=after_id, transactions_max=1_000)
+            answer = await scene.transactions.ListTransactions(request, None)  # type: ignore[arg-type]
+            assert log.bytes_read - before < LARGE_COUNT / 2 * BODY_BYTES
+            listed += [one.transaction_id for one in answer.transactions]
+            after_id = answer.next_after_id
+        assert listed == names
+        assert pages > 1
+
+
+async def test_rounds_of_the_checker_read_a_bounded_part_of_the_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with large_transactions(monkeypatch) as (scene, log, names):
+        most = LARGE_COUNT / 2 * BODY_BYTES
+        assert await log.most_in_a_turn(scene.checker.discard_old()) < LARGE_COUNT * 1_000
+        stream = scene.streams.open("shop", lambda _: True, lambda: None)
+        scene.clock.pass_ms(10_000)
+        asked = list[str]()
+        while True:
+            before = log.bytes_read
+            if not await scene.checker.check():
+                break
+            assert log.bytes_read - before < most
+            asked += [check.transaction_id for check in stream.take()]
+        assert sorted(asked) == sorted(names)
+        scene.clock.pass_ms(24 * HOUR_MS)
+        await scene.add_unresolved()
+        going_on = True
+        while going_on:
+            before = log.bytes_read
+            going_on = await scene.checker.discard_old()
+            assert log.bytes_read - before < most
+        assert len(await discarded(scene)) == LARGE_COUNT
 
 
 async def test_repeated_begin_has_the_first_id() -> None:
