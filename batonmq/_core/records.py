@@ -65,7 +65,8 @@ MAGIC = 0x42544E31
 VERSION = 1
 HEADER = struct.Struct(">IHHIIqqqIIIIqIIqIIIHH")
 HEADER_BYTES = HEADER.size
-_TOPIC_BYTES, _TOPIC_BYTES_AT = struct.Struct(">H"), HEADER_BYTES - 4
+_TOPIC_BYTES = struct.Struct(">H")
+LENGTH_AT, TOPIC_BYTES_AT = 8, HEADER_BYTES - 4
 STAMP = struct.Struct(">qqqIII")
 STAMP_FROM, STAMP_TO, BODY_FROM = 16, 52, 56
 RECORD = struct.Struct(">HHI")
@@ -458,7 +459,7 @@ def read_topic(batch: bytes) -> str:
             f"{len(batch)} bytes are fewer than the {HEADER_BYTES} of a header",
             facts={"field": "length"},
         )
-    (topic_bytes,) = _TOPIC_BYTES.unpack_from(batch, _TOPIC_BYTES_AT)
+    (topic_bytes,) = _TOPIC_BYTES.unpack_from(batch, TOPIC_BYTES_AT)
     return batch[HEADER_BYTES : HEADER_BYTES + topic_bytes].decode("ascii", "replace")
 
 

@@ -19,7 +19,15 @@ from zlib import crc32
 from baton.storage.v1 import transaction_service_pb2 as pb
 from batonmq._core.names import UNRESOLVED_TOPIC
 from batonmq._core.records import read_header
-from batonmq.errors import BadBatch, BatonError, DataLoss, NoQuorum, NotLeader, NotServing
+from batonmq.errors import (
+    BadBatch,
+    BatonError,
+    DataLoss,
+    LimitExceeded,
+    NoQuorum,
+    NotLeader,
+    NotServing,
+)
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.blocked_retention import REWRITE_INTERVAL_MS, blocked_segment_end
 from batonmq_server.storage.core.check_streams import CheckStream, CheckStreams
@@ -315,7 +323,7 @@ class TransactionChecker:
                 raise half
             origin = read_header(half.batch).topic
             batch = discard_batch(one.transaction_id, half, queue_id, name=name, reason=reason)
-        except (BadBatch, DataLoss) as error:
+        except (BadBatch, DataLoss, LimitExceeded) as error:
             outcome, reason = "damaged", f"the half message is damaged: {error.message}"
             batch = damaged_batch(
                 one.transaction_id,

@@ -18,8 +18,21 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.metrics.v1.metrics_service_pb2 import TransactionCounts
 from baton.storage.v1 import transaction_service_pb2 as pb
+from batonmq._core.compression import Compression, RecordCompressor
 from batonmq._core.names import UNRESOLVED_TOPIC
-from batonmq._core.records import Message, Record, check_batch, decode_records, read_header
+from batonmq._core.records import (
+    BATCH_BYTES_MAX,
+    BODY_BYTES_MAX,
+    HEADER_BYTES,
+    RECORD,
+    BatchBuilder,
+    Message,
+    Record,
+    bare_record,
+    check_batch,
+    decode_records,
+    read_header,
+)
 from batonmq.errors import BadBatch, LimitExceeded
 from batonmq_server.storage import transaction_server
 from batonmq_server.storage.core import open_transactions, transactions
@@ -49,7 +62,16 @@ from batonmq_server.storage.core.transactions import (
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage import schedule_scene
-from tests.storage.batches import NOW, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
+from tests.storage.batches import (
+    NOW,
+    TOPIC_ID,
+    TOPICS,
+    batch,
+    bodies,
+    open_store,
+    read_spec,
+    sync,
+)
 from tests.storage.schedule_scene import UNRESOLVED_ID, Scene, new_scene
 
 FIRST_SEGMENT = f"log/{0:020d}"
@@ -623,6 +645,40 @@ async def test_age_limit_discards_without_a_live_producer() -> None:
             await scene.checker.discard_old()
         assert await discarded(scene) == [b"old"]
         assert scene.open_count() == 1
+
+
+async def test_message_that_another_client_has_encoded_is_discarded_as_it_is() -> None:
+    properties = b"\x01a name is missing\x02"
+    builder = BatchBuilder()
+    record = RECORD.pack(0, 3, len(properties)) + b"a b" + properties + b"odd"
+    builder.add(Message(b""), record)
+    async with new_scene() as scene:
+        await scene.add_unresolved()
+        await scene.begin(builder.encode(topic="orders", queue_id=0))
+        scene.clock.pass_ms(24 * HOUR_MS)
+        await scene.checker.discard_old()
+        reading = scene.store.read((UNRESOLVED_ID, 0), read_spec())
+        assert reading is not None
+        header = check_batch(reading.batches[0], stamped=True)
+        assert header.topic == UNRESOLVED_TOPIC
+        (message,) = decode_records(reading.batches[0], header, range(1))
+        assert (message.body, message.tag) == (b"odd", "a b")
+        assert scene.metric("ended_transactions_total", outcome="discarded") == 1
+
+
+async def test_message_that_gets_too_long_by_its_new_topic_does_not_end_the_checks() -> None:
+    builder = BatchBuilder(RecordCompressor(Compression.ZSTD))
+    size = BATCH_BYTES_MAX - HEADER_BYTES - len("orders") - 12 * 2 - 2 * RECORD.size
+    for length in (BODY_BYTES_MAX, size - BODY_BYTES_MAX):
+        builder.add(Message(b""), bare_record(bytes(length)))
+    async with new_scene() as scene:
+        await scene.add_unresolved()
+        await scene.begin(builder.encode(topic="orders", queue_id=0))
+        assert scene.open_count() == 1
+        scene.clock.pass_ms(24 * HOUR_MS)
+        await scene.checker.discard_old()
+        assert scene.open_count() == 0
+        assert scene.metric("ended_transactions_total", outcome="damaged") == 1
 
 
 def test_fsck_finds_no_problem_in_transactions() -> None:

@@ -17,11 +17,15 @@ from enum import IntEnum
 from batonmq._core.names import UNRESOLVED_TOPIC
 from batonmq._core.records import (
     BODY_BYTES_MAX,
+    HEADER_BYTES,
+    LENGTH_AT,
     RECORD,
     STORED_PROPERTIES_BYTES_MAX,
+    TOPIC_BYTES_AT,
     BatchBuilder,
     Header,
     Message,
+    check_columns,
     column_starts,
     decode_records,
     encode_record,
@@ -54,6 +58,7 @@ COMMITTED_FROM, DISCARDED_FROM = -COMMITTED_PRODUCER_ID, -DISCARDED_PRODUCER_ID
 """Delivery times of the keys that name a transaction: no scheduled batch has such a time."""
 ENVELOPE = struct.Struct(">qqqIBB")
 _MARK = struct.Struct(">BqIB")
+_LENGTH, _TOPIC_BYTES = struct.Struct(">I"), struct.Struct(">H")
 GROUP_BYTES_MAX = 255
 """The envelope has the length of the group in one byte."""
 ENDED_MAX = 65_536
@@ -229,13 +234,14 @@ def discard_batch(
 ) -> bytes:
     """Return the unstamped batch that moves a message to the topic of unresolved messages.
 
-    Each message gets properties that say where it comes from, unless the batch gets too long.
+    Each message gets properties that say where it comes from, unless the batch gets too long, or a
+    client has sent a tag, keys or properties that this one would not send.
 
     Args:
         name: Id of the transaction as clients know it.
 
     Raises:
-        BadBatch: the half message can't be read.
+        BadBatch, LimitExceeded: the half message can't be read, or not in that topic.
     """
     header = read_header(half.batch)
     added = {
@@ -247,8 +253,9 @@ def discard_batch(
     }
     try:
         batch = _with_properties(header, half.batch, queue_id, added)
-    except LimitExceeded:
-        batch = _with_properties(header, half.batch, queue_id, {})
+    except (BadBatch, LimitExceeded):
+        batch = _renamed(header, half.batch)
+        check_columns(batch, read_header(batch))
     return delivery((DISCARDED_FROM, transaction_id), batch, queue_id)
 
 
@@ -282,6 +289,16 @@ def _with_properties(
     return builder.encode(
         topic=UNRESOLVED_TOPIC, queue_id=queue_id, born_unix_ms=header.born_unix_ms
     )
+
+
+def _renamed(header: Header, batch: bytes) -> bytes:
+    """Return a batch for the topic of unresolved messages; `delivery` sets its checksum."""
+    name = UNRESOLVED_TOPIC.encode("ascii")
+    rest = batch[HEADER_BYTES + len(header.topic) :]
+    head = bytearray(batch[:HEADER_BYTES])
+    _LENGTH.pack_into(head, LENGTH_AT, HEADER_BYTES + len(name) + len(rest))
+    _TOPIC_BYTES.pack_into(head, TOPIC_BYTES_AT, len(name))
+    return bytes(head) + name + rest
 
 
 def ended_by(header: Header) -> tuple[int, Outcome] | None:
