@@ -272,8 +272,10 @@ def test_long_properties_cover_fewer_messages_but_at_least_one() -> None:
     batches = [batch(*[long] * 100) for _ in range(5)]
     one = found_in(batches, "a > 5").scanned_count
     most = found_in(batches, " OR ".join(["a > 5"] * 64)).scanned_count
+    names = found_in(batches, " OR ".join(["a = b"] * 64)).scanned_count
     assert 50 < one < 500
     assert 1 <= most <= 2
+    assert names == 1, "the message alone takes more than the limit"
 
 
 def test_messages_that_need_no_test_are_covered_in_one_request() -> None:

@@ -117,6 +117,8 @@ def _test_records(
 ) -> _TestedRecords:
     """Test records until `passing_max` pass, or the next record would take too many steps.
 
+    The first record of a request is tested, whatever steps that takes: each request gets on.
+
     Args:
         rows: The records with at least one of the names in the condition.
     """
@@ -142,7 +144,7 @@ def _test_records(
     passing: list[int] = []
     for index, keys_at, tag_at, begin, end in rows:  # noqa: B007  get() looks at them
         step = cost * (1 + (end - begin) // BYTES_PER_STEP)
-        if steps + step > steps_max:
+        if steps + step > steps_max and (steps_max < STEPS_MAX or index > records.start):
             stop = index
             break
         steps += step
