@@ -73,6 +73,13 @@ class ReplyServicer(pb_grpc.ReplyServiceServicer):
     def _put(self, entry: pb.InboxReplies) -> pb.ReplyOutcome:
         count = len(entry.replies)
         size = entry.ByteSize() + count * REPLY_OVERHEAD_BYTES
-        status = self._inboxes.put(entry.inbox_id, entry.replies, size)
+        status = self._inboxes.put(entry.inbox_id, map(_copy, entry.replies), size)
         self._metrics.replies.labels(status.value).inc(count)
         return pb.ReplyOutcome(status=_STATUSES[status])
+
+
+def _copy(reply: pb.RequestReply) -> pb.RequestReply:
+    """Return a reply that does not keep the memory of its whole request."""
+    copy = pb.RequestReply()
+    copy.CopyFrom(reply)
+    return copy

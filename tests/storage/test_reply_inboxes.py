@@ -1,15 +1,18 @@
 """Goal: reply inboxes deliver all replies of a call or none, within bounds of memory.
 
-Method: the core of the inboxes, with sizes at the bounds.
+Method: the core of the inboxes, with sizes at the bounds, and their servicer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from random import Random
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from baton.storage.v1 import reply_service_pb2 as pb
 from batonmq.errors import Overloaded
 from batonmq_server.storage.core import reply_inboxes
 from batonmq_server.storage.core.reply_inboxes import (
@@ -18,6 +21,8 @@ from batonmq_server.storage.core.reply_inboxes import (
     ReplyInboxes,
     ReplyStatus,
 )
+from batonmq_server.storage.metrics import StorageMetrics
+from batonmq_server.storage.reply_server import ReplyServicer
 
 
 def new_inboxes() -> ReplyInboxes[str]:
@@ -78,3 +83,14 @@ def test_number_of_inboxes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         inboxes.open(lambda: None)
     inboxes.close(first)
     inboxes.open(lambda: None)
+
+
+async def test_waiting_reply_is_no_part_of_its_request() -> None:
+    """A part of a request keeps the memory of all of it, which no limit counts."""
+    servicer = ReplyServicer("storage-a", StorageMetrics(CollectorRegistry()), Random(1))
+    inbox = servicer._inboxes.open(lambda: None)
+    entry = pb.InboxReplies(inbox_id=inbox.inbox_id, replies=[pb.RequestReply(body=b"kept")])
+    request = pb.ReplyRequest(inboxes=[entry])
+    await servicer.Reply(request, None)  # type: ignore[arg-type]
+    request.inboxes[0].replies[0].body = b"changed"
+    assert [reply.body for reply in servicer._inboxes.take(inbox)] == [b"kept"]
