@@ -48,6 +48,7 @@ class EventHub:
         self._listeners: dict[EventBuffer, None] = {}
         self._watcher_count, self._gathered_s = 0, 0.0
         self._gathering: Iterator[pb.MetricEvent] = iter(())
+        self._counts_are_old = False  # those since the last gathering are of a former reader
 
     def publish(self, event: pb.MetricEvent) -> None:
         """Set the time of the event and add it to the buffers."""
@@ -79,6 +80,12 @@ class EventHub:
         self._gathering = chain(self._gathering, counted)
         return self._gathering
 
+    async def _drop_counts(self) -> None:
+        """Drop the counts until now, in steps."""
+        self._counts_are_old = False
+        async for _ in in_steps(self._events()):
+            pass
+
     @contextmanager
     def listen(self) -> Iterator[EventBuffer]:
         """Return a buffer that receives the events until the block ends."""
@@ -92,13 +99,14 @@ class EventHub:
         """Return a buffer that receives the events until `remove_buffer`."""
         listener = EventBuffer()
         self._listeners[listener] = None
-        self.watched = True
+        self.watched, self._counts_are_old = True, False
         return listener
 
     def remove_buffer(self, listener: EventBuffer) -> None:
         """Add no more events to a buffer."""
         del self._listeners[listener]
         self.watched = bool(self._listeners)
+        self._counts_are_old = not self.watched
 
     def batch(self, seq: int, listener: EventBuffer) -> pb.MetricBatch:
         """Take the oldest events out of a buffer and return them as batch `seq`."""
@@ -126,6 +134,8 @@ class EventHub:
         seq = 0
         self._watcher_count += 1
         try:
+            if self._counts_are_old:
+                await self._drop_counts()
             with self.listen() as listener:
                 while True:
                     await asyncio.sleep(BATCH_INTERVAL_S)

@@ -92,6 +92,24 @@ async def test_watcher_gets_no_earlier_events() -> None:
     assert watcher.numbers() == [2]
 
 
+async def test_watcher_gets_no_counts_of_an_earlier_one() -> None:
+    hub, counts = new_hub(), list[int]()
+
+    def gathered() -> Iterator[pb.MetricEvent]:
+        found = counts.copy()
+        counts.clear()
+        return map(event, found)
+
+    hub.gatherers.append(gathered)
+    async with watched(hub):
+        pass
+    counts.append(1)  # as by an action just before the end of that watcher
+    async with watched(hub) as watcher:
+        counts.append(2)
+        await until(lambda: watcher.batches)
+    assert watcher.numbers() == [2]
+
+
 async def test_oldest_events_beyond_the_limit_are_dropped_and_counted() -> None:
     hub = new_hub()
     async with watched(hub) as watcher:
