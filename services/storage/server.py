@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc.aio
 
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+from batonmq._common.aio import in_steps
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq._core.names import METRICS_TOPIC, check_topic
@@ -33,11 +34,14 @@ log = logging.getLogger(__name__)
 
 SECONDS_MAX = 10 * 365 * 24 * 3_600
 """An estimate of more than ten years until the disk is full is reported as 0: not in sight."""
-QUEUES_AT_ONCE = 64
-"""Queues of QueryOffsets that are looked at without a pause for other calls."""
-COUNTS_AT_ONCE = 16
-"""Counts of QueryOffsets without a pause; each may read an order of a compaction, in 2 ms."""
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class _FoundQueue(NamedTuple):
+    """A queue of QueryOffsets, and whether it takes messages."""
+
+    key: QueueKey
+    takes: bool
 
 
 class StorageServicer(pb_grpc.StorageServiceServicer):
@@ -98,14 +102,21 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         revision = min(self._parts.topics.revision(name) for name in {q.topic for q in queues})
         leader_age_ms = self._parts.role.leader_age_ms()  # before the offsets are read
         counted: dict[int, list[int]] = {}
-        for one in request.counts:
-            counted.setdefault(one.queue_index, []).append(one.offset)
+        for wanted in request.counts:
+            counted.setdefault(wanted.queue_index, []).append(wanted.offset)
+        found = [await self._queue(queue) async for queue in in_steps(queues)]
+        unsafe = None
+        if any(isinstance(one, _FoundQueue) and not one.takes for one in found):
+            unsafe = await self._wait_until_final()
         outcomes = []
-        for index, queue in enumerate(queues):
-            if index and index % QUEUES_AT_ONCE == 0:
-                await asyncio.sleep(0)
-            offsets = counted.get(index, ())
-            outcomes.append(await self._offsets(queue, request.with_bytes, offsets))
+        async for index, one in in_steps(enumerate(found)):
+            if isinstance(one, BatonError):
+                outcomes.append(pb.QueryOffsetsOutcome(error=error_to_pb(one)))
+            elif unsafe is not None and not one.takes:
+                outcomes.append(pb.QueryOffsetsOutcome(error=error_to_pb(unsafe)))
+            else:
+                asked = counted.get(index, ())
+                outcomes.append(await self._offsets(one.key, request.with_bytes, asked))
         context.set_trailing_metadata(((TOPICS_REVISION, str(revision)),))
         return pb.QueryOffsetsResponse(outcomes=outcomes, leader_age_ms=leader_age_ms)
 
@@ -188,15 +199,30 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         self._appender.count_appended(batches, outcomes)
         return outcomes
 
-    async def _offsets(
-        self, queue: queue_pb2.QueueRef, with_bytes: bool, counted: Sequence[int]
-    ) -> pb.QueryOffsetsOutcome:
+    async def _queue(self, queue: queue_pb2.QueueRef) -> _FoundQueue | BatonError:
         try:
             validation.check_queue_name(queue, self._parts.broker)
             topic = await self._parts.topics.find(queue.topic)
             key = check_queue(queue.topic, topic, queue.queue_id)
-            if not topic.takes(queue.queue_id):  # the answer must be final: see TOPICS_REVISION
-                await self._parts.flusher.wait_until_safe(self._store.log.next_position)
+        except BatonError as error:
+            return error
+        return _FoundQueue(key, topic.takes(queue.queue_id))
+
+    async def _wait_until_final(self) -> BatonError | None:
+        """Wait until the answer about queues that take no messages is final: see TOPICS_REVISION.
+
+        All of them wait together. Return why their messages may not be safe.
+        """
+        try:
+            await self._parts.flusher.wait_until_safe(self._store.log.next_position)
+        except BatonError as error:
+            return error
+        return None
+
+    async def _offsets(
+        self, key: QueueKey, with_bytes: bool, counted: Sequence[int]
+    ) -> pb.QueryOffsetsOutcome:
+        try:
             stored_bytes = await self._stored_bytes(key) if with_bytes else None
             visible = self._store.offsets(key)
             counts = await self._counts(key, counted, visible.next_offset)
@@ -222,22 +248,21 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         """
         found: dict[int, int] = {}
         # In order: neighbours are in one section of a compacted queue, and few sections are cached.
-        ascending = sorted(set(offsets))
-        at, sections = 0, self._sections(key)
-        while at < len(ascending):
-            if at and at % COUNTS_AT_ONCE == 0:
-                await asyncio.sleep(0)
-            if self._sections(key) is not sections:
-                at, sections = 0, self._sections(key)
-                found.clear()
-            offset, at = ascending[at], at + 1
-            try:
-                count = self._store.count_from(key, offset)
-            except BatonError as error:
-                log.warning("messages not counted key=%s offset=%d error=%s", key, offset, error)
-                continue
-            newer = self._store.offsets(key).next_offset - max(offset, next_offset)
-            found[offset] = max(0, count - max(0, newer))
+        ascending, complete = sorted(set(offsets)), False
+        while not complete:
+            complete, sections = True, self._sections(key)
+            found.clear()
+            async for offset in in_steps(ascending):
+                if self._sections(key) is not sections:
+                    complete = False
+                    break
+                try:
+                    count = self._store.count_from(key, offset)
+                except BatonError as error:
+                    log.warning("not counted key=%s offset=%d error=%s", key, offset, error)
+                    continue
+                newer = self._store.offsets(key).next_offset - max(offset, next_offset)
+                found[offset] = max(0, count - max(0, newer))
         return [pb.MessageCount(offset=one, count=found[one]) for one in offsets if one in found]
 
     def _sections(self, key: QueueKey) -> Sequence[Section] | None:
