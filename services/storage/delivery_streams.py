@@ -16,6 +16,7 @@ import grpc.aio
 
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.aio import STEP_ITEMS, in_steps
 from batonmq._common.large_messages import encode_frames, is_large
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.records import read_header
@@ -34,8 +35,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 DELIVERIES_MAX = 10_000
 """Deliveries of one stream, at most."""
-COMMANDS_AT_ONCE = 64
-"""Commands that are carried out without a pause for other calls: a start takes about 0.1 ms."""
 RESPONSE_BYTES_MAX = 4 * 1024 * 1024
 """A response with more bytes of batches gets no more frames."""
 FRAME_BYTES = 1024
@@ -235,7 +234,7 @@ class _DeliveryStream:
         self.access = owner.parts.access_of(context)
         self._deliveries: dict[int, _Delivery] = {}
         self._ready_responses: list[_Response] = []
-        self._unsent_bytes = 0
+        self._unsent_bytes = self._frames_count = 0
         self._taken = asyncio.Event()
         self._taken.set()
         self._ready = asyncio.Event()
@@ -247,9 +246,7 @@ class _DeliveryStream:
         try:
             async for request in requests:
                 validation.check_commands(len(request.commands))
-                for number, command in enumerate(request.commands):
-                    if number and number % COMMANDS_AT_ONCE == 0:
-                        await asyncio.sleep(0)
+                async for command in in_steps(request.commands):
                     self._carry_out(command)
                 await self._taken.wait()  # each command may have added an error
             self._read_all = True
@@ -409,7 +406,8 @@ class _DeliveryStream:
         frame.messages_sent, frame.bytes_sent = delivery.messages_sent, delivery.bytes_sent
         delivery.led |= not self._parts.role.is_follower
         frame.last = last = deliverer.names_another_node(frame.messages.next_node_id)
-        if not byte_count:
+        self._frames_count += 1
+        if not byte_count or self._frames_count % STEP_ITEMS == 0:
             await asyncio.sleep(0)  # nothing else may have been waited for
         return not last
 
