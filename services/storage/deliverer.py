@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from baton.storage.v1 import storage_service_pb2 as pb
@@ -32,6 +32,11 @@ def without_progress(pull: ParsedPull) -> ParsedPull:
     return pull._replace(progress=None)
 
 
+async def after_waiting(pull: ParsedPull) -> ParsedPull:
+    """As `without_progress`, without waiting for anything."""
+    return without_progress(pull)
+
+
 class Delivered(NamedTuple):
     """Messages that may be sent now.
 
@@ -56,9 +61,10 @@ class Deliverer:
         self,
         pull: ParsedPull,
         end_ms: int,
-        after_wait: Callable[[ParsedPull], ParsedPull] = without_progress,
+        after_wait: Callable[[ParsedPull], Awaitable[ParsedPull]] = after_waiting,
         new_answer: Callable[[], pb.PullResponse] = pb.PullResponse,
         at_follower: Callable[[ParsedPull], ParsedPull] = without_progress,
+        on_read: Callable[[int], None] = lambda _: None,
     ) -> Delivered:
         """Return the next messages, after they were recorded; wait for them until `end_ms`.
 
@@ -70,6 +76,7 @@ class Deliverer:
             new_answer: Returns the empty message to fill, so that no response is copied.
             at_follower: Returns the pull to continue with at a follower, which takes no acks
                 (protocol 6.6).
+            on_read: Called with the bytes that are read, before they are recorded.
 
         Raises:
             BatonError: as Pull; nothing may be sent.
@@ -85,8 +92,9 @@ class Deliverer:
             key = check_queue(topic, queues, queue_id)
             self._check_group(pull)
             if role.is_follower:
-                offset, whole = pull.spec.offset, role.has_confirmed
-                check_covered(self._store, queues, key, offset, has_confirmed=whole)
+                check_covered(
+                    self._store, queues, key, pull.spec.offset, has_confirmed=role.has_confirmed
+                )
             try:
                 reading = self._read(key, pull)
             except (DataLoss, NotCached) as error:
@@ -106,7 +114,8 @@ class Deliverer:
                 return Delivered(answer, None)
             await self._parts.pulls.wait(key, pull.owner, hold_ms)
             begin_s = stream.now_s()
-            pull = after_wait(pull)
+            pull = await after_wait(pull)
+        on_read(sum(map(len, reading.batches)))
         verdict = self._covering(key, pull, range_ := (pull.spec.offset, reading.next_offset))
         recorded = verdict is None and pull.owner.token != 0
         if recorded:

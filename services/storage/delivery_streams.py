@@ -40,8 +40,8 @@ RESPONSE_BYTES_MAX = 4 * 1024 * 1024
 FRAME_BYTES = 1024
 """What a frame counts beside its batches: more than it has."""
 UNSENT_BYTES_MAX = 16 * 1024 * 1024
-"""While a stream has more bytes that its client does not take, its deliveries wait, and none of its
-commands is read."""
+"""While a stream has read more bytes that its client has not taken, its deliveries wait. If these
+are recorded, and could be sent, none of its commands is read."""
 SILENCE_MS_MAX = 5_000
 """A stream sends a response at least this often, if need be without frames."""
 HOLD_ALIGNMENT_MS = 1_000
@@ -234,7 +234,8 @@ class _DeliveryStream:
         self.access = owner.parts.access_of(context)
         self._deliveries: dict[int, _Delivery] = {}
         self._ready_responses: list[_Response] = []
-        self._unsent_bytes = self._frames_count = 0
+        self._unsent_bytes = 0
+        self._unwaited_count = 0  # frames one after the other that have waited for nothing
         self._taken = asyncio.Event()
         self._taken.set()
         self._ready = asyncio.Event()
@@ -248,7 +249,8 @@ class _DeliveryStream:
                 validation.check_commands(len(request.commands))
                 async for command in in_steps(request.commands):
                     self._carry_out(command)
-                await self._taken.wait()  # each command may have added an error
+                if sum(one.size for one in self._ready_responses) > UNSENT_BYTES_MAX:
+                    await self._taken.wait()  # each command may have added an error
             self._read_all = True
             self._ready.set()
         except Exception as error:  # noqa: BLE001  it ends the stream
@@ -272,8 +274,7 @@ class _DeliveryStream:
             if not responses and self._error is None and not self._read_all:
                 yield pb.DeliverResponse()
                 continue
-            self._unsent_bytes = 0
-            self._taken.set()
+            self._free(sum(response.size for response in responses))
             for response in responses:
                 yield response.content()
             if self._error is not None:
@@ -364,7 +365,7 @@ class _DeliveryStream:
         try:
             while True:
                 await delivery.funded.wait()
-                await self._taken.wait()
+                await self._wait_for_room()
                 if not await self._deliver(number, delivery, hold_ms):
                     break
         except BatonError as error:
@@ -383,31 +384,49 @@ class _DeliveryStream:
         bytes_max = access.read_bytes_max()
         end_ms = _aligned(self._parts.clock.monotonic_ms() + hold_ms)
         frames: list[pb.DeliveryFrame] = []
+        unsent, waited = 0, False
 
         def new_answer() -> pb.PullResponse:
             frames.append(self._new_frame(number))
             return frames[0].messages
 
-        delivered = await deliverer.deliver(
-            delivery.next_pull(bytes_max),
-            end_ms,
-            lambda _: delivery.next_pull(bytes_max),
-            new_answer,
-            delivery.at_follower,
-        )
+        async def after_wait(_: ParsedPull) -> ParsedPull:
+            nonlocal waited
+            waited = True
+            await self._wait_for_room()
+            return delivery.next_pull(bytes_max)
+
+        def on_read(byte_count: int) -> None:
+            nonlocal unsent
+            unsent = self._note_unsent(byte_count)
+
+        try:
+            delivered = await deliverer.deliver(
+                delivery.next_pull(bytes_max),
+                end_ms,
+                after_wait,
+                new_answer,
+                delivery.at_follower,
+                on_read,
+            )
+        except BaseException:
+            self._free(unsent)
+            raise
         (frame,), reading, byte_count = frames, delivered.reading, 0
         if reading is not None:
             byte_count = self._ready_responses[-1].add_batches(reading.batches)
             frame.continues_batch = reading.continues_batch
+        else:
+            self._note_unsent(0)
         delivery.sent(delivered, byte_count)
         access.charge_read(byte_count)
-        self._note_unsent(byte_count)
         frame.credit_number = delivery.credit_number
         frame.messages_sent, frame.bytes_sent = delivery.messages_sent, delivery.bytes_sent
         delivery.led |= not self._parts.role.is_follower
         frame.last = last = deliverer.names_another_node(frame.messages.next_node_id)
-        self._frames_count += 1
-        if not byte_count or self._frames_count % STEP_ITEMS == 0:
+        self._unwaited_count = 0 if waited or delivered.recorded else self._unwaited_count + 1
+        if not byte_count or self._unwaited_count == STEP_ITEMS:
+            self._unwaited_count = 0
             await asyncio.sleep(0)  # nothing else may have been waited for
         return not last
 
@@ -418,11 +437,26 @@ class _DeliveryStream:
         self._new_frame(number).error.CopyFrom(error_to_pb(error))
         self._note_unsent(0)
 
-    def _note_unsent(self, byte_count: int) -> None:
-        """Note that the client has to take one more frame, with `byte_count` bytes of batches."""
+    async def _wait_for_room(self) -> None:
+        """Wait until the client has taken enough; others may read more when it has."""
+        while not self._taken.is_set():
+            await self._taken.wait()
+
+    def _note_unsent(self, byte_count: int) -> int:
+        """Note that the client has to take one more frame, with `byte_count` bytes of batches.
+
+        Return what it counts.
+        """
         self._unsent_bytes += FRAME_BYTES + byte_count
         if self._unsent_bytes > UNSENT_BYTES_MAX:
             self._taken.clear()
+        return FRAME_BYTES + byte_count
+
+    def _free(self, byte_count: int) -> None:
+        """Note that frames are taken, or will not be sent."""
+        self._unsent_bytes -= byte_count
+        if self._unsent_bytes <= UNSENT_BYTES_MAX:
+            self._taken.set()
 
     def _new_frame(self, number: int) -> pb.DeliveryFrame:
         """Return a frame of the response that leaves next; fill it in this turn of the loop."""

@@ -33,10 +33,14 @@ from batonmq.errors import (
     WrongBroker,
 )
 from batonmq_server.storage import delivery_streams
+from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.core.queue_reader import ReadResult, ReadSpec
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.node_role import StandaloneRole
 from tests.storage.batches import batch
 from tests.storage.running_node import GROUP, TIMEOUT_S, RunningNode, pull_request, running_node
 from tests.storage.test_pull_gates import gate_seen
+from tests.support.conditions import until
 
 
 class Stream:
@@ -458,6 +462,58 @@ async def test_client_that_does_not_read_stops_its_deliveries(
         assert unread_count < count / 2, "the windows of HTTP/2 and the limit are full"
         for _ in range(count):
             assert len(await unread.bodies()) == 1
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_deliveries_that_wait_for_their_records_count_what_they_have_read(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> None:
+    monkeypatch.setattr(delivery_streams, "UNSENT_BYTES_MAX", 200_000)
+    original, bytes_read = MessageStore.pull, 0
+
+    def pull(self: MessageStore, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
+        nonlocal bytes_read
+        if (reading := original(self, key, spec)) is not None:
+            bytes_read += sum(map(len, reading.batches))
+        return reading
+
+    monkeypatch.setattr(MessageStore, "pull", pull)
+    count = 20
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        node.offsets.answering.clear()
+        if not waits:
+            await node.append(batch(b"x" * 100_000))
+        for number in range(count):
+            await stream.start(number, group=f"group-{number}")
+        if waits:
+            await node.wait_long_polls(count)
+            await node.append(batch(b"x" * 100_000))
+        await until(lambda: node.offsets.calls)
+        await node.append(batch(b"", queue_id=1))  # the deliveries had time to read more
+        assert 200_000 < bytes_read < 500_000
+        node.offsets.answering.set()
+        for number in range(count):
+            assert await stream.bodies(number) == [b"x" * 100_000]
+
+
+async def test_delivery_that_is_not_recorded_leaves_room_for_others(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery_streams, "UNSENT_BYTES_MAX", 50_000)
+    async with running_node(etcd_endpoint, tmp_path) as node, streaming(node) as stream:
+        await node.append(batch(b"x" * 100_000))
+        node.offsets.answering.clear()
+        for number in range(3):
+            await stream.start(number, group=f"group-{number}")
+        await until(lambda: node.offsets.calls)
+        await stream.stop(0)
+        node.offsets.rejection = Fenced("taken")
+        node.offsets.answering.set()
+        for number in (1, 2):
+            assert isinstance(await stream.error(number), Fenced)
+        node.offsets.rejection = None
+        await stream.start(4)
+        assert await stream.bodies(4) == [b"x" * 100_000]
 
 
 async def test_frames_that_become_ready_during_an_empty_response_are_sent(
