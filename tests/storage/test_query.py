@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from batonmq._core.records import Message, decode_records, key_hash, read_header
 from batonmq.errors import DataLoss, MessageNotFound
+from batonmq_server.storage.core import query
 from batonmq_server.storage.core.keyindex import DamagedRun
+from batonmq_server.storage.core.purge import QueueTrim
 from batonmq_server.storage.core.query import (
     CANDIDATES_MAX,
     MessageMatch,
@@ -217,6 +219,29 @@ def test_search_among_many_keys_with_one_hash_is_bounded() -> None:
         TOPIC_ID, "plumless", TimeWindow(NOW + 19, 1 << 62), messages_max=9_999, bytes_max=1 << 30
     )
     assert (len(last.messages), last.more) == (CANDIDATES_MAX // 4, False)
+
+
+def test_search_among_removed_messages_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_store(MemoryDisk(), segment_bytes=1 << 20)
+    one = batch(Message(b"x" * 1_000, keys=("a",)))
+    receipts = stored(opened.store, *[one] * 50)
+    kept = stored(opened.store, one)
+    opened.store.trim([QueueTrim(TOPIC_ID, 0, 50, kept[0].position)])
+    monkeypatch.setattr(query, "REMOVED_BYTES_MAX", 5 * len(one))
+    read, bytes_read = opened.store.log.read, 0
+
+    def counted(position: int, bytes_max: int) -> bytes:
+        nonlocal bytes_read
+        found = read(position, bytes_max)
+        bytes_read += len(found)
+        return found
+
+    monkeypatch.setattr(opened.store.log, "read", counted)
+    queries = MessageQueries(opened.store)
+    matches = queries.find(TOPIC_ID, "a", EVER, messages_max=9, bytes_max=1 << 30)
+    assert [match.batch[56:] for match in matches.messages] == [one[56:]]
+    assert matches.more
+    assert bytes_read < 10 * len(one) < len(receipts) * len(one)
 
 
 def test_search_in_a_very_large_batch_returns_its_newest_messages() -> None:

@@ -31,6 +31,8 @@ from batonmq_server.storage.core.store import MessageStore
 
 CANDIDATES_MAX = 2_000
 """Maximum number of messages that one search by key reads; some may only have the same hash."""
+REMOVED_BYTES_MAX = 16 * 1024 * 1024
+"""Maximum bytes of batches that one search by key reads although they are trimmed or compacted."""
 _NEVER_MS = 1 << 62
 
 
@@ -164,13 +166,16 @@ class MessageQueries:
             DamagedRun: a file of the key index is damaged.
         """
         messages: list[MessageMatch] = []
-        bytes_count = candidate_count = 0
+        bytes_count = removed_bytes = candidate_count = 0
         for candidate in self._candidates(topic_id, key, window):
-            if candidate_count >= CANDIDATES_MAX or bytes_count > bytes_max:
+            if (
+                candidate_count >= CANDIDATES_MAX
+                or bytes_count > bytes_max
+                or removed_bytes > REMOVED_BYTES_MAX
+            ):
                 return KeyMatches(messages, True)
             candidate_count += candidate.count
-            if candidate.indexes and not window.contains(read_header(candidate.batch)):
-                continue
+            removed_bytes += candidate.removed_bytes
             bytes_count += 0 if candidate.indexes else len(candidate.batch)
             for index in candidate.indexes:
                 bytes_count += len(candidate.batch)
@@ -184,21 +189,22 @@ class MessageQueries:
         compacted = any(queue[0] == topic_id for queue in self._store.compacted.parts)
         for hits in self._store.keys.find(topic_id, key_hash(key)):
             if compacted:  # a relocated batch is younger than its messages
-                yield from self._candidates_of(hits, TimeWindow(0, _NEVER_MS), topic_id, key)
+                ever = TimeWindow(0, _NEVER_MS)
+                yield from self._candidates_of(hits, ever, topic_id, key, window)
                 continue
             if hits.extent.last_unix_ms < window.from_unix_ms:
                 return
             if hits.extent.first_unix_ms >= window.to_unix_ms:
                 continue
-            yield from self._candidates_of(hits, window, topic_id, key)
+            yield from self._candidates_of(hits, window, topic_id, key, window)
 
     def _candidates_of(
-        self, hits: KeyHits, window: TimeWindow, topic_id: int, key: str
+        self, hits: KeyHits, window: TimeWindow, topic_id: int, key: str, searched: TimeWindow
     ) -> Iterator[_Candidate]:
         for position in reversed(self._within(np.unique(hits.positions), hits, window)):
             begin, end = np.searchsorted(hits.positions, (position, position + 1))
             indexes = sorted(set(hits.indexes[begin:end].tolist()))
-            yield self._read_candidate(position, indexes, topic_id, key)
+            yield self._read_candidate(position, indexes, topic_id, key, searched)
 
     def _within(self, positions: Int64Array, hits: KeyHits, window: TimeWindow) -> list[int]:
         """Return those of the ascending `positions` that are readable and in the time window."""
@@ -212,16 +218,16 @@ class MessageQueries:
         return kept
 
     def _read_candidate(
-        self, position: int, indexes: list[int], topic_id: int, key: str
+        self, position: int, indexes: list[int], topic_id: int, key: str, searched: TimeWindow
     ) -> _Candidate:
         header = self._header_at(position)
-        if header.topic_id != topic_id:
+        if header.topic_id != topic_id or not searched.contains(header):
             return _Candidate(b"", 1, [])
         queue = topic_id, header.queue_id
         # Checked first: a damaged header could look like that of a removed batch.
         batch = verified(self._log.read(position, header.length), position, queue)
         if not self._store.is_kept(header):
-            return _Candidate(b"", 1, [])  # trimmed or compacted: only its bytes remain
+            return _Candidate(b"", 1, [], header.length)  # only its bytes remain
         if indexes[-1] >= header.count:
             raise DataLoss(
                 f"the key index refers to message {indexes[-1]} of the batch at {position}, which "
@@ -289,8 +295,13 @@ class MessageQueries:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A batch with `count` messages that have the hash of a key; `indexes` have the key itself."""
+    """A batch with `count` messages that have the hash of a key; `indexes` have the key itself.
+
+    Attributes:
+        removed_bytes: Its size if its messages are trimmed or compacted.
+    """
 
     batch: bytes
     count: int
     indexes: list[int]
+    removed_bytes: int = 0
