@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.aio import in_steps
 from batonmq._core.outputs import OutputSource
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, DataLoss
@@ -103,7 +104,7 @@ async def _outputs(
 ) -> list[pb.HeldOutputs]:
     """Return the outputs of a source by topic."""
     last: dict[int, int] = {}
-    for one in state.stored():
+    async for one in in_steps(state.stored()):
         last[one.position] = max(one.offset, last.get(one.position, 0))
     by_topic: dict[str, int] = {}
     for number, (position, offset) in enumerate(last.items(), 1):

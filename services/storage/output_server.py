@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import grpc.aio
 
 from baton.storage.v1 import output_service_pb2 as pb
 from baton.storage.v1 import output_service_pb2_grpc as pb_grpc
+from batonmq._common.aio import in_steps
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_broker, check_group
 from batonmq._core.outputs import OFFSET_MAX, OutputHead, OutputSource
@@ -16,7 +17,7 @@ from batonmq.errors import BatonError, InvalidArgument, PermissionDenied
 from batonmq_server.runtime.access.guard import PermissionCheck
 from batonmq_server.runtime.access.permissions import join_group
 from batonmq_server.storage.appender import Appender
-from batonmq_server.storage.core.outputs import SourceOutputs, encode_opened
+from batonmq_server.storage.core.outputs import SourceOutputs, StoredOutput, encode_opened
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.storage.validation import QUEUE_ID_MAX, check_limit
 
@@ -53,7 +54,8 @@ class OutputServicer(pb_grpc.OutputServiceServicer):
         if any(isinstance(one, OutputHead) for one in opened):
             # Also the last batch of an earlier owner is safe then.
             await self._appender.flusher.wait_until_safe(self._appender.store.log.next_position)
-        return pb.OpenOutputsResponse(outcomes=[self._outcome(one) for one in opened])
+        found = [self._remembered(one) for one in opened]  # at one moment: all of it is safe
+        return pb.OpenOutputsResponse(outcomes=[await _outcome(one) for one in found])
 
     async def ListOutputSources(
         self, request: pb.ListOutputSourcesRequest, context: Context
@@ -114,27 +116,33 @@ class OutputServicer(pb_grpc.OutputServiceServicer):
             return [outcome if isinstance(one, OutputHead) else one for one in results]
         return results
 
-    def _outcome(self, opened: OutputHead | BatonError) -> pb.OpenOutputsOutcome:
+    def _remembered(self, opened: OutputHead | BatonError) -> _Remembered | BatonError:
         if isinstance(opened, BatonError):
-            return pb.OpenOutputsOutcome(error=error_to_pb(opened))
+            return opened
         known = self._outputs.get(opened.source)
         if known is None:  # forgotten since
-            return pb.OpenOutputsOutcome(
-                stored=pb.StoredOutputs(forgotten_unix_ms=self._outputs.forgotten_unix_ms)
-            )
+            return _Remembered((), self._outputs.forgotten_unix_ms)
         try:
             self._outputs.check_head(opened)
         except BatonError as error:
-            return pb.OpenOutputsOutcome(error=error_to_pb(error))
-        return pb.OpenOutputsOutcome(
-            stored=pb.StoredOutputs(
-                outputs=[
-                    pb.StoredOutput(offset=one.offset, number=one.number, digest=one.digest)
-                    for one in known.stored()
-                ],
-                forgotten_unix_ms=known.forgotten_unix_ms,
-            )
-        )
+            return error
+        return _Remembered(known.stored(), known.forgotten_unix_ms)
+
+
+class _Remembered(NamedTuple):
+    """The outputs of a source; others of before `forgotten_unix_ms` may be forgotten."""
+
+    outputs: Iterable[StoredOutput]
+    forgotten_unix_ms: int
+
+
+async def _outcome(found: _Remembered | BatonError) -> pb.OpenOutputsOutcome:
+    if isinstance(found, BatonError):
+        return pb.OpenOutputsOutcome(error=error_to_pb(found))
+    stored = pb.StoredOutputs(forgotten_unix_ms=found.forgotten_unix_ms)
+    async for one in in_steps(found.outputs):
+        stored.outputs.add(offset=one.offset, number=one.number, digest=one.digest)
+    return pb.OpenOutputsOutcome(stored=stored)
 
 
 def refusal(require: PermissionCheck, context: Context, group: str) -> PermissionDenied | None:

@@ -6,12 +6,16 @@ batches, opens, floors and restarts is compared with a model of two dictionaries
 
 from __future__ import annotations
 
+import asyncio
 import struct
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from random import Random
 
 import pytest
 
+from baton.storage.v1 import output_service_pb2 as pb
+from batonmq._common.aio import STEP_ITEMS
 from batonmq._core.outputs import (
     OFFSET_MAX,
     OutputHead,
@@ -43,11 +47,19 @@ from batonmq_server.storage.core import outputs as core
 from batonmq_server.storage.core import schedule
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic, check
-from batonmq_server.storage.core.outputs import OutputTable, encode_opened, parse_outputs
+from batonmq_server.storage.core.outputs import (
+    OutputTable,
+    SourceOutputs,
+    StoredOutput,
+    encode_opened,
+    parse_outputs,
+)
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.store import MessageStore
+from batonmq_server.storage.output_server import OutputServicer
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, append, bodies, open_store, stored, sync
+from tests.storage.schedule_scene import new_scene
 
 SOURCE = OutputSource("doubler", 3, "broker-0", 1)
 Made = tuple[int, int, bytes]
@@ -292,6 +304,41 @@ def test_bad_head_is_refused(at: int, value: int) -> None:
 def test_same_output_twice_in_a_batch_is_refused() -> None:
     with pytest.raises(BadBatch, match="same output"):
         check(batch(head(), (0, 0, b"x"), (0, 0, b"x")))
+
+
+async def test_other_calls_go_on_while_many_outputs_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count, turn, turns = 5_000, 0, Counter[int]()
+    original = SourceOutputs.stored
+
+    def counted(self: SourceOutputs) -> Iterator[StoredOutput]:
+        for one in original(self):
+            turns[turn] += 1
+            yield one
+
+    async with new_scene() as scene:
+        for begin in range(0, count, 100):
+            offsets = range(begin, begin + 100)
+            take(scene.store.outputs, batch(head(), *((o, 7, b"%d" % o) for o in offsets)), NOW)
+        monkeypatch.setattr(SourceOutputs, "stored", counted)
+        monkeypatch.setattr(core, "DECODED_ROWS", 300)
+        source = pb.OutputSource(group="doubler", topic_id=3, broker="broker-0", queue_id=1)
+        owner = pb.OutputOwner(source=source, token=2)
+        call = OutputServicer(scene.appender, None).OpenOutputs(
+            pb.OpenOutputsRequest(owners=[owner]),
+            None,  # type: ignore[arg-type]
+        )
+        async with asyncio.TaskGroup() as tasks:
+            opening = tasks.create_task(call)
+            while not opening.done():
+                await asyncio.sleep(0)
+                turn += 1
+        (outcome,) = opening.result().outcomes
+    assert [(one.offset, one.number) for one in outcome.stored.outputs] == [
+        (offset, 7) for offset in range(count)
+    ]
+    assert max(turns.values()) <= STEP_ITEMS
 
 
 def test_memory_agrees_with_a_model() -> None:

@@ -53,6 +53,7 @@ SOURCES_MAX = 100_000
 IDLE_MS_MIN = 600_000
 """A source with a batch in this time is not forgotten."""
 NUMBER_BITS = 16
+DECODED_ROWS = 1_024
 ROW = np.dtype(
     [
         ("key", "<u8"),
@@ -233,11 +234,14 @@ class SourceOutputs:
         self._pieces.clear()
 
     def stored(self) -> Iterator[StoredOutput]:
-        """Return the outputs, ascending by offset and number."""
-        for key, digest, position, stored_offset, index in self.rows.tolist():
-            yield StoredOutput(
-                key >> NUMBER_BITS, key & 0xFFFF, digest, position, index, stored_offset
-            )
+        """Return the outputs of now, ascending by offset and number; decoded some at a time."""
+        rows = self.rows
+        parts = (rows[begin : begin + DECODED_ROWS] for begin in range(0, len(rows), DECODED_ROWS))
+        return (
+            StoredOutput(key >> NUMBER_BITS, key & 0xFFFF, digest, position, index, stored_offset)
+            for part in parts
+            for key, digest, position, stored_offset, index in part.tolist()
+        )
 
 
 def parse_outputs(batch: bytes | memoryview, header: Header) -> OutputBatch:
