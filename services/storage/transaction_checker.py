@@ -257,8 +257,8 @@ class TransactionChecker:
                 begin_unix_ms=half.begin_unix_ms,
                 check=one.checks + 1,
             )
-            turn = _turn(one.transaction_id, check.check)
-            if self._streams.put(able(one.group, topic), topic, check, turn):
+            turn, size = _turn(one.transaction_id, check.check), len(half.batch)
+            if self._streams.put(able(one.group, topic), topic, check, turn, size):
                 self._appender.metrics.transaction_checks.inc()
                 self._appender.stream.transactions.add("checked", one.group, topic)
 

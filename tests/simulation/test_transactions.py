@@ -129,10 +129,9 @@ def checks_are_never_sent(patch: pytest.MonkeyPatch) -> None:
 def two_are_asked_at_once(patch: pytest.MonkeyPatch) -> None:
     """A check goes to all producers of the group."""
 
-    def broken(able: Any, topic: str, check: Any, turn: int) -> bool:
+    def broken(able: Any, topic: str, check: Any, turn: int, size: int) -> bool:
         for one in able:
-            one.waiting.append((topic, check, turn))
-            one.notify()
+            one.add(topic, check, turn, size)
         return bool(able)
 
     patch.setattr(CheckStreams, "put", staticmethod(broken))

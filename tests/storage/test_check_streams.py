@@ -84,3 +84,20 @@ def test_full_streams_and_too_many_of_them(monkeypatch: pytest.MonkeyPatch) -> N
     assert streams.with_room() == set()
     stream.take()
     assert streams.with_room() == {GROUP}
+
+
+def test_stream_with_many_bytes_gets_no_check_until_they_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(check_streams, "WAITING_BYTES_MAX", 100)
+    streams = CheckStreams[str]()
+    hangs, answers = _open(streams), _open(streams)
+    for turn in range(10):
+        assert streams.ask(GROUP, TOPIC, "check", turn, 60)
+        answers.take()
+    assert len(hangs.waiting) == 2
+    assert streams.with_room() == {GROUP}
+    streams.close(answers)
+    assert streams.with_room() == set()
+    assert hangs.take() == ["check"] * 2
+    assert streams.with_room() == {GROUP}

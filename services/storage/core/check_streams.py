@@ -9,8 +9,9 @@ from typing import Generic, TypeVar
 from batonmq.errors import Overloaded
 
 STREAMS_MAX = 10_000
-WAITING_MAX = 1_024
-"""Checks that wait to be sent on one stream; a group without room is not asked more."""
+WAITING_MAX, WAITING_BYTES_MAX = 1_024, 16 * 1024 * 1024
+"""Checks that wait to be sent on one stream, and their bytes; a group whose streams all have as
+many is not asked more."""
 
 Check = TypeVar("Check")
 
@@ -21,19 +22,32 @@ class CheckStream(Generic[Check]):
     Attributes:
         may_ask: Whether the producer may be asked about a message of a topic.
         notify: Called when a check was added.
-        waiting: Checks that were not sent yet, with topic and turn.
+        waiting: Checks that were not sent yet, with topic, turn and size.
     """
 
     def __init__(
         self, group: str, may_ask: Callable[[str], bool], notify: Callable[[], None]
     ) -> None:
         self.group, self.may_ask, self.notify = group, may_ask, notify
-        self.waiting: deque[tuple[str, Check, int]] = deque()
+        self.waiting: deque[tuple[str, Check, int, int]] = deque()
+        self._waiting_bytes = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it takes more checks."""
+        return len(self.waiting) < WAITING_MAX and self._waiting_bytes < WAITING_BYTES_MAX
+
+    def add(self, topic: str, check: Check, turn: int, size: int) -> None:
+        """Add a check of `size` bytes."""
+        self.waiting.append((topic, check, turn, size))
+        self._waiting_bytes += size
+        self.notify()
 
     def take(self) -> list[Check]:
         """Return the waiting checks and remove them."""
-        checks = [check for _, check, _ in self.waiting]
+        checks = [check for _, check, _, _ in self.waiting]
         self.waiting.clear()
+        self._waiting_bytes = 0
         return checks
 
 
@@ -87,7 +101,7 @@ class CheckStreams(Generic[Check]):
         return {
             group
             for group, streams in self._groups.items()
-            if any(len(stream.waiting) < WAITING_MAX for stream in streams)
+            if any(stream.has_room for stream in streams)
         }
 
     def able(self, group: str, topic: str) -> list[CheckStream[Check]]:
@@ -97,26 +111,28 @@ class CheckStreams(Generic[Check]):
         """
         return [one for one in self._groups.get(group, ()) if one.may_ask(topic)]
 
-    def ask(self, group: str, topic: str, check: Check, turn: int) -> bool:
+    def ask(self, group: str, topic: str, check: Check, turn: int, size: int = 0) -> bool:
         """Put a check on a stream of a group that may be asked; False if there is none.
 
         Args:
             turn: Which of these streams. Consecutive checks of a transaction have consecutive
                 numbers, so that one producer that does not answer gets only some.
+            size: Bytes of the check.
         """
-        return self.put(self.able(group, topic), topic, check, turn)
+        return self.put(self.able(group, topic), topic, check, turn, size)
 
     @staticmethod
-    def put(able: Sequence[CheckStream[Check]], topic: str, check: Check, turn: int) -> bool:
+    def put(
+        able: Sequence[CheckStream[Check]], topic: str, check: Check, turn: int, size: int = 0
+    ) -> bool:
         """As `ask`, with the streams that `able` has just returned."""
         if not able:
             return False
         stream = able[turn % len(able)]
-        if len(stream.waiting) >= WAITING_MAX:
-            with_room = [one for one in able if len(one.waiting) < WAITING_MAX] or able
+        if not stream.has_room:
+            with_room = [one for one in able if one.has_room] or able
             stream = with_room[turn % len(with_room)]
-        stream.waiting.append((topic, check, turn))
-        stream.notify()
+        stream.add(topic, check, turn, size)
         return True
 
     def end_all(self) -> None:
