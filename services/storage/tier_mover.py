@@ -16,10 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
+from batonmq._common.aio import in_steps
 from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, DataLoss
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.core.commitlog import NO_SPACE, segment_path
+from batonmq_server.storage.core.consumequeue import Int64Array
 from batonmq_server.storage.core.retention import DiskState, Retention, SealedSegment
 from batonmq_server.storage.core.tier import (
     LocalSegment,
@@ -294,8 +298,13 @@ class TierMover:
     async def _move_out(self, local: Sequence[LocalSegment]) -> bool:
         """Remove local copies that are due; return whether there was one."""
         moved, checkpointer = False, self._parts.checkpointer
-        due = [one for one in self._due_removals(local, self._known) if not self._is_held(one)]
-        due = due[:REMOVALS_MAX]
+        due: list[LocalSegment] = []
+        scheduled = self._parts.node.store.schedule.waiting.positions()
+        async for one in in_steps(self._due_removals(local, self._known)):
+            if len(due) == REMOVALS_MAX:
+                break
+            if not self._is_held(one, scheduled):
+                due.append(one)
         # A start reads the log from the last checkpoint on, and does not need the store.
         if due and due[-1].next_position > checkpointer.position():
             await checkpointer.take()
@@ -310,15 +319,17 @@ class TierMover:
                 self._refuse(one.name, error)
         return moved
 
-    def _is_held(self, segment: LocalSegment) -> bool:
+    def _is_held(self, segment: LocalSegment, scheduled: Int64Array) -> bool:
         """Return whether something else than readers of messages reads the segment.
 
         Scheduled messages, open transactions and compacted topics are read from the local disk.
+
+        Args:
+            scheduled: Positions of the scheduled messages, ascending.
         """
         store, limits = self._parts.node.store, self._parts.limits
         begin, end = segment.first_position, segment.next_position
-        waiting = store.schedule.waiting.by_position(begin, 1)
-        if waiting and waiting[0].position < end:
+        if np.searchsorted(scheduled, begin) < np.searchsorted(scheduled, end):
             return True
         oldest = store.transactions.open.oldest_position()
         if oldest is not None and oldest < end:
@@ -347,7 +358,8 @@ class TierMover:
         while await self._read(comparison.compare_next):
             pass
         async with parts.cleaner.one_at_a_time, parts.checkpointer.one_at_a_time:
-            if segment not in self._local() or self._is_held(segment):
+            scheduled = parts.node.store.schedule.waiting.positions()
+            if segment not in self._local() or self._is_held(segment, scheduled):
                 return False
             await self._replace(manifest)
         parts.metrics.moved_segments.inc()

@@ -121,6 +121,7 @@ class DelayQueueMachine(RuleBasedStateMachine):
         everything = self.waiting | self.taken
         assert len(self.levels) == len(everything)
         assert self.levels.oldest_position() == min(everything.values(), default=None)
+        assert self.levels.positions().tolist() == sorted(everything.values())
         assert set(self.levels.taken) == set(self.taken)
         assert all(key in self.levels for key in everything)
         if self.waiting:

@@ -22,6 +22,7 @@ from batonmq._core.subscription import SqlFilter
 from batonmq.errors import BatonError, DataLoss, InvalidArgument, Unreachable
 from batonmq_server.storage.core.checkpoint import PATH as CHECKPOINT
 from batonmq_server.storage.core.commitlog import segment_path
+from batonmq_server.storage.core.delay_queue import DelayedBatch, DelayQueue, DelaySnapshot
 from batonmq_server.storage.core.purge import PurgeOrder, encode_order
 from batonmq_server.storage.core.queue_reader import ReadSpec
 from batonmq_server.storage.core.tier import TierPolicy
@@ -176,6 +177,34 @@ async def test_segment_moves_out_by_size_oldest_first() -> None:
         )
         await scene.move()
         assert scene.local() == [False, False, True, True, True]
+
+
+async def test_segments_with_scheduled_messages_stay_local_and_are_found_by_one_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searches, original = 0, DelayQueue.snapshot
+
+    def counted(self: DelayQueue) -> DelaySnapshot:
+        nonlocal searches
+        searches += 1
+        return original(self)
+
+    async with tier_scene() as scene:
+        await filled(scene)
+        scene.later(2)
+        waiting = scene.store.schedule.waiting
+        for number in (0, 1, 3):
+            position = number * SEGMENT_BYTES
+            waiting.add(DelayedBatch(NOW + 9 * HOUR_MS, position, position))
+        await scene.move()
+        assert scene.local() == [True, True, False, True, True]
+        monkeypatch.setattr(DelayQueue, "snapshot", counted)
+        assert not await scene.mover.move()
+        assert searches == 1
+        for entry in waiting.by_position(0, 9):
+            waiting.remove(entry.key)
+        await scene.move()
+        assert scene.local() == [False] * 4 + [True]
 
 
 async def test_local_file_of_a_moved_segment_takes_no_space() -> None:

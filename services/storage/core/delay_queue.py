@@ -162,6 +162,10 @@ class DelayQueue:
         """Return the entries stored at or after a position, ascending by position."""
         return self.snapshot().by_position(position, count_max)
 
+    def positions(self) -> npt.NDArray[np.int64]:
+        """Return the positions of all entries, ascending."""
+        return self.snapshot().ascending_positions()
+
     def snapshot(self) -> DelaySnapshot:
         """Return a snapshot of all entries."""
         return self._copy(list(self._buckets()))
@@ -285,6 +289,12 @@ class DelaySnapshot:
         rows["schedule_id"] = np.frombuffer(self.ids, np.int64)[kept]
         rows["position"] = positions[kept]
         return np.concatenate([np.array(self.loose, _ROW), rows])
+
+    def ascending_positions(self) -> npt.NDArray[np.int64]:
+        """Return the positions of all entries, ascending."""
+        loose = np.array([entry[2] for entry in self.loose], np.int64)
+        stored = np.frombuffer(self.positions, np.int64)
+        return np.sort(np.concatenate([loose, stored[stored != _GONE]]))
 
     def by_position(self, position: int, count_max: int) -> list[DelayedBatch]:
         """Return the entries stored at or after a position, ascending by position.
