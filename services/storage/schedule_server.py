@@ -12,6 +12,7 @@ import grpc.aio
 
 from baton.storage.v1 import schedule_service_pb2 as pb
 from baton.storage.v1 import schedule_service_pb2_grpc as pb_grpc
+from batonmq._common.aio import in_steps
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.delays import check_deliver_time
 from batonmq._core.records import read_header
@@ -88,7 +89,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         self._appender.flusher.check()
         now_unix_ms = self._appender.clock.unix_ms()
         owner = owner_of(self._identity_of(context))
-        items = [_checked(item, owner, now_unix_ms) for item in request.items]
+        items = [_checked(item, owner, now_unix_ms) async for item in in_steps(request.items)]
         names = {item.checked.header.topic for item in items if isinstance(item, _Item)}
         topics = await self._topics.find_all(names)
         times = await self._remote_times(items, topics)

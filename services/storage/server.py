@@ -59,7 +59,8 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         self._parts.flusher.check()
         owner = owner_of(self._parts.identity_of(context))
         epochs = validation.parse_topic_epochs(request)
-        checked = [_checked(b, owner, e) for b, e in zip(batches, epochs, strict=True)]
+        sent = in_steps(zip(batches, epochs, strict=True))  # a check may decompress 8 MiB
+        checked = [_checked(batch, owner, epoch) async for batch, epoch in sent]
         if any(isinstance(one, CheckedBatch) and one.outputs is not None for one in checked):
             checked = self._permitted_outputs(checked, context)
         good = [one for one in checked if isinstance(one, CheckedBatch)]

@@ -14,7 +14,7 @@ import grpc.aio
 
 from baton.storage.v1 import transaction_service_pb2 as pb
 from baton.storage.v1 import transaction_service_pb2_grpc as pb_grpc
-from batonmq._common.aio import wait_until
+from batonmq._common.aio import in_steps, wait_until
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_group
 from batonmq._core.records import decode_records, read_header
@@ -119,7 +119,7 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         validation.check_batches([item.batch for item in request.items])
         self._appender.flusher.check()
         owner = owner_of(self._identity_of(context))
-        items = [_begin_item(item, owner) for item in request.items]
+        items = [_begin_item(item, owner) async for item in in_steps(request.items)]
         names = {item.checked.header.topic for item in items if isinstance(item, _BeginItem)}
         topics = await self._topics.find_all(names)
         outcomes = self._begin(items, self._topics.with_changes(topics))

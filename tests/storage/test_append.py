@@ -5,7 +5,10 @@ Method: the whole node over gRPC with a real etcd; after each rejection the log 
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -15,6 +18,7 @@ from baton.common.v1 import error_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.aio import STEP_ITEMS
 from batonmq._common.rpc import error_from_pb
 from batonmq._core.records import HEADER_BYTES, BatchBuilder, Message, encode_record
 from batonmq.errors import (
@@ -27,6 +31,8 @@ from batonmq.errors import (
     TopicNotFound,
 )
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.storage import server
+from batonmq_server.storage.core.checks import CheckedBatch, check
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.running_node import TIMEOUT_S, running_node
 
@@ -53,6 +59,30 @@ async def test_receipt_has_position_offset_and_durability(
         state = await node.describe()
         assert state.synced_position == state.next_position > second.position
         assert (state.broker, state.queue_count, state.appended_count) == ("broker-a", 1, 3)
+
+
+async def test_other_calls_go_on_while_many_batches_are_checked(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn, checked = 0, Counter[int]()
+
+    def counted(*arguments: Any) -> CheckedBatch:
+        checked[turn] += 1
+        return check(*arguments)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            await asyncio.sleep(0)
+            turn += 1
+
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+        monkeypatch.setattr(server, "check", counted)
+        counting = tasks.create_task(count_turns())
+        receipts = await node.append(*(batch(b"%d" % number) for number in range(200)))
+        counting.cancel()
+    assert [receipt.first_offset for receipt in receipts] == list(range(200))
+    assert max(checked.values()) <= STEP_ITEMS
 
 
 async def test_receipt_of_memory_durability_says_memory(etcd_endpoint: str, tmp_path: Path) -> None:

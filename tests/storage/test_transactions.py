@@ -7,6 +7,7 @@ whose clock and checks the test controls.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.metrics.v1.metrics_service_pb2 import TransactionCounts
 from baton.storage.v1 import transaction_service_pb2 as pb
+from batonmq._common.aio import STEP_ITEMS
 from batonmq._core.compression import Compression, RecordCompressor
 from batonmq._core.names import UNRESOLVED_TOPIC
 from batonmq._core.records import (
@@ -34,7 +36,7 @@ from batonmq._core.records import (
     read_header,
 )
 from batonmq.errors import BadBatch, LimitExceeded
-from batonmq_server.storage import transaction_server
+from batonmq_server.storage import schedule_server, transaction_server
 from batonmq_server.storage.core import open_transactions, transactions
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic
@@ -371,6 +373,33 @@ async def test_large_messages_are_committed_some_at_a_time(
         committed = [f"COMMITTED {number}" for number in range(LARGE_COUNT)]
         assert outcomes == [*committed, f"COMMITTED {again} again"]
         assert len(scene.bodies()) == LARGE_COUNT
+
+
+@pytest.mark.parametrize("servicer", [transaction_server, schedule_server])
+async def test_other_calls_go_on_while_many_batches_are_checked(
+    servicer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn, checked, original = 0, Counter[int](), servicer.check
+
+    def counted(*arguments: Any) -> CheckedBatch:
+        checked[turn] += 1
+        found: CheckedBatch = original(*arguments)
+        return found
+
+    monkeypatch.setattr(servicer, "check", counted)
+    batches = [batch(b"%d" % number) for number in range(200)]
+    async with new_scene() as scene, asyncio.TaskGroup() as tasks:
+        call: Coroutine[Any, Any, object]
+        if servicer is transaction_server:
+            call = scene.begin(*batches)
+        else:
+            call = scene.outcomes(*((one, NOW + HOUR_MS) for one in batches))
+        running = tasks.create_task(call)
+        while not running.done():
+            await asyncio.sleep(0)
+            turn += 1
+    assert checked.total() == 200
+    assert max(checked.values()) <= STEP_ITEMS
 
 
 async def test_page_of_large_transactions_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
