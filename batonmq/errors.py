@@ -245,7 +245,7 @@ class LimitExceeded(BatonError):
 
     reason = "LIMIT_EXCEEDED"
     kind = "INVALID_ARGUMENT"
-    remedy = "Send less at once."
+    remedy = "Stay within the limit that the error names."
 
 
 class BadChecksum(BatonError):
@@ -264,7 +264,7 @@ class BadBatch(BatonError):
 
     reason = "BAD_BATCH"
     kind = "INVALID_ARGUMENT"
-    remedy = "Encode batches with this version of the client library."
+    remedy = "Encode batches with the client library, in the version of the servers."
 
 
 class BadExpression(BatonError):
@@ -343,7 +343,7 @@ class ClientIdInUse(BatonError):
     kind = "ALREADY_EXISTS"
     remedy = (
         "Give each process a client id of its own; after a crash wait until the old "
-        "session has ended."
+        "session expires."
     )
 
 
@@ -388,7 +388,10 @@ class OffsetAheadOfLog(BatonError):
 
     reason = "OFFSET_AHEAD_OF_LOG"
     kind = "OUT_OF_RANGE"
-    remedy = "The log has lost messages: reset the group's offset on this queue."
+    remedy = (
+        "The log has lost messages: reset the group's offset on this queue with "
+        "baton group reset-offsets."
+    )
 
 
 class SequenceGap(BatonError):
@@ -409,7 +412,7 @@ class ProducerFenced(BatonError):
 
 
 class DuplicateSequence(BatonError):
-    """The sequence was stored so long ago that its receipt is unknown, or with other content.
+    """The sequence number is stored already: its receipt is not kept, or its content is different.
 
     In the second case the fact `content` is `other`, and this batch is not stored.
     """
@@ -420,7 +423,7 @@ class DuplicateSequence(BatonError):
 
 
 class OutputMismatch(BatonError):
-    """A transformer made another output of an input than the one that is stored."""
+    """The output that a transformer made of an input differs from the stored output."""
 
     reason = "OUTPUT_MISMATCH"
     kind = "FAILED_PRECONDITION"
@@ -431,13 +434,13 @@ class OutputMismatch(BatonError):
 
 
 class OutputsForgotten(BatonError):
-    """An input may have outputs that storage has forgotten, so they are not stored again."""
+    """Storage does not know any more whether an input has outputs, so it rejects its outputs."""
 
     reason = "OUTPUTS_FORGOTTEN"
     kind = "FAILED_PRECONDITION"
     remedy = (
-        "Look whether the outputs of the input are stored. Then reset the group's offset on the "
-        "queue: behind the input to skip it, or to the input to produce its outputs again."
+        "Check whether the outputs of the input are stored. Then reset the group's offset on the "
+        "queue: past the input to skip it, or to the input to produce its outputs again."
     )
 
 
@@ -484,12 +487,12 @@ class TransactionEnded(BatonError):
 
 
 class NotWritable(BatonError):
-    """The topic, or the queue, takes no messages, or none that were sent with an older route."""
+    """The topic or the queue accepts no messages, or none that were sent with an older route."""
 
     reason = "NOT_WRITABLE"
     kind = "FAILED_PRECONDITION"
     retry = Retry.REFRESH_ROUTE
-    remedy = "Send to another queue, or allow writing: baton topic update NAME --permission."
+    remedy = "Send to another queue, or allow writing: baton topic update NAME --permission rw."
 
 
 class NotReadable(BatonError):
@@ -498,7 +501,7 @@ class NotReadable(BatonError):
     reason = "NOT_READABLE"
     kind = "FAILED_PRECONDITION"
     retry = Retry.REFRESH_ROUTE
-    remedy = "Allow reading: baton topic update NAME --permission."
+    remedy = "Allow reading: baton topic update NAME --permission rw."
 
 
 class DiskFull(BatonError):
@@ -570,7 +573,7 @@ class UnknownQueue(BatonError):
 
 
 class TokenMismatch(BatonError):
-    """A fence expected another token."""
+    """The queue's token is not the one that a fence expected."""
 
     reason = "TOKEN_MISMATCH"
     kind = "ABORTED"
@@ -604,7 +607,7 @@ class NotIdle(BatonError):
     reason = "NOT_IDLE"
     kind = "FAILED_PRECONDITION"
     retry = Retry.SAME_CALL
-    remedy = "Wait until its lease expires."
+    remedy = "Wait until the lease of the owner expires."
 
 
 class NotHolder(BatonError):
@@ -631,7 +634,7 @@ class Held(BatonError):
     reason = "HELD"
     kind = "ABORTED"
     retry = Retry.SAME_CALL
-    remedy = "Wait until the owner releases it."
+    remedy = "Wait until the owner releases the queue."
 
 
 class Draining(BatonError):
@@ -640,24 +643,26 @@ class Draining(BatonError):
     reason = "DRAINING"
     kind = "ABORTED"
     retry = Retry.SAME_CALL
-    remedy = "Wait a moment."
+    remedy = "Try again in a moment."
 
 
 class OldRequest(BatonError):
-    """A newer Acquire of the same incarnation exists."""
+    """A newer Acquire of the same incarnation was granted."""
 
     reason = "OLD_REQUEST"
     kind = "FAILED_PRECONDITION"
-    remedy = "Drop this request."
+    remedy = "Nothing needs to be done: a newer Acquire of the same incarnation was granted."
 
 
 class NotAssigned(BatonError):
-    """The newest assignment of the group gives the queue to another member."""
+    """The member's generation of the group is too old, or another member has the queue in it."""
 
     reason = "NOT_ASSIGNED"
     kind = "FAILED_PRECONDITION"
     retry = Retry.REDO
-    remedy = "Wait for the newest generation and compute the assignment again."
+    remedy = (
+        "Read the record of the group again, and acquire the queues that it assigns to this member."
+    )
 
 
 class HandoverPending(BatonError):
@@ -666,16 +671,16 @@ class HandoverPending(BatonError):
     reason = "HANDOVER_PENDING"
     kind = "ABORTED"
     retry = Retry.SAME_CALL
-    remedy = "Wait a moment."
+    remedy = "Try again in a moment."
 
 
 class ModeChanged(BatonError):
-    """The call is for a group with ownership of queues and the group has none, or the reverse."""
+    """The call is for groups with ownership of queues and this group has none, or the reverse."""
 
     reason = "MODE_CHANGED"
     kind = "FAILED_PRECONDITION"
     retry = Retry.REDO
-    remedy = "Read the settings of the group again and consume accordingly."
+    remedy = "Read the settings of the group again, and use the calls for its kind of ownership."
 
 
 class Paused(BatonError):
@@ -702,7 +707,7 @@ class OldTopic(BatonError):
     reason = "OLD_TOPIC"
     kind = "FAILED_PRECONDITION"
     retry = Retry.REDO
-    remedy = "Look up the offset again."
+    remedy = "Look up the offset again, in the current topic."
 
 
 class GroupInUse(BatonError):
@@ -714,11 +719,11 @@ class GroupInUse(BatonError):
 
 
 class OperationNotFound(BatonError):
-    """No recorded operation has this id."""
+    """No recorded reset or clone of the group has this operation id."""
 
     reason = "OPERATION_NOT_FOUND"
     kind = "NOT_FOUND"
-    remedy = "List the recorded operations: baton group resets NAME."
+    remedy = "List the resets and clones of the group: baton group resets NAME."
 
 
 class OperationExists(BatonError):
@@ -740,28 +745,36 @@ class RemoteClientNotFound(BatonError):
 class RemoteClientSilent(BatonError):
     """A remote client has not answered a command in time, or its telemetry stream has ended.
 
-    It may have done what it was told.
+    It may have carried out the command.
     """
 
     reason = "REMOTE_CLIENT_SILENT"
     kind = "DEADLINE_EXCEEDED"
-    remedy = "See its log. A listener may have run all the same, or still run."
+    remedy = (
+        "See the log of the client: it may have carried out the command, or may still be at it."
+    )
 
 
 class RemoteCommandUnsupported(BatonError):
-    """A remote client can't do what it was told."""
+    """A remote client can't carry out a command."""
 
     reason = "REMOTE_COMMAND_UNSUPPORTED"
     kind = "FAILED_PRECONDITION"
-    remedy = "Ask a client of another library, if the group has one."
+    remedy = (
+        "Send the command to a client of another library or kind: baton gateway clients --format "
+        "wide shows both."
+    )
 
 
 class StillInSync(BatonError):
-    """A replica can be elected without losing messages."""
+    """A leader or an in-sync node is up, so no message has to be lost."""
 
     reason = "STILL_IN_SYNC"
     kind = "FAILED_PRECONDITION"
-    remedy = "Wait until it is elected, or stop it for good if it can't be."
+    remedy = (
+        "Wait until the in-sync node is elected. If it can't be elected, stop it for good, then "
+        "repeat the call."
+    )
 
 
 class NotDrainable(BatonError):
@@ -815,7 +828,7 @@ class OldMove(BatonError):
 
     reason = "OLD_MOVE"
     kind = "FAILED_PRECONDITION"
-    remedy = "Drop this call."
+    remedy = "Nothing needs to be done: a later move of the group exists."
 
 
 class NotLeader(BatonError):
@@ -842,7 +855,10 @@ class NotEnoughReplicas(BatonError):
     reason = "NOT_ENOUGH_REPLICAS"
     kind = "UNAVAILABLE"
     retry = Retry.SAME_CALL
-    remedy = "Restart the missing replicas, or lower the number that must be in sync."
+    remedy = (
+        "Restart the replicas that are not in sync (baton cluster replication), or lower the "
+        "number that must be in sync."
+    )
 
 
 class NoQuorum(BatonError):
@@ -851,7 +867,7 @@ class NoQuorum(BatonError):
     reason = "NO_QUORUM"
     kind = "UNAVAILABLE"
     retry = Retry.SAME_CALL
-    remedy = "Check the etcd cluster."
+    remedy = "Check the etcd cluster, then the services: baton cluster status."
 
 
 class OffsetsUnreachable(BatonError):
@@ -860,7 +876,7 @@ class OffsetsUnreachable(BatonError):
     reason = "OFFSETS_UNREACHABLE"
     kind = "UNAVAILABLE"
     retry = Retry.SAME_CALL
-    remedy = "Check the offsets service."
+    remedy = "Check the offsets service: baton cluster status."
 
 
 class Overloaded(BatonError):
@@ -869,7 +885,10 @@ class Overloaded(BatonError):
     reason = "OVERLOADED"
     kind = "RESOURCE_EXHAUSTED"
     retry = Retry.SAME_CALL
-    remedy = "Send more slowly."
+    remedy = (
+        "Repeat the call after a pause. If the error persists, make fewer calls at a time, or "
+        "raise the limit that it names."
+    )
 
 
 class Throttled(BatonError):
@@ -890,7 +909,7 @@ class Unreachable(BatonError):
     reason = "UNREACHABLE"
     kind = "UNAVAILABLE"
     retry = Retry.SAME_CALL
-    remedy = "Check that the service runs and that its address is right."
+    remedy = "Check that the service runs (baton cluster status) and that its address is right."
 
 
 class Unauthenticated(BatonError):

@@ -166,7 +166,11 @@ class AccessKeyStore:
         if before is None:
             return None
         if not await self._etcd.txn(compare=[unchanged(key, before)], delete=[key]):
-            raise Overloaded(f"access key {access_key} was changed meanwhile", retry_after_ms=100)
+            raise Overloaded(
+                f"access key {access_key} was changed by another call at the same time",
+                remedy="Repeat the call.",
+                retry_after_ms=100,
+            )
         return pb.StoredAccessKey.FromString(before.value).identity
 
     async def by_identity(self) -> dict[str, list[pb.StoredAccessKey]]:

@@ -105,7 +105,7 @@ class BrokerRemovals:
             compare=[Compare(key, create_revision=0)], put=[Put(key, mark.SerializeToString())]
         )
         if revision is None:
-            raise NotServing(f"{request.broker} was changed meanwhile", retry_after_ms=500)
+            raise NotServing(f"{request.broker} was changed by another call", retry_after_ms=500)
         await self._catalog.caught_up(nodes=revision)
         if not self._catalog.placement_rooms:
             await self._etcd.txn(compare=[Compare(key, mod_revision=revision)], delete=[key])
@@ -232,7 +232,7 @@ class BrokerRemovals:
                 compare=[Compare(key, mod_revision=stored.mod_revision)], delete=[key]
             )
             if revision is None:
-                raise NotServing(f"{broker} was changed meanwhile", retry_after_ms=500)
+                raise NotServing(f"{broker} was changed by another call", retry_after_ms=500)
             await self._catalog.caught_up(nodes=revision)
             log.info("removal of a broker cancelled broker=%s by=%s", broker, request.by)
         return pb.RemoveBrokerResponse(

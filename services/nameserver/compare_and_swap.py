@@ -42,7 +42,8 @@ class CompareAndSwap:
                     return result
                 await asyncio.sleep(_BACKOFF.delay_ms(failures, self._random) / 1000)
         raise Overloaded(
-            f"{key} was changed concurrently {self._tries_max} times in a row",
+            f"{key} was changed by other calls {self._tries_max} times in a row",
+            remedy="Repeat the call.",
             retry_after_ms=500,
             facts={"limit": self._tries_max},
         )

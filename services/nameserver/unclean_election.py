@@ -81,7 +81,7 @@ class UncleanElection:
         if revision is None:
             raise StillInSync(
                 f"{request.replica_set} has a leader, or a node of its in-sync set is up again",
-                remedy="Check the replica set again: `baton cluster replication`.",
+                remedy="Check the replica set again: baton cluster replication.",
             )
         log.warning(
             "loss accepted service=%s replica_set=%s node_id=%s lost=%s epoch=%d by=%s",
@@ -134,7 +134,7 @@ def _check(
     if not record.mod_revision:
         raise InvalidArgument(
             f"replica set {request.replica_set} does not exist",
-            remedy="Use a replica set that `baton cluster replication` shows.",
+            remedy="Use a replica set that baton cluster replication shows.",
             facts={"field": "replica_set"},
         )
     if request.node_id not in up:
@@ -144,4 +144,9 @@ def _check(
             facts={"field": "node_id"},
         )
     for name in sorted(record.in_sync & up.keys()):
-        raise StillInSync(f"node {name} of the in-sync set is up", facts={"node_id": name})
+        raise StillInSync(
+            f"node {name} of the in-sync set is up",
+            remedy=f"Wait until {name} is elected. If it can't be elected, stop it for good, then "
+            "repeat the command.",
+            facts={"node_id": name},
+        )

@@ -59,7 +59,9 @@ class DemandReader:
         """
         if self._waiting >= WAITING_MAX:
             raise Overloaded(
-                f"{self._waiting} calls wait for the lag of a group", retry_after_ms=self._age_ms
+                f"{self._waiting} calls wait for the lag of a group; that is the limit",
+                remedy="Repeat the call, or raise the polling interval of the triggers.",
+                retry_after_ms=self._age_ms,
             )
         entry = self._entries.setdefault(group, _Entry())
         self._entries.move_to_end(group)

@@ -43,7 +43,7 @@ class ScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
         """Send whether the group needs a member, at once and after each change."""
         if self._streams >= self._streams_max:
             raise Overloaded(
-                f"{self._streams} streams are open, as many as allowed",
+                f"{self._streams} streams are open; that is the limit",
                 remedy="Raise BATON_SCALER_STREAMS_MAX, or use the trigger type `external`.",
             )
         self._streams += 1

@@ -333,7 +333,9 @@ class _DeliveryStream:
         self.access.require(*queue_permissions(start.pull.queue))
         if (count := self._owner.count) >= self._parts.deliveries_max:
             raise Overloaded(
-                f"{count} deliveries are open already; the limit is {count}",
+                f"{count} deliveries are open already; the limit is {self._parts.deliveries_max}",
+                remedy="Read fewer queues in one client, or raise long_polls_max of the storage "
+                "service.",
                 retry_after_ms=1_000,
                 facts={"limit": count},
             )

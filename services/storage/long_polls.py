@@ -81,6 +81,7 @@ class LongPolls:
         if self._count >= self._polls_max:
             raise Overloaded(
                 f"{self._count} long polls are waiting already; the limit is {self._polls_max}",
+                remedy="Run fewer consumers, or raise long_polls_max of the storage service.",
                 retry_after_ms=1_000,
                 facts={"limit": self._polls_max},
             )

@@ -241,7 +241,7 @@ async def test_stream_sends_the_state_at_once_and_each_change(
         assert not (await anext(states)).result
         code, text = await status_of(anext(aiter(s.stub.StreamIsActive(ref({})))))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "1 streams are open, as many as allowed" in text
+        assert "1 streams are open; that is the limit" in text
         await s.send(1)
         assert (await anext(states)).result
         await s.consume()

@@ -406,8 +406,8 @@ def _fenced(request: _Request) -> Fenced:
 def _not_assigned(request: _Request) -> NotAssigned:
     generation, granted = request.requester.generation, request.entry.lock.generation
     return NotAssigned(
-        f"{request.entry.key} was granted by generation {granted}, "
-        f"the request is of generation {generation}",
+        f"{request.entry.key} was granted in generation {granted} of the group; "
+        f"the request has generation {generation}",
         retry_after_ms=100,
         facts={"generation": generation, "current": granted},
     )

@@ -157,6 +157,6 @@ def moved(group: str, offsets_set: str, move: int) -> GroupMoved:
 def old_move(group: str, move: int, current: int) -> OldMove:
     """Return the error for a move that is older than the group's newest one."""
     return OldMove(
-        f"move {move} of group {group} is over; the group's current move is {current}",
+        f"move {move} of group {group} is old; the group's newest move is {current}",
         facts={"group": group, "move": move, "current": current},
     )
