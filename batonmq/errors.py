@@ -440,7 +440,7 @@ class OutputsForgotten(BatonError):
     kind = "FAILED_PRECONDITION"
     remedy = (
         "Check whether the outputs of the input are stored. Then reset the group's offset on the "
-        "queue: past the input to skip it, or to the input to produce its outputs again."
+        "queue: after the input to skip it, or to the input to produce its outputs again."
     )
 
 

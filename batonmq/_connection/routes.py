@@ -87,7 +87,7 @@ async def follow_route(
                     generation, epoch = answer.route.generation, answer.route.topic.epoch
                     on_route(answer.route)
             error: BatonError = TopicNotFound(
-                f"the watch of topic {topic} ended", retry_after_ms=100
+                f"the nameserver ended the watch of topic {topic}", retry_after_ms=100
             )
         except grpc.aio.AioRpcError as failure:
             error = from_rpc_error(failure)

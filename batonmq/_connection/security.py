@@ -155,7 +155,7 @@ def _read(security: Security) -> tuple[Pems, str]:
             return material
     raise InvalidArgument(
         f"{', '.join(security.files)}: the files changed during each of {_TRIES} reads",
-        remedy="Replace the files once, each in one step.",
+        remedy="Replace the files once, each by a rename.",
     )
 
 

@@ -422,7 +422,7 @@ class Puller:
             if offsets[queue] > end:
                 raise OffsetAheadOfLog(
                     f"offset {offsets[queue]} of queue {queue} is beyond its end, {end}",
-                    remedy="Commit the offset behind the last message that was handled.",
+                    remedy="Commit the offset after that of the last message that was handled.",
                     facts={"offset": offsets[queue], "next_offset": end},
                 )
             if queue in self._queues:

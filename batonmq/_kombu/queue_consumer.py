@@ -205,7 +205,7 @@ class QueueConsumer:
             self.leaving.discard(tag)
         if not sent:
             raise NotServing(
-                f"{held.message!r} was not sent away: its queue was lost, it is delivered again"
+                f"{held.message!r} was not sent away: its queue was lost, so it is redelivered"
             )
         if (committed := self.finish(tag)) is not None:
             await committed

@@ -53,7 +53,8 @@ def find_topic_problem(
         kind = "is compacted" if there.compaction else f"has {actual} writable queues"
         return TopicExists(
             f"topic {name} of the target {kind}; in the source it has {wanted}",
-            remedy=f"Give it as many in the target: baton topic update {name} --queues {wanted}.",
+            remedy="Give the topic as many queues in the target: "
+            f"baton topic update {name} --queues {wanted}.",
             facts={"topic": name, "actual": actual, "wanted": wanted},
         )
     return None
@@ -117,6 +118,6 @@ def no_queue_left(topic: Topic, target: Topic, left: Sequence[QueueRef]) -> Topi
     return TopicExists(
         f"{len(left)} queues of topic {topic.name} have no free queue in the target: {names}",
         remedy=f"Add queues in the target: baton topic update {topic.name} --queues {wanted}. "
-        "A running mirror then goes on by itself; else start it again.",
+        "A running mirror then continues by itself; otherwise start it again.",
         facts={"topic": topic.name, "wanted": wanted},
     )

@@ -230,8 +230,8 @@ class QueueMirror:
                 f"the target has no message of queue {self.source}, and retention has removed "
                 f"{self.target_first} messages there: it is not known what was mirrored",
                 remedy="Add --start=first to copy what the source still has, or --start=end to "
-                "copy only new messages. What storage of the target remembers, for 7 days, is "
-                "neither copied again nor left out.",
+                "copy only new messages. The target remembers for 7 days what was mirrored: these "
+                "messages are neither copied again nor left out.",
                 facts={"field": "start", "first": first, "end": end},
             )
         self.offset = end if self.target_first and self._start == "end" else first

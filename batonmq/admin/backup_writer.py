@@ -353,7 +353,7 @@ class BackupWriter:
             header = check_batch(raw, stamped=True)
             if header.topic_id != self._topic_ids[queue.topic]:
                 raise TopicNotFound(
-                    f"topic {queue.topic} was made again",
+                    f"topic {queue.topic} was deleted and created again",
                     detail=TopicNotFoundDetail(topic=queue.topic),
                 )
             if not copy.continues(header) or header.first_offset >= end:
@@ -399,7 +399,9 @@ class BackupWriter:
             stub = await self._admin.directory.query(queue.broker)
             answer = await stub.Read(request, timeout=limit_s)
             if not answer.batches and answer.next_offset <= request.offset < end:
-                raise NotLeader(f"a follower has not got {request.offset} of queue {queue} yet")
+                raise NotLeader(
+                    f"the follower does not have offset {request.offset} of queue {queue} yet"
+                )
             return answer
 
         while True:

@@ -277,7 +277,7 @@ def _limits(
     wanted = frozenset(map(_grant, scopes))
     if len(wanted) > SCOPES_MAX or (wanted and identity.startswith(SERVICE_PREFIX)):
         raise InvalidArgument(
-            f"a token has at most {SCOPES_MAX} scopes, and that of a service has none",
+            f"a token has at most {SCOPES_MAX} scopes, and the token of a service has none",
             facts={"field": "scopes"},
         )
     return wanted

@@ -210,7 +210,8 @@ class BrokerRemovals:
             topic = topic_from_bytes(entry.value)
             if any(part.broker == broker for part in topic.spread):
                 raise NotServing(
-                    f"{broker} has got queues of topic {topic.name} meanwhile", retry_after_ms=500
+                    f"{broker} was given queues of topic {topic.name} by another call",
+                    retry_after_ms=500,
                 )
 
     async def _cancel(self, request: pb.RemoveBrokerRequest) -> pb.RemoveBrokerResponse:

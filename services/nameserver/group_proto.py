@@ -347,7 +347,7 @@ def _checked_subscriptions(requested: Sequence[pb.Subscription]) -> Subscription
         if topic in by_topic:
             raise InvalidArgument(
                 f"topic {topic} is subscribed to twice",
-                remedy="Join the tags of the topic in one expression.",
+                remedy="Write all tags of the topic in one expression: TagA || TagB.",
                 facts={"field": "subscriptions"},
             )
         by_topic[topic] = parse_filter(subscription.expression).canonical()

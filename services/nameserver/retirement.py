@@ -238,9 +238,9 @@ class RetirementReader:
             loop = asyncio.get_running_loop()
             begin_s = loop.time()
             if begin_s < self._ask_again_s.get(broker, 0):
-                raise NotServing(f"{broker} holds much, and is not asked again yet")
+                raise NotServing(f"{broker} has many held messages, so it is asked again later")
             if shared.confirmed[broker] != {self._address(broker)}:
-                raise NotServing(f"broker {broker} has another leader since")
+                raise NotServing(f"broker {broker} has a new leader")
             held = await self.held(broker)
             self._ask_again_s[broker] = loop.time() + PAUSE_FACTOR * (loop.time() - begin_s)
             shared.answers[broker] = held

@@ -63,6 +63,13 @@ def waiting_for_descriptors(in_thread: InThread, on_shortage: Callable[[], None]
     return run
 
 
+def disk_failure(message: str) -> NotServing:
+    """Return the error of calls to a node whose disk has failed."""
+    return NotServing(
+        message, remedy="Check the disk of the node, and its log.", retry_after_ms=500
+    )
+
+
 class Flusher:
     """Syncs the log and wakes the calls that wait for it.
 
@@ -107,7 +114,7 @@ class Flusher:
         if self._closed:
             raise NotServing(self._closed, retry_after_ms=100)
         if self._failure is not None:
-            raise NotServing(f"the log can't be written: {self._failure}", retry_after_ms=500)
+            raise disk_failure(f"the log can't be written: {self._failure}")
 
     def notify_written(self) -> None:
         """Record that the log has grown, so that `run` syncs it."""
@@ -154,9 +161,7 @@ class Flusher:
         waiting, self._waiting = self._waiting, []
         for _, future in waiting:
             if not future.done():
-                future.set_exception(
-                    NotServing(f"the log can't be written: {error}", retry_after_ms=500)
-                )
+                future.set_exception(disk_failure(f"the log can't be written: {error}"))
         self._wrote.set()
         self._urgent.set()
 

@@ -17,7 +17,7 @@ from batonmq_server.runtime.app import Loop
 from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core.files import Disk
-from batonmq_server.storage.flusher import InThread
+from batonmq_server.storage.flusher import InThread, disk_failure
 from batonmq_server.storage.node import LogStart, StorageNode, reset_disk
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class LogCopy:
             NotServing: the directory is being changed, or the disk has failed.
         """
         if self._failure is not None:
-            raise NotServing(f"the disk has failed: {self._failure}", retry_after_ms=500)
+            raise disk_failure(f"the disk has failed: {self._failure}")
         if self._components is None or self._closing.is_set():
             raise NotServing(_CHANGING, retry_after_ms=100)
         return self._components
@@ -219,7 +219,7 @@ class LogCopy:
             await self.open()
         except (OSError, DiskFull, Unreachable) as error:
             self.fail(error)
-            raise NotServing(f"the disk has failed: {error}", retry_after_ms=500) from error
+            raise disk_failure(f"the disk has failed: {error}") from error
 
     async def _stop(self) -> None:
         """Stop all components of the directory."""

@@ -189,7 +189,7 @@ class TopicPurger:
             raise NotServing(
                 f"{len(order.segments)} segments will be purged with the next checkpoint; none "
                 "can be taken now",
-                remedy="Look for the reason in the log of the node: for example a full disk.",
+                remedy="The log of the node says why: for example a full disk.",
             )
 
     def _expiry(self, remaining: list[PositionRange]) -> int:

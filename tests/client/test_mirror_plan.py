@@ -81,7 +81,9 @@ def test_retiring_queues_do_not_count() -> None:
     problem = find_topic_problem("x", here, "y", topic({"a": 5}, {"a": 3}, 2))
     assert problem is not None
     assert problem.message == "topic t of the target has 3 writable queues; in the source it has 4"
-    assert problem.remedy == "Give it as many in the target: baton topic update t --queues 4."
+    assert problem.remedy == (
+        "Give the topic as many queues in the target: baton topic update t --queues 4."
+    )
 
 
 def test_moved_queue_gets_a_free_queue_and_the_retiring_one_keeps_its_own() -> None:

@@ -88,7 +88,7 @@ async def test_move_keeps_the_marks_of_drained_nodes(
     assert await excluded(etcd) == ["a-2"]
     with pytest.raises(BatonError, match="a-2 can't lead broker-a: it is drained") as raised:
         await move(nameserver, "a-2")
-    assert raised.value.remedy == "baton cluster undrain a-2"
+    assert raised.value.remedy == "End the drain of the node: baton cluster undrain a-2."
 
 
 @pytest.mark.parametrize(

@@ -435,12 +435,12 @@ _REFUSED_OUTPUTS = {
         "makes other outputs of {message} than those that are stored",
         "Let the version of the handler that made the stored outputs handle the message. Or skip "
         "it: compare the stored outputs with the new ones, and run `baton group reset-offsets` to "
-        "the offset behind it.",
+        "the offset after it.",
     ),
     "OUTPUTS_FORGOTTEN": (
         "makes outputs of {message}, and it is not known whether they are stored",
-        "Look whether the outputs are stored. Then run `baton group reset-offsets`: to the offset "
-        "behind the message to skip it, or to the message to produce its outputs again.",
+        "Check whether the outputs are stored. Then run `baton group reset-offsets`: to the offset "
+        "after the message to skip it, or to the message to produce its outputs again.",
     ),
 }
 """What the handler does, and the remedy, by the reason for which outputs are refused."""

@@ -70,7 +70,7 @@ def check_successor(scene: DrainScene) -> None:
     if problem == "drained" or scene.node_id not in scene.in_sync:
         raise NotDrainable(
             f"{scene.node_id} can't lead {scene.replica_set}: it is {problem}",
-            remedy=f"baton cluster undrain {scene.node_id}"
+            remedy=f"End the drain of the node: baton cluster undrain {scene.node_id}."
             if problem == "drained"
             else "Wait until it is in sync: baton cluster replication.",
             facts={"node_id": scene.node_id},

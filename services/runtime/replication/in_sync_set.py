@@ -104,7 +104,7 @@ class InSyncSet:
         count, limit = len(self.current), self.policy.min_in_sync
         if count < limit:
             raise NotEnoughReplicas(
-                f"{count} replicas are in sync, {limit} are required",
+                f"{count} replicas are in sync; writes need {limit}",
                 retry_after_ms=1_000,
                 facts={"in_sync": count, "limit": limit},
             )

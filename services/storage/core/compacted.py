@@ -270,7 +270,7 @@ class CompactedQueues:
     def _check_present(self, position: int) -> None:
         if position < self._log.first_position or self._log.is_purged(position):
             raise NotLeader(
-                f"this copy of the log lacks position {position}: it has not got the newest "
+                f"this copy of the log lacks position {position}: it does not have the newest "
                 "compaction yet",
                 retry_after_ms=100,
             )

@@ -74,7 +74,7 @@ def check_covered(
         )
     if not store.covers(key, offset):
         raise NotLeader(
-            f"this follower has not got the compaction of offset {offset} yet", retry_after_ms=100
+            f"this follower does not have the compaction of offset {offset} yet", retry_after_ms=100
         )
 
 
