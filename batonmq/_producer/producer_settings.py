@@ -33,7 +33,7 @@ class ProducerSettings:
             at once, unless a request is in flight: then a request below 16 KiB waits for its
             answer, at most 2 ms.
         batch_bytes_max: Largest size of a batch, in bytes. A batch is for one queue.
-        batch_messages_max: Most messages in a batch, up to 65,535.
+        batch_messages_max: Maximum number of messages in a batch, up to 65,535.
         in_flight_requests_max: Most requests in flight to one broker.
         in_flight_bytes_max: Most bytes of messages that are buffered or in flight; `send` waits
             at this limit.

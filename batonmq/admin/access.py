@@ -77,7 +77,7 @@ class IssuedAccessKey:
         expire_unix_ms: Wall clock from which on it is invalid; 0 for never.
         scopes: As those of a token.
         rotate_unix_ms: When its secret was last replaced; 0 if it is the first one.
-        previous_expire_unix_ms: Until when the secret before is valid; 0 if there is none.
+        previous_expire_unix_ms: Until when the old secret is valid; 0 if there is none.
         sealed_by: Id of the key with which the secret is stored: first digits of its SHA-256.
     """
 

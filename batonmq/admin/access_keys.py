@@ -81,7 +81,7 @@ class AccessKeys:
         """Give an access key a new secret.
 
         Args:
-            overlap_ms: How long the secret before stays valid, in milliseconds, up to 30 days.
+            overlap_ms: How long the old secret stays valid, in milliseconds, up to 30 days.
             secret: As in `create`.
 
         Raises:

@@ -127,7 +127,7 @@ class MessageQueries:
 
         Args:
             span: Only messages stored in this time range.
-            count_max: Most messages, up to 1,000; 0 means 64.
+            count_max: Maximum number of messages, up to 1,000; 0 means 64.
 
         Raises:
             TopicNotFound: The topic does not exist.

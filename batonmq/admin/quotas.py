@@ -24,7 +24,7 @@ class QuotaLimits:
         produce_calls_per_s: Calls per second that write, at each storage node.
         consume_bytes_per_s: Bytes per second of answers with messages, at each storage node.
         consume_calls_per_s: Calls per second that read, at each storage node.
-        in_flight: Such calls in progress at each storage node; long polls count.
+        in_flight: Write and read calls in progress at each storage node, with long polls.
         connections: Connections to each storage node with such calls within the last minute.
         topics: Topics that the identity has created and that exist.
         groups: Groups that the identity has created and that exist.

@@ -56,7 +56,7 @@ class RedriveOptions:
         to_topic: Send to the original topic, so to every group that reads it. By default the
             copies go to the retry topic of the group, so no other group receives them.
         again: Also send dead letters that were redriven before.
-        per_s: Most dead letters per second; None for no limit.
+        per_s: Maximum number of dead letters per second; None for no limit.
     """
 
     operation: Operation

@@ -153,7 +153,7 @@ class RemoteClients:
     async def held_messages(
         self, group: str, *, queue: QueueRef | None = None, client_id: str = ""
     ) -> HeldMessageReport:
-        """Return the messages of a group that gateways have started.
+        """Return the messages of a group that gateways hold.
 
         Args:
             queue: Only of this queue; None for all.

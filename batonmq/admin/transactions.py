@@ -73,7 +73,7 @@ class Transactions:
             group: Only those of this producer group.
             topic: Only those with a message for this topic.
             key: Only those with a message with this key; among the oldest SCANNED_MAX of a broker.
-            count_max: Most transactions of one broker.
+            count_max: Maximum number of transactions of each broker.
 
         Returns:
             The transactions, oldest first; the number of all open transactions of the brokers; and

@@ -183,7 +183,8 @@ async def _check(session: CommandSession, wanted: RoleGrant, identity: str) -> A
     type=(click.Choice([role.value for role in Role]), str),
     multiple=True,
     metavar="ROLE RESOURCE",
-    help="The token gives only permissions that this covers, too; may be given several times.",
+    help="Limit the token to this role on this resource; may be repeated to allow more. The "
+    "identity must have the permission too.",
 )
 @click.option(
     "--bind-to",

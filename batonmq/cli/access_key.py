@@ -61,7 +61,8 @@ _secret_option = click.option(
     type=(click.Choice([role.value for role in Role]), str),
     multiple=True,
     metavar="ROLE RESOURCE",
-    help="Its calls have only permissions that this covers, too; may be given several times.",
+    help="Limit the key to this role on this resource; may be repeated to allow more. The identity "
+    "must have the permission too.",
 )
 @cluster_session
 def create(
@@ -97,7 +98,7 @@ def create(
     default="24h",
     show_default=True,
     metavar="SPAN",
-    help="How long the secret before stays valid, up to 30d; 0s ends it at once.",
+    help="How long the old secret stays valid, up to 30d; 0s ends it at once.",
 )
 @_secret_option
 @_file_option
@@ -109,7 +110,7 @@ def rotate(
     secret_file: Path | None,
     file: Path | None,
 ) -> None:
-    """Give an access key a new secret. The one before stays valid for a while."""
+    """Give an access key a new secret. The old secret stays valid for --overlap."""
     overlap_ms = parse_duration_ms(overlap)
 
     async def make() -> NewAccessKey:

@@ -92,7 +92,8 @@ def create(session: CommandSession, place: str, dry_run: bool) -> None:
     """Take a snapshot while the cluster is running: only what the backup does not have is copied.
 
     A snapshot has topics, messages, scheduled messages, groups with their progress, grants, blocks
-    and quotas. Progress is never beyond its messages. Needs the role admin on the cluster.
+    and quotas. No progress is beyond the messages of the snapshot. Needs the role admin on the
+    cluster.
     """
     if dry_run:
         plan = session.run(_plan(session, place))

@@ -76,7 +76,7 @@ _LOAD_OPTIONS = (
         default=2_000,
         show_default=True,
         type=click.IntRange(min=1, max=65_535),
-        help="Most messages in a batch.",
+        help="Maximum number of messages in a batch.",
     ),
     click.option(
         "--linger",
@@ -98,7 +98,7 @@ _LOAD_OPTIONS = (
         default=1_000,
         show_default=True,
         type=click.IntRange(min=1, max=100_000),
-        help="Most messages without a receipt at a time.",
+        help="Maximum number of messages that wait for a receipt.",
     ),
     click.option(
         "--durability",

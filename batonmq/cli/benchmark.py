@@ -55,7 +55,7 @@ class BenchLoad:
         count: Number of messages; None to send for `seconds`.
         per_s: Messages per second in total; None for as many as possible.
         producers: Number of producers in this process.
-        senders: Most messages without a receipt at a time, of all producers together.
+        senders: Maximum number of messages that wait for a receipt, of all producers together.
     """
 
     size_bytes: int = 100

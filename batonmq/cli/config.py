@@ -33,7 +33,8 @@ service_argument = partial(
 env_file_option = click.option(
     "--env-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File of lines NAME=VALUE, such as of a container, that replaces this environment.",
+    help="File with lines NAME=VALUE, such as the env file of a container. The variables of this "
+    "process are then not read.",
 )
 file_option = click.option(
     "--file",

@@ -83,17 +83,17 @@ _MORE: Columns = {
 cause_option = click.option(
     "--cause",
     default="",
-    help="Only messages with a last attempt that ended so: asked (requested by the handler), "
-    "failed (the handler raised) or timeout.",
+    help="Only dead letters with this cause, the end of the last attempt: asked (the handler "
+    "requested it), failed (the handler raised) or timeout.",
 )
 since_option = click.option(
     "--since",
     default="",
-    help="Only those that died since this time, such as 2026-01-31T08:00:00Z, or since this long "
-    "ago, such as 2h.",
+    help="Only messages that became dead letters since this time, such as 2026-01-31T08:00:00Z, or "
+    "within this time span, such as 2h.",
 )
-tag_option = click.option("--tag", default="", help="Only with this tag.")
-key_option = click.option("--key", default="", help="Only with this key.")
+tag_option = click.option("--tag", default="", help="Only dead letters with this tag.")
+key_option = click.option("--key", default="", help="Only dead letters with this key.")
 sql_option = click.option(
     "--sql",
     default="",
@@ -121,7 +121,7 @@ def list_groups(session: CommandSession) -> None:
     default=100,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Most dead letters to show, oldest first.",
+    help="Maximum number of dead letters to show, oldest first.",
 )
 @cluster_session
 def show(
@@ -155,7 +155,9 @@ def show(
     "this group gets them, because the other groups handled them.",
 )
 @click.option("--again", is_flag=True, help="Include dead letters that were redriven before.")
-@click.option("--rate", type=click.FloatRange(min=0.01), help="Most messages to send per second.")
+@click.option(
+    "--rate", type=click.FloatRange(min=0.01), help="Maximum number of messages to send per second."
+)
 @click.option(
     "--replay-id",
     default="",

@@ -99,9 +99,9 @@ async def _clients(session: CommandSession, group: str) -> None:
 @click.option("--client-id", default="", help="Only messages that this client holds.")
 @cluster_session
 def messages(session: CommandSession, name: str, client_id: str) -> None:
-    """List the messages of a group that gateways have started and clients have not acknowledged.
+    """List the messages of a group that gateways hold, and which client has each.
 
-    A leased message is delivered again when its lease expires.
+    A leased message was delivered to a client; it is redelivered when its lease expires.
     """
     session.run(_messages(session, name, client_id))
 

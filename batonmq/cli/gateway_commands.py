@@ -36,7 +36,7 @@ def _timeout_option(function: Callable[..., None]) -> Callable[..., None]:
         default=COMMAND_TIMEOUT_S,
         show_default=True,
         type=click.FloatRange(min=0, max=TIMEOUT_S_MAX, min_open=True),
-        help="Seconds that the client has.",
+        help="How long to wait for the client, in seconds.",
     )(function)
 
 
@@ -103,7 +103,11 @@ async def _position(
 
 @command()
 @_client_argument
-@click.option("--group", default="", help="A group of the client, if you are admin of that only.")
+@click.option(
+    "--group",
+    default="",
+    help="A group of the client; required if you are admin of this group only.",
+)
 @_timeout_option
 @cluster_session
 def threads(session: CommandSession, client_id: str, group: str, timeout_s: float) -> None:

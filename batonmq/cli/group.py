@@ -139,12 +139,12 @@ _QUEUE_COLUMNS: Columns = {
 
 
 @commands.command("list")
-@click.option("--lag/--no-lag", default=True, help="Whether to diagnose each group for its lag.")
+@click.option("--lag/--no-lag", default=True, help="Whether to show the lag of each group.")
 @cluster_session
 def list_(session: CommandSession, lag: bool) -> None:
     """List the groups with their lag: messages, and the age of the oldest one.
 
-    Without lag the list is faster if there are many groups.
+    Lag needs a diagnosis of each group. With many groups, --no-lag is faster.
     """
     session.run(_list(session, lag=lag))
 

@@ -53,8 +53,8 @@ def move(session: CommandSession, name: str, to: str, dry_run: bool) -> None:
 def spread_groups(session: CommandSession, dry_run: bool) -> None:
     """Move each group to the offsets set that a new group of its name would get, one by one.
 
-    After a set was added, about its even share of the groups moves there, and no other group
-    moves. Groups that were moved by hand are moved, too.
+    After a set was added, about an even share of the groups moves to it. A group that
+    `baton group move` placed elsewhere moves back.
     """
     session.run(_move(session, None, "", dry_run=dry_run))
 

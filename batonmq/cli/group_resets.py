@@ -128,7 +128,11 @@ class TargetOptions:
     help="Move to the first message that is younger than this, such as 2h or PT2H.",
 )
 @click.option("--to-earliest", is_flag=True, help="Move to the first stored message.")
-@click.option("--to-latest", is_flag=True, help="Move behind the last message.")
+@click.option(
+    "--to-latest",
+    is_flag=True,
+    help="Move to the end of the queue: the next new message is delivered.",
+)
 @click.option(
     "--to-current",
     is_flag=True,

@@ -30,8 +30,9 @@ _COLUMNS: Columns = {
 def spread_leaders(session: CommandSession, by: str, dry_run: bool) -> None:
     """Move leaders of storage and offsets so that each host has about as many, one by one.
 
-    The new leader is in sync, up and not drained. Producers and consumers go on. Useful after a
-    maintenance, which moves no leader back. Exit status 1 if a set did not move.
+    The new leader is in sync, up and not drained. Producers and consumers continue. Useful after
+    maintenance: a restarted node does not lead again by itself. Exit status 1 if a set did not
+    move.
     """
     session.run(_spread(session, "" if dry_run else by))
 

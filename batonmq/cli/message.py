@@ -59,7 +59,7 @@ commands = LazyGroup(
     default=64,
     show_default=True,
     type=click.IntRange(min=1, max=1_000),
-    help="Most messages to show, newest first; needs --key.",
+    help="Maximum number of messages to show, newest first; needs --key.",
 )
 @cluster_session
 def get(

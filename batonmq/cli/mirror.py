@@ -96,7 +96,8 @@ _GROUP_COLUMNS: Columns = {
 @click.option(
     "--start",
     type=click.Choice(["first", "end"]),
-    help="Where to start a queue if retention of the target has removed all its mirrored messages.",
+    help="For a queue of which retention of the target has removed all mirrored messages: first "
+    "copies what the source still has, end copies only new messages.",
 )
 @dry_run_option
 @by_option
@@ -118,7 +119,7 @@ def run_(
 
     Each message is copied once, with key, tag, properties, ordering key and time of creation, in
     the order of its queue. What is missing in the target is created: topics, and groups as
-    standbys. The command may be killed and started again anywhere: the target knows how far it is.
+    standbys. The command may be killed and started again at any time: it continues where it was.
     Messages that a mirror has brought to this cluster are not copied.
     """
     if dry_run:

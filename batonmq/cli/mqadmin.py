@@ -298,7 +298,7 @@ def query_msg_by_id(session: CommandSession, message_id: str) -> None:
     default=64,
     show_default=True,
     type=click.IntRange(min=1, max=1_000),
-    help="Most messages to show.",
+    help="Maximum number of messages to show.",
 )
 @mqadmin_session
 def query_msg_by_key(session: CommandSession, topic_name: str, key: str, count: int) -> None:

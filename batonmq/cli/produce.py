@@ -66,7 +66,8 @@ LINE_BYTES_MAX = 2 * BODY_BYTES_MAX
     "--jsonl",
     is_flag=True,
     help="Read each line as a JSON object with body or body_base64, and optionally tag, keys, "
-    "properties, ordering_key, queue, delay, delay_level and deliver_at, which win over options.",
+    "properties, ordering_key, queue, delay, delay_level and deliver_at, which override the "
+    "options.",
 )
 @click.option("--tag", default="", help="Tag of every message, for filters.")
 @click.option("--key", multiple=True, help="Key of every message, for look-ups; may be repeated.")
@@ -88,7 +89,9 @@ LINE_BYTES_MAX = 2 * BODY_BYTES_MAX
     type=click.IntRange(min=1, max=18),
     help=f"Deliver after the delay of this level: {' '.join(LEVEL_NAMES)}.",
 )
-@click.option("--rate", default="", metavar="N/s", help="Most messages to send per second.")
+@click.option(
+    "--rate", default="", metavar="N/s", help="Maximum number of messages to send per second."
+)
 @compression_option
 @cluster_session
 def produce(

@@ -50,11 +50,13 @@ _REMOVE_COLUMNS: Columns = {
 @command("move")
 @topic_argument("name")
 @click.option("--from", "source", default="", metavar="BROKER", help="Broker that loses queues.")
-@click.option("--to", "target", default="", metavar="BROKER", help="Broker that gets as many.")
+@click.option(
+    "--to", "target", default="", metavar="BROKER", help="Broker that gets as many queues."
+)
 @click.option(
     "--queues",
     type=click.IntRange(min=1, max=1_024),
-    help="How many queues; by default all that take messages.",
+    help="How many queues; by default all that accept messages.",
 )
 @click.option("--spread", is_flag=True, help="Spread the queues evenly over all brokers instead.")
 @by_option

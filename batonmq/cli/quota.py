@@ -21,17 +21,18 @@ commands = LazyGroup("quota", help="Limit what an identity may use.", no_args_is
 identity_argument = partial(
     argument,
     metavar="IDENTITY",
-    help="Identity as in baton access; '*' for all identities without a limit of their own.",
+    help="Identity as in baton access; '*' sets the default of each limit, for identities that do "
+    "not have this limit.",
 )
 _LIMITS = {
-    "produce_bytes_per_s": "Bytes per second that it writes, at each storage node.",
-    "produce_calls_per_s": "Calls per second that write, at each storage node.",
-    "consume_bytes_per_s": "Bytes per second that it reads, at each storage node.",
-    "consume_calls_per_s": "Calls per second that read, at each storage node.",
-    "in_flight": "Such calls in progress at each storage node; long polls count.",
-    "connections": "Connections with such calls to each storage node.",
-    "topics": "Topics that it has created.",
-    "groups": "Groups that it has created.",
+    "produce_bytes_per_s": "Bytes per second that the identity writes, at each storage node.",
+    "produce_calls_per_s": "Write calls per second, at each storage node.",
+    "consume_bytes_per_s": "Bytes per second that the identity reads, at each storage node.",
+    "consume_calls_per_s": "Read calls per second, at each storage node.",
+    "in_flight": "Write and read calls in progress at each storage node, with long polls.",
+    "connections": "Connections with write or read calls, to each storage node.",
+    "topics": "Topics that the identity has created.",
+    "groups": "Groups that the identity has created.",
 }
 _COLUMNS: Columns = {
     "IDENTITY": "identity",
@@ -84,7 +85,7 @@ async def _set(session: CommandSession, identity: str, given: dict[str, int]) ->
 @identity_argument("identity")
 @cluster_session
 def delete(session: CommandSession, identity: str) -> None:
-    """Delete all limits of an identity; those of '*' then hold for it."""
+    """Delete all limits of an identity. The limits of '*' then apply to it."""
     session.run(_delete(session, identity))
 
 

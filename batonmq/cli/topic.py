@@ -83,12 +83,12 @@ def _retention_options(command: F) -> F:
     command = click.option(
         "--retention-bytes",
         metavar="SIZE",
-        help="Maximum size of each queue, such as 1GiB; default for unlimited.",
+        help="Maximum size of each queue, such as 1GiB; `default` for unlimited.",
     )(command)
     return click.option(
         "--retention",
         metavar="TIME",
-        help="Retention time of its messages, such as 7d; default for that of the broker.",
+        help="Retention time of its messages, such as 7d; `default` for that of the broker.",
     )(command)
 
 
@@ -104,14 +104,14 @@ def _compaction_options(command: F) -> F:
         click.option(
             "--min-lag",
             metavar="TIME",
-            help="Minimum age of two messages of a key before the older one is removed, such as "
-            "10m; 0s by default.",
+            help="Remove the older of two messages of a key only when both are older than this, "
+            "such as 10m; 0s by default.",
         ),
         click.option(
             "--dirty-ratio",
             type=click.FloatRange(min=0.01, max=0.99),
-            help="Compact a queue when this share of its bytes was stored since the last time; 0.5 "
-            "by default.",
+            help="Compact a queue when this share of its bytes is newer than the last compaction; "
+            "0.5 by default.",
         ),
     )
 

@@ -43,7 +43,7 @@ _START = StartPosition("last")
     default=10,
     show_default=True,
     type=click.IntRange(min=1, max=1_000),
-    help="Most messages to show.",
+    help="Maximum number of messages to show.",
 )
 @cluster_session
 def peek(session: CommandSession, topic: str, queue: str, start: str, count: int) -> None:

@@ -43,7 +43,7 @@ _COLUMNS: Columns = {
     default=100,
     show_default=True,
     type=click.IntRange(1, 100_000),
-    help="Most transactions of one broker, the oldest first.",
+    help="Maximum number of transactions of each broker, the oldest first.",
 )
 @cluster_session
 def list_(session: CommandSession, group: str, topic: str, limit: int) -> None:

@@ -25,7 +25,7 @@ class AccessKey:
     Attributes:
         expire_unix_ms: Wall clock from which on it is invalid; 0 for never.
         scopes: Its calls have only permissions that one of these covers, too; none: all.
-        previous: The secret before; None for none.
+        previous: The old secret; None for none.
         previous_expire_unix_ms: Wall clock from which on that one is invalid.
     """
 
