@@ -25,7 +25,7 @@ class ConsoleSettings(Settings):
     allowed_hosts: str = ""
     """Host names at which browsers may call the console, separated by commas, such as
     `console.example.com`. Empty: only localhost, 127.0.0.1 and [::1]. A call with another name is
-    refused, so that no foreign page can reach the console under a name of its own."""
+    refused, so that a page of another site can't reach the console through a name of its own."""
     tls_cert_file: str = ""
     """PEM file with the certificate that is shown to browsers. Empty: HTTP without TLS."""
     tls_key_file: str = ""
@@ -50,7 +50,7 @@ class ConsoleSettings(Settings):
     session_ms: int = Field(8 * 3_600_000, ge=60_000, le=7 * 24 * 3_600_000)
     """Time from the sign-in until a person has to sign in again, in milliseconds."""
     refresh_ms: int = Field(2_000, ge=500, le=60_000)
-    """Time between two looks at the cluster while a page is open, in milliseconds."""
+    """Time between two reads of the cluster while a page is open, in milliseconds."""
     viewers_max: int = Field(200, ge=1, le=10_000)
     """Maximum number of open pages that are updated; further pages show their state at loading."""
     prometheus: str = Field("", pattern=r"^(https?://\S+)?$")

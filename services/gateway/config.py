@@ -18,15 +18,16 @@ class GatewaySettings(ServiceSettings):
     """File with the key that signs receipt handles, at least 32 bytes, the same for all gateways.
     Empty: a random key; then a gateway knows only its own handles."""
     tls_port: int = Field(0, ge=0, le=65_535)
-    """Further port, with TLS and without client certificates: for clients that have none, as the
-    official ones. 0: none."""
+    """Additional port with TLS that asks for no client certificate, for clients without one, such
+    as the official clients of RocketMQ 5. 0: none."""
     tls_address: str = Field("", pattern=ADDRESS)
     """host:port at which clients reach `tls_port`; empty: the host of `outside_address`,
     `advertise_address` or `host`, and this port."""
     plain_port: int = Field(0, ge=0, le=65_535)
-    """Further port without TLS, beside `port` with TLS; 0: none. On another address than loopback
-    it needs `insecure_network`. Bearer tokens are refused there; signatures are not secret, but a
-    listener can repeat them within `signature_window_ms`."""
+    """Additional port without TLS, if `port` uses TLS; 0: none. It needs `insecure_network`, unless
+    `host` is a loopback address. Calls with bearer tokens are refused there. Signed calls are
+    accepted: a program that reads the network can repeat their signatures within
+    `signature_window_ms`."""
     plain_address: str = Field("", pattern=ADDRESS)
     """host:port at which clients reach `plain_port`; empty: as with `tls_address`."""
     sealing_key_file: str = ""
@@ -36,10 +37,10 @@ class GatewaySettings(ServiceSettings):
     """Maximum difference between the date of a signature and the clock of the gateway, in
     milliseconds. A signature that was read on the network can be repeated for this long."""
     signature_local_times: bool = False
-    """Whether the date of a signature may be of any time zone, as the Python client sends the local
-    time. Then a signature can be repeated once in each time zone."""
+    """Whether the date of a signature may be in any time zone: the RocketMQ clients of Python and
+    Go send their local time. A signature can then be repeated once in each time zone."""
     consume_from: Literal["first", "last"] = "first"
-    """Where a group without progress starts: at the `first` message that is kept, or behind the
+    """Where a group without progress starts: at the `first` message that is kept, or after the
     `last` one. All members of a group must have the same value, native consumers too."""
     fifo_groups: str = ""
     """Groups whose push consumers work in FIFO mode, separated by commas: they retry a failed
@@ -49,20 +50,20 @@ class GatewaySettings(ServiceSettings):
     invisible_ms_min: int = Field(10_000, ge=1)
     """Shortest invisible duration that a receive call may ask for, in milliseconds."""
     invisible_ms_max: int = Field(12 * 3_600_000, ge=1)
-    """Longest invisible duration, in milliseconds."""
+    """Longest invisible duration that a call may ask for, in milliseconds."""
     renew_ms: int = Field(60_000, ge=1_000)
     """Lease of messages with automatic renewal, in milliseconds. It is renewed for 3 hours at most,
     as long as the client is alive."""
     client_timeout_ms: int = Field(30_000, ge=1_000)
-    """A client that was silent for this long counts as dead, in milliseconds."""
+    """Time without a sign of life after which a client counts as dead, in milliseconds."""
     polling_ms_max: int = Field(20_000, ge=0)
     """Longest time that a receive call waits for a message, in milliseconds."""
     in_flight_max: int = Field(10_000, ge=1, le=1_000_000)
     """Maximum number of offsets of one queue between the committed offset and the last one
     received. It bounds the messages of a queue that clients hold."""
     group_idle_ms: int = Field(60_000, ge=100)
-    """A group without receive calls and messages in flight for this long is left, in
-    milliseconds."""
+    """Time without receive calls and without messages in flight after which the gateway leaves a
+    group, in milliseconds."""
     drain_timeout_ms: int = Field(30_000, ge=0)
     """Time that clients have to acknowledge the messages that they hold when a queue moves to
     another member or the gateway stops, in milliseconds. Other messages are redelivered at once."""

@@ -19,8 +19,9 @@ class LockmgrSettings(ServiceSettings):
     node_id: str = Field("lockmgr-0", pattern=r"^[a-z0-9-]{1,63}$")
     """Name of this node, unique among the lock managers."""
     profile: Literal["default", "defibus"] = "default"
-    """Decision rules: `default`, or `defibus` for comparison: it counts polls and takes a queue
-    from an owner that was silent for 100 ms. Messages in flight are delivered again, flagged."""
+    """Decision rules: `default`; `defibus` is for comparisons only. `defibus` counts polls and
+    takes a queue from an owner that was silent for 100 ms; messages in flight are redelivered,
+    flagged."""
     lock_lease_ms: int = 30_000
     """Lease of a queue in milliseconds: an owner that is silent for longer may lose its queues.
     Must be more than 3,000, since clients stop 3 s before the lease expires."""
@@ -33,7 +34,7 @@ class LockmgrSettings(ServiceSettings):
     hold_ms_max: int = Field(15_000, ge=0)
     """Longest time that an Acquire request is held until its queues are free, in milliseconds."""
     watchers_max: int = Field(10_000, ge=1)
-    """Greatest number of clients with an open Watch stream."""
+    """Maximum number of clients with an open Watch stream; more are refused."""
 
     @field_validator("lock_lease_ms")
     @classmethod

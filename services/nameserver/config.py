@@ -28,28 +28,31 @@ class NameserverSettings(ServiceSettings):
     auto_create_queue_count: int = Field(QUEUES_DEFAULT, ge=1, le=QUEUES_MAX)
     """Number of queues of a topic that is created on demand."""
     auto_create_template: str = ""
-    """Topic whose number of queues and permission a topic created on demand takes instead, if it
-    exists and is marked as inherited; empty for none."""
+    """Template of the topics that are created on demand: they copy its number of queues, permission
+    and retention. The template must exist and be marked as inherited (`baton topic update
+    --inherited`); otherwise `auto_create_queue_count` holds. Empty: no template."""
     shrink_interval_ms: int = Field(2_000, ge=50)
     """Interval of checks whether retiring queues can be removed, in milliseconds."""
     inspect_interval_ms: int = Field(15_000, ge=100)
     """Interval of inspections of all groups for lag and stuck queues, in milliseconds; the replica
     with the lowest node id inspects."""
     metrics_queue_count: int = Field(QUEUES_DEFAULT, ge=1, le=QUEUES_MAX)
-    """Number of queues of the topic BATON_SYS_METRICS when it is created, at least one per broker;
-    a broker that is added later gets one."""
+    """Number of queues of the topic BATON_SYS_METRICS when it is created; at least one per broker.
+    A broker that is added later gets one queue."""
     watchers_max: int = Field(10_000, ge=1)
-    """Limit of open streams of WatchRoute and WatchGroup; more are refused."""
+    """Maximum number of open streams of WatchRoute and WatchGroup; more are refused."""
 
     group_members_max: int = Field(MEMBERS_MAX, ge=1, le=10_000)
-    """Limit of live members of a group; more are refused."""
+    """Maximum number of live members of a group; more are refused."""
     group_write_bytes_per_s: int = Field(262_144, ge=1_024)
-    """Maximum bytes per second of changed records of one group; each record counts whole, as its
-    readers get it. At the limit a group changes less often, and each change carries out more
-    requests. The records of its refused clients have a limit of the same size."""
+    """Maximum bytes per second that a nameserver writes for the record of one group; each change
+    counts the whole record. At the limit the nameserver changes the group less often, with more
+    requests in each change. The records of the refused clients of a group have a limit of the same
+    size."""
     joins_per_s_max: int = Field(50, ge=1)
-    """Limit of the joins and changed subscriptions of one identity per second, over all groups; ten
-    times as many at once. Without access control there are no identities and no limit."""
+    """Maximum number of joins and changed subscriptions of one identity per second, over all
+    groups; a burst may have ten times as many. Without access control there are no identities and
+    no limit."""
     sealing_key_file: str = ""
     """File with the keys that seal the secrets of access keys, the same for all nameservers and
     gateways: one line for each, 32 bytes in base64, the current key first. Empty: no access key can

@@ -21,8 +21,9 @@ class OffsetsSettings(ServiceSettings):
     """Data directory: the progress of all groups. Created if it does not exist; used by one process
     at a time."""
     span_max: int = Field(2_000, ge=1, le=1_000_000)
-    """Largest number of messages by which the durable delivered offset of a queue is reserved ahead
-    of deliveries. The number follows the rate of the queue, from 16."""
+    """Deliveries are recorded on disk in advance: the maximum number of messages recorded ahead of
+    the deliveries of a queue. The number in use follows the rate of the queue and is at least
+    16."""
     ack_ranges_max: int = Field(100_000, ge=1, le=1_000_000)
     """Number of acked ranges above the committed offset of a queue at which its delivery is
     paused."""

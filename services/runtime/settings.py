@@ -45,7 +45,7 @@ class ServiceSettings(Settings):
     """Maximum number of client connections; others are closed before their handshake. 0: as many as
     the limit of open files leaves."""
     connections_per_address_max: int = Field(0, ge=0)
-    """Maximum number of client connections of one address (of IPv6: of one network of 64 bits); its
+    """Maximum number of client connections from one address, or from one /64 network of IPv6; the
     newest ones are closed. 0: half of all connections."""
     tls_cert_file: str = ""
     """PEM file with the certificate of the process, followed by its intermediate certificates;
@@ -89,7 +89,8 @@ class ServiceSettings(Settings):
     oidc_identity_claim: str = Field("sub", min_length=1)
     """Claim with the name of the identity."""
     oidc_identity_prefix: str = Field("oidc:", pattern=r"^[a-z][a-z0-9+.-]{0,62}:$")
-    """What precedes that name in the identity. A certificate with such an identity is refused."""
+    """Prefix of the identity, before the name from the claim. A certificate whose identity begins
+    with it is refused."""
     oidc_algorithms: str = "RS256,ES256,EdDSA"
     """Accepted signature algorithms, separated by commas: RS256, ES256 and EdDSA."""
     oidc_leeway_ms: int = Field(30_000, ge=0, le=300_000)
@@ -98,14 +99,15 @@ class ServiceSettings(Settings):
     """Time between two reads of `oidc_jwks_url`, in milliseconds; a token with an unknown key
     causes a read earlier, at most every 10 s."""
     oidc_stale_ms_max: int = Field(24 * 3_600_000, ge=60_000)
-    """Time for which the keys are used without a successful read, in milliseconds."""
+    """Time after the last successful read of the keys for which they are used, in milliseconds."""
     audit_file: str = ""
     """File for the audit log: refused calls and calls that need the role admin, as JSON lines;
     empty: none. It needs `access`."""
     audit_bytes_max: int = Field(64 * 1024 * 1024, ge=64 * 1024)
     """Maximum size of the audit log in bytes, over its five files."""
     node_lease_ms: int = Field(5_000, ge=2_000)
-    """Lease of the node's entry in etcd, in milliseconds; a dead node is listed that long."""
+    """Lease of the node's entry in etcd, in milliseconds; a dead node stays listed for this
+    time."""
     metrics_stream: bool = True
     """Whether the process publishes its events to the topic BATON_SYS_METRICS; at a nameserver,
     also whether it creates that topic and BATON_SYS_ALERTS."""

@@ -43,10 +43,10 @@ class ScalerSettings(Settings):
     age_ms: int = Field(1_000, ge=100, le=60_000)
     """Maximum age of a lag that answers a call, in milliseconds; an older one is read again."""
     refresh_ms: int = Field(5_000, ge=500, le=600_000)
-    """Time between two looks at the group of an open stream, in milliseconds."""
+    """Time between two reads of the group of an open stream, in milliseconds."""
     groups_max: int = Field(1_000, ge=1, le=100_000)
-    """Maximum number of groups whose lag and metrics are kept; the one that was asked for longest
-    ago is forgotten first."""
+    """Maximum number of groups whose lag and metrics are kept. The group with the oldest last call
+    is removed first."""
     streams_max: int = Field(1_000, ge=1, le=100_000)
     """Maximum number of open streams; further ones are refused."""
     shutdown_grace_ms: int = Field(5_000, ge=0)

@@ -51,10 +51,11 @@ class StorageSettings(ServiceSettings):
     """Maximum number of long polls, and of deliveries by stream. Further pulls that find no
     message, and further deliveries, are rejected with OVERLOADED."""
     touch_interval_ms: int = Field(5_000, ge=100, le=10_000)
-    """Interval at which storage tells offsets that the owners of long polls are alive."""
+    """Interval at which the node tells the offsets service that the owners of long polls are alive,
+    in milliseconds."""
     record_age_ms_max: int = Field(2_000, ge=100)
-    """Maximum age of a delivery record of offsets, from request to use. A pull with an
-    older record gets no messages."""
+    """Maximum age of a delivery record of the offsets service, in milliseconds, from its request to
+    its use. A pull with an older record gets no messages."""
     retention_ms: int = Field(172_800_000, ge=0)
     """Retention time of messages, in milliseconds; 48 h by default, 0 for unlimited."""
     retention_hours: str = Field("4", pattern=r"^(any|\d{1,2}(,\d{1,2})*)$")
@@ -80,7 +81,7 @@ class StorageSettings(ServiceSettings):
     scrub off."""
     compaction_memory_bytes: int = Field(64 * 1024 * 1024, ge=16 * 1024 * 1024)
     """Memory for the keys of the queue that is being compacted: 96 bytes per key that is new since
-    the last time. A queue with more such keys is compacted in several runs."""
+    the last compaction. A queue with more such keys is compacted in several runs."""
     compaction_bytes_per_s: int = Field(16 * 1024 * 1024, ge=0)
     """Maximum read rate of the compaction of topics; 0 turns it off."""
     transaction_check_first_ms: int = Field(6_000, ge=0, le=86_400_000)
@@ -92,8 +93,8 @@ class StorageSettings(ServiceSettings):
     """Number of checks without an answer, after which a transaction is discarded: its message moves
     to the topic BATON_SYS_UNRESOLVED."""
     transaction_age_ms_max: int = Field(86_400_000, ge=1_000)
-    """Age at which a transaction without an end is discarded, in milliseconds; 24 h by default. It
-    is reached if no producer of the group is alive."""
+    """Age at which a transaction without an end is discarded, in milliseconds; 24 h by default. A
+    transaction gets this old if no producer of its group is alive."""
     tier_url: str = ""
     """Object store for closed log segments: a URL of fsspec such as s3://bucket/folder, or a path.
     Empty: all segments stay on the local disk."""
@@ -108,7 +109,7 @@ class StorageSettings(ServiceSettings):
     tier_timeout_ms: int = Field(10_000, ge=100, le=300_000)
     """Time that a reader of messages waits for the object store, in milliseconds."""
     tier_interval_ms: int = Field(5_000, ge=10, le=600_000)
-    """Interval between two looks for segments to store or to remove, in milliseconds."""
+    """Interval between two searches for segments to store or to remove, in milliseconds."""
     accept_loss: bool = False
     """Start even if acknowledged messages are damaged: the log is cut at the damage, and what
     follows is lost."""
