@@ -205,7 +205,11 @@ class AssignedQueue:
         if self.progress is None or self.stopped:
             return False
         if self.with_ownership and self.lease.has_passed(self._session.clock.monotonic_ms()):
-            log.warning("own deadline passed queue=%s token=%d", self.ref, self.token)
+            log.warning(
+                "lease not renewed in time; the queue must be acquired again queue=%s token=%d",
+                self.ref,
+                self.token,
+            )
             self._receive(OwnershipInput.DEADLINE_PASSED)
             return False
         return True

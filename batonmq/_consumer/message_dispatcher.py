@@ -296,7 +296,12 @@ class MessageDispatcher:
             self._on_stop(MessageFailed(f"{message!r} failed: {failure.error}"))
             return False
         if isinstance(decision, SkipMessage):
-            log.error("given up %r attempts=%d %s", message, message.attempts, failure.error)
+            log.error(
+                "message skipped after its last attempt %r attempts=%d %s",
+                message,
+                message.attempts,
+                failure.error,
+            )
             self._reply_sender.fail(message, failure.error)
             return True
         delay_ms = decision.delay_ms if isinstance(decision, SendBack) else None

@@ -46,7 +46,11 @@ class QueueReleaser:
     async def release(self, content: CloseContent, lease_ms: int) -> None:
         """Close the token and release the lock."""
         if content.unfinished:
-            log.warning("drained with unfinished queue=%s %s", self._queue, content.unfinished)
+            log.warning(
+                "queue released with unfinished messages queue=%s %s",
+                self._queue,
+                content.unfinished,
+            )
         await self._close(content, lease_ms)
         await self._release(content.token)
 
@@ -57,7 +61,11 @@ class QueueReleaser:
         file, which is saved when the consumer is closed.
         """
         if content.unfinished:
-            log.warning("drained with unfinished queue=%s %s", self._queue, content.unfinished)
+            log.warning(
+                "queue released with unfinished messages queue=%s %s",
+                self._queue,
+                content.unfinished,
+            )
         session, acks = self._session, content.acks
         if session.local is not None:
             session.local.put(self._queue, LocalProgress(acks.committed, acks.ranges))

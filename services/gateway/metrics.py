@@ -44,7 +44,10 @@ class GatewayMetrics:
         self._gauges = {
             name: Gauge(f"baton_gateway_{name}", text, registry=registry)
             for name, text in (
-                ("clients", "Remote clients that called lately."),
+                (
+                    "clients",
+                    "Remote clients with a call within 4 times client_timeout_ms.",
+                ),
                 ("groups", "Consumer groups that the gateway is a member of."),
                 ("in_flight_messages", "Messages that remote clients hold."),
                 ("waiting_receives", "Receive calls that wait for a message."),

@@ -184,7 +184,7 @@ class Follower:
             # Of an older epoch, or of a leader whose own epoch is not on its disk yet.
             raise OldEpoch(f"a copy at the older position {changes.position} is rejected")
         log.warning(
-            "replaces everything by the leader's copy position=%s was=%s",
+            "this node replaces all its progress by that of the leader position=%s was=%s",
             changes.position,
             self.changes.position,
         )

@@ -25,7 +25,7 @@ class ScalerMetrics:
         )
         self._stuck = Gauge(
             "baton_scaler_stuck_queues",
-            "Stuck queues of the group by reason: why the lag may stay with more members.",
+            "Stuck queues of the group, by reason: more members may not reduce their lag.",
             ("group", "reason"),
             registry=registry,
         )

@@ -359,7 +359,7 @@ class CompactionMetrics:
         )
         self._overdue = Gauge(
             "baton_storage_compaction_overdue_seconds",
-            "Time since which a queue of the topic is due for a compaction; 0 if none is.",
+            "How long a queue of the topic has been due for a compaction; 0 if none is due.",
             (_TOPIC,),
             registry=registry,
         )
@@ -439,6 +439,6 @@ class TierMetrics:
         )
         self.waiting_seconds = Gauge(
             "baton_storage_tier_waiting_seconds",
-            "Time since the oldest closed log segment waits for the object store, on the leader.",
+            "Waiting time of the oldest closed log segment for the object store, on the leader.",
             registry=registry,
         )

@@ -383,7 +383,7 @@ class TierMover:
     def _refuse(self, name: SegmentName, error: DataLoss) -> None:
         self._refused.add(name)
         self._parts.metrics.failures.labels("move").inc()
-        log.error("segment stays on the local disk name=%s error=%s", name, error)
+        log.error("segment not moved, it stays on the local disk name=%s error=%s", name, error)
 
     async def _call(self, work: str, call: Callable[[], Value]) -> Value:
         """Return the result of a call of the store."""

@@ -103,7 +103,11 @@ class EtcdMirror:
                 log.info("watch restarts prefix=%s revision=%d", self._prefix, self.revision)
             except NoQuorum as error:
                 if failures == 0:
-                    log.warning("etcd lost prefix=%s error=%s", self._prefix, error)
+                    log.warning(
+                        "etcd does not answer, its values may be old prefix=%s error=%s",
+                        self._prefix,
+                        error,
+                    )
                 await asyncio.sleep(_BACKOFF.delay_ms(failures, random) / 1000)
                 failures += 1
 
