@@ -193,7 +193,7 @@ async def test_commit_of_an_unknown_queue_or_offset_is_refused_and_changes_nothi
             await pulling.assign(assigned)
             with pytest.raises(OffsetAheadOfLog) as ahead:
                 await pulling.commit({queue: 4})
-            assert "behind the last message" in ahead.value.remedy
+            assert "after that of the last message" in ahead.value.remedy
         await pulling.seek(queue, 1_000)
         with pytest.raises(OffsetAheadOfLog):
             await pulling.commit()
