@@ -404,7 +404,7 @@ class SequenceGap(BatonError):
 
 
 class ProducerFenced(BatonError):
-    """A newer producer with this id has written."""
+    """A newer producer with this id has written; for outputs, the input queue has a newer owner."""
 
     reason = "PRODUCER_FENCED"
     kind = "FAILED_PRECONDITION"
@@ -414,7 +414,8 @@ class ProducerFenced(BatonError):
 class DuplicateSequence(BatonError):
     """The sequence number is stored already: its receipt is not kept, or its content is different.
 
-    In the second case the fact `content` is `other`, and this batch is not stored.
+    If the content is different, the fact `content` is `other`, and this batch is not stored. For
+    outputs, `content` is `some`: some of the batch were stored before, and nothing is stored now.
     """
 
     reason = "DUPLICATE_SEQUENCE"

@@ -149,10 +149,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The gateway has no telemetry stream of this remote client. Facts: `client_id`."""
     REASON_REMOTE_CLIENT_SILENT: _Reason.ValueType  # 37
     """The remote client has not answered a command in time, or its telemetry stream has ended. It may have
-    done what it was told. Facts: `client_id`, `waited_ms`.
+    carried out the command. Facts: `client_id`, `waited_ms`.
     """
     REASON_REMOTE_COMMAND_UNSUPPORTED: _Reason.ValueType  # 38
-    """The remote client can't do what it was told. Facts: `client_id`, `language`."""
+    """The remote client can't carry out a command. Facts: `client_id`, `language`."""
     REASON_OFFSET_OUT_OF_RANGE: _Reason.ValueType  # 40
     """The offset is outside of [first_offset, next_offset]. Facts: `offset`, `first_offset`,
     `next_offset`.
@@ -216,7 +216,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_UNKNOWN_QUEUE: _Reason.ValueType  # 65
     """The offsets service has no progress of the queue. Facts: `queue`, `token`, `reset_epoch`."""
     REASON_TOKEN_MISMATCH: _Reason.ValueType  # 66
-    """A fence expected another token. Facts: `expected`, `token`, `attempt`."""
+    """The queue's token is not the one that a fence expected. Facts: `expected`, `token`, `attempt`."""
     REASON_SUPERSEDED: _Reason.ValueType  # 67
     """The fence attempt succeeded, and a newer token has replaced its token. Facts: `token`."""
     REASON_UNACKED: _Reason.ValueType  # 68
@@ -238,10 +238,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_DRAINING: _Reason.ValueType  # 81
     """The owner is draining the queue before it releases it. Facts: `owner`."""
     REASON_OLD_REQUEST: _Reason.ValueType  # 82
-    """A newer Acquire of the same incarnation exists. Facts: `acquire_seq`, `current`."""
+    """A newer Acquire of the same incarnation was granted. Facts: `acquire_seq`, `current`."""
     REASON_NOT_ASSIGNED: _Reason.ValueType  # 83
-    """The newest assignment of the group gives the queue to another member. Facts: `generation`,
-    `current`.
+    """The member's generation of the group is too old, or another member has the queue in it. Facts:
+    `generation`, `current`.
     """
     REASON_HANDOVER_PENDING: _Reason.ValueType  # 84
     """A hand-over of the queue is in progress. Facts: `attempt`."""
@@ -262,7 +262,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_OLD_MOVE: _Reason.ValueType  # 90
     """A later move of the group is known. Facts: `group`, `move`, `current`."""
     REASON_STILL_IN_SYNC: _Reason.ValueType  # 91
-    """A replica can be elected without losing messages. Facts: `node_id` if known."""
+    """A leader or an in-sync node is up, so no message has to be lost. Facts: `node_id` if known."""
     REASON_NOT_DRAINABLE: _Reason.ValueType  # 92
     """Without this node its replica set would have no leader, or reject writes. Facts: `node_id`,
     `in_sync`, `limit`.
@@ -355,10 +355,10 @@ REASON_REMOTE_CLIENT_NOT_FOUND: Reason.ValueType  # 36
 """The gateway has no telemetry stream of this remote client. Facts: `client_id`."""
 REASON_REMOTE_CLIENT_SILENT: Reason.ValueType  # 37
 """The remote client has not answered a command in time, or its telemetry stream has ended. It may have
-done what it was told. Facts: `client_id`, `waited_ms`.
+carried out the command. Facts: `client_id`, `waited_ms`.
 """
 REASON_REMOTE_COMMAND_UNSUPPORTED: Reason.ValueType  # 38
-"""The remote client can't do what it was told. Facts: `client_id`, `language`."""
+"""The remote client can't carry out a command. Facts: `client_id`, `language`."""
 REASON_OFFSET_OUT_OF_RANGE: Reason.ValueType  # 40
 """The offset is outside of [first_offset, next_offset]. Facts: `offset`, `first_offset`,
 `next_offset`.
@@ -422,7 +422,7 @@ REASON_ACK_CAP: Reason.ValueType  # 64
 REASON_UNKNOWN_QUEUE: Reason.ValueType  # 65
 """The offsets service has no progress of the queue. Facts: `queue`, `token`, `reset_epoch`."""
 REASON_TOKEN_MISMATCH: Reason.ValueType  # 66
-"""A fence expected another token. Facts: `expected`, `token`, `attempt`."""
+"""The queue's token is not the one that a fence expected. Facts: `expected`, `token`, `attempt`."""
 REASON_SUPERSEDED: Reason.ValueType  # 67
 """The fence attempt succeeded, and a newer token has replaced its token. Facts: `token`."""
 REASON_UNACKED: Reason.ValueType  # 68
@@ -444,10 +444,10 @@ REASON_HELD: Reason.ValueType  # 80
 REASON_DRAINING: Reason.ValueType  # 81
 """The owner is draining the queue before it releases it. Facts: `owner`."""
 REASON_OLD_REQUEST: Reason.ValueType  # 82
-"""A newer Acquire of the same incarnation exists. Facts: `acquire_seq`, `current`."""
+"""A newer Acquire of the same incarnation was granted. Facts: `acquire_seq`, `current`."""
 REASON_NOT_ASSIGNED: Reason.ValueType  # 83
-"""The newest assignment of the group gives the queue to another member. Facts: `generation`,
-`current`.
+"""The member's generation of the group is too old, or another member has the queue in it. Facts:
+`generation`, `current`.
 """
 REASON_HANDOVER_PENDING: Reason.ValueType  # 84
 """A hand-over of the queue is in progress. Facts: `attempt`."""
@@ -468,7 +468,7 @@ REASON_GROUP_MOVED: Reason.ValueType  # 89
 REASON_OLD_MOVE: Reason.ValueType  # 90
 """A later move of the group is known. Facts: `group`, `move`, `current`."""
 REASON_STILL_IN_SYNC: Reason.ValueType  # 91
-"""A replica can be elected without losing messages. Facts: `node_id` if known."""
+"""A leader or an in-sync node is up, so no message has to be lost. Facts: `node_id` if known."""
 REASON_NOT_DRAINABLE: Reason.ValueType  # 92
 """Without this node its replica set would have no leader, or reject writes. Facts: `node_id`,
 `in_sync`, `limit`.
