@@ -99,10 +99,10 @@ class _TopicQueues:
         """Return the queue of a message.
 
         Args:
-            unlisted: Brokers that take no messages which may go elsewhere.
+            unlisted: Brokers that get no messages that may go elsewhere.
 
         Raises:
-            NotWritable: The topic takes no messages.
+            NotWritable: The topic accepts no messages.
         """
         if not self.queues:
             raise NotWritable(f"topic {self.name} has no writable queue")

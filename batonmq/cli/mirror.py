@@ -136,7 +136,7 @@ def run_(
         for problem in made.problems:
             session.output.note(problem)
         for name in made.groups_in_use:
-            session.output.note(f"group {name} is in use in the target: its progress is left alone")
+            session.output.note(f"group {name} is in use in the target: its progress is not changed")
 
     async def run() -> MirrorReport:
         async with _clusters(session, to) as (source, target):
@@ -178,7 +178,7 @@ def _print_plan(session: CommandSession, plan: MirrorPlan) -> None:
         session.output.note(f"group {name} would be created in the target, as a standby")
     for name in plan.groups_in_use:
         session.output.note(
-            f"group {name} is in use in the target: its progress would be left alone"
+            f"group {name} is in use in the target: its progress would not be changed"
         )
     for problem in plan.problems:
         session.output.error(problem)

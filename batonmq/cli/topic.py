@@ -319,7 +319,7 @@ def _retiring_text(topic: Topic) -> str:
         if (writable := topic.writable_counts[broker]) < count
     ]
     return (
-        f"retiring queues, which take no new messages and are deleted when they are not needed: "
+        f"retiring queues, which accept no messages and are deleted when they are not needed: "
         f"{', '.join(parts)}"
     )
 
@@ -385,7 +385,7 @@ async def _update(session: CommandSession, change: Callable[[Admin], Awaitable[T
         topic = await change(admin)
     if topic.queue_counts != topic.writable_counts:
         session.output.note(
-            "the last queues take no new messages, and are deleted after every group has read them"
+            "the last queues accept no messages, and are deleted after every group has read them"
         )
     session.output.detail(_item(topic), [_item(topic)], _COLUMNS, _MORE_COLUMNS)
 

@@ -1,7 +1,7 @@
 """Epochs of a topic: they tell storage which batches were sent before a queue was opened again.
 
 A producer sends the messages of a batch to another queue when storage has refused the batch because
-its queue takes no messages. An earlier attempt with the same bytes may still be on its way, and
+its queue accepts no messages. An earlier attempt with the same bytes may still be on its way, and
 must not be stored when the queue takes messages again.
 
 So the epoch of the topic rises when a queue stops taking messages, and when one takes messages

@@ -87,7 +87,7 @@ class Topic:
 
     @property
     def shrinking(self) -> bool:
-        """Whether there are retiring queues: they take no messages and are removed once read."""
+        """Whether there are retiring queues: they accept no messages and are removed once read."""
         return any(part.writable_count < part.queue_count for part in self.spread)
 
 
