@@ -298,12 +298,12 @@ def _note_drained(session: CommandSession, cluster: ClusterNodes) -> None:
     for removal in cluster.removals:
         if not removal.forgotten_unix_ms:
             session.output.note(
-                f"broker {removal.broker} has been in removal since {wall_time(removal.unix_ms)}, by "
+                f"broker {removal.broker} is being removed, since {wall_time(removal.unix_ms)} by "
                 f"{removal.by}; see: baton cluster remove-broker {removal.broker} --dry-run"
             )
     for one in cluster.drained:
         session.output.note(
-            f"{one.service} {one.node_id} has been drained since {wall_time(one.unix_ms)}, by {one.by}; "
+            f"{one.service} {one.node_id} is drained: by {one.by}, {wall_time(one.unix_ms)}; "
             f"end it with: baton cluster undrain {one.node_id}"
         )
 

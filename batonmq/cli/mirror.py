@@ -136,7 +136,9 @@ def run_(
         for problem in made.problems:
             session.output.note(problem)
         for name in made.groups_in_use:
-            session.output.note(f"group {name} is in use in the target: its progress is not changed")
+            session.output.note(
+                f"group {name} is in use in the target: its progress is not changed"
+            )
 
     async def run() -> MirrorReport:
         async with _clusters(session, to) as (source, target):
