@@ -247,7 +247,7 @@ class Consumer:
         return {ref: queue.flow for ref, queue in self._queues.items() if queue.flow is not None}
 
     def pause(self, queue: QueueRef) -> None:
-        """Pull and start no message of a queue until `resume`; running handlers go on.
+        """Pull and start no message of a queue until `resume`; running handlers continue.
 
         The consumer keeps the queue. A queue that is not assigned yet is paused once it is.
         """
@@ -389,7 +389,7 @@ class Consumer:
                 None for success, a `RetryLater` or `Suspend`, or a `Reply` or bytes, which are the
                 reply if the message is a request. If it raises, or takes longer than
                 `handle_timeout_ms`, the message is handled again later as the settings say; other
-                queues go on meanwhile.
+                queues continue meanwhile.
             inline: Call a plain function in the event loop and not in a thread. This is the fastest
                 form, for functions that take microseconds: nothing else runs meanwhile, not even
                 the keep-alives of this consumer, and `handle_timeout_ms` does not end the call.
@@ -576,7 +576,7 @@ class Consumer:
     def _rebalance(self) -> None:
         """Revoke the queues that are not assigned any more, and begin with those that are new.
 
-        The queues that stay are not touched: their pulls and handlers go on.
+        The queues that stay are not touched: their pulls and handlers continue.
         """
         view, ended = self._session.view, self._stopped.is_set() or self._session.leaving
         if ended or not view.member or not self._loops:

@@ -367,7 +367,7 @@ class QueuePuller:
             log.warning("queue waits, its topic is not readable queue=%s", self._queue.ref)
         elif error is None and self._topic_unreadable:
             self._topic_unreadable = False
-            log.info("queue goes on, its topic is readable again queue=%s", self._queue.ref)
+            log.info("queue continues, its topic is readable again queue=%s", self._queue.ref)
 
 
 def _acks_to_pb(progress: QueueProgress, acks: Acks) -> offsets_pb.Acks:

@@ -74,7 +74,7 @@ async def make_standby(admin: Admin, name: str, by: str, *, dry_run: bool = Fals
 
 
 async def end_standby(admin: Admin, name: str, by: str, *, dry_run: bool = False) -> None:
-    """Make a standby group an ordinary one; a repeated call goes on where the first one ended.
+    """Make a standby group an ordinary one; a repeated call continues where the first one ended.
 
     Raises:
         InvalidArgument: It is no standby.

@@ -1,7 +1,7 @@
 """Restores a snapshot into an empty cluster, and verifies one without a cluster.
 
 The order makes an interrupted restore harmless: topics and messages first, then progress, then
-access. A repeated restore of the same snapshot goes on where the first one ended: each restored
+access. A repeated restore of the same snapshot continues where the first one ended: each restored
 batch has a producer id that is made of the snapshot and the place of the batch.
 """
 
@@ -184,20 +184,20 @@ class BackupRestorer:
         """Restore the snapshot; return which queue of it has become which.
 
         Args:
-            proceed: Go on with an interrupted restore of the same snapshot.
+            proceed: Continue an interrupted restore of the same snapshot.
 
         Raises:
             TopicExists: The cluster is not empty, or has messages that are not of this snapshot.
             GroupInUse: A group of the snapshot has members.
             DataLoss: A file of the backup is damaged.
             Unreachable, OffsetsUnreachable, NoQuorum, NotLeader, NotServing: A service or the store
-                does not answer. The restore can go on.
+                does not answer. The restore can be continued.
         """
         plan = await self.plan(proceed=proceed)
         if plan.problems:
             raise TopicExists(
                 f"the snapshot can't be restored here: {'; '.join(plan.problems)}",
-                remedy="Restore into an empty cluster; go on with an interrupted restore of the "
+                remedy="Restore into an empty cluster; continue an interrupted restore of the "
                 "same snapshot: --continue.",
             )
         manifest = self._manifest

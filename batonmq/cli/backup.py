@@ -156,7 +156,7 @@ async def _verify(place: str, snapshot: int) -> tuple[BackupManifest, BackupVeri
     "--continue",
     "proceed",
     is_flag=True,
-    help="Go on with an interrupted restore of the same snapshot.",
+    help="Continue an interrupted restore of the same snapshot.",
 )
 @dry_run_option
 @by_option

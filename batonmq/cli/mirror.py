@@ -225,8 +225,8 @@ def failover(session: CommandSession, group: str, dry_run: bool, by: str) -> Non
     From then on no mirror moves its progress. Needs nothing of the other cluster.
     """
     session.run(_failover(session, group, by, dry_run))
-    done = "would go on" if dry_run else "goes on"
-    session.output.note(f"group {group} {done} in this cluster: start its members")
+    done = "would be" if dry_run else "is"
+    session.output.note(f"group {group} {done} an ordinary group: start its members")
 
 
 async def _failover(session: CommandSession, group: str, by: str, dry_run: bool) -> None:
