@@ -751,9 +751,7 @@ class RemoteClientSilent(BatonError):
 
     reason = "REMOTE_CLIENT_SILENT"
     kind = "DEADLINE_EXCEEDED"
-    remedy = (
-        "See the log of the client: it may have carried out the command, or may still be at it."
-    )
+    remedy = "See the log of the client: it may have run the command, or may still be running it."
 
 
 class RemoteCommandUnsupported(BatonError):
