@@ -2,11 +2,12 @@
 
 A snapshot is complete in itself: its manifest names every file that it needs, those of earlier
 snapshots included. Files are never changed. The manifest is written last, so a snapshot that was
-interrupted does not exist.
+interrupted does not exist. The names of the other files have the beginning of their SHA-256: two
+snapshots with one number, of which only one gets a manifest, do not replace files of each other.
 
 snapshots/000002.json                             the manifest, with its own SHA-256
-messages/<topic>/<broker>/<queue>/<first>-<next>-000002   stored batches, one behind the other
-scheduled/<broker>-000002                         scheduled batches, each behind its time and length
+messages/<topic>/<broker>/<queue>/<first>-<next>-<sha>-000002   stored batches, one after the other
+scheduled/<broker>-<sha>-000002                   scheduled batches, each behind its time and length
 """
 
 from __future__ import annotations
@@ -214,16 +215,22 @@ def snapshot_numbers(names: Iterable[str]) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := _MANIFEST.fullmatch(name)))
 
 
-def chunk_name(queue: QueueRef, first_offset: int, next_offset: int, number: int) -> str:
+def chunk_name(
+    queue: QueueRef, first_offset: int, next_offset: int, content: bytes, number: int
+) -> str:
     """Return the name of the file of a chunk that snapshot `number` writes."""
     topic = quote(queue.topic, safe="")
     folder = f"messages/{topic}/{queue.broker}/{queue.queue_id}"
-    return f"{folder}/{first_offset:020}-{next_offset:020}-{number:06}"
+    return f"{folder}/{first_offset:020}-{next_offset:020}-{_short_digest(content)}-{number:06}"
 
 
-def scheduled_name(broker: str, number: int) -> str:
+def scheduled_name(broker: str, content: bytes, number: int) -> str:
     """Return the name of the file of a broker's scheduled batches."""
-    return f"scheduled/{broker}-{number:06}"
+    return f"scheduled/{broker}-{_short_digest(content)}-{number:06}"
+
+
+def _short_digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def encode_manifest(manifest: BackupManifest) -> bytes:

@@ -24,6 +24,9 @@ class BackupStore(Protocol):
     def write(self, name: str, content: bytes) -> None:
         """Write a file; replace it if it exists."""
 
+    def create(self, name: str, content: bytes) -> None:
+        """Write a file; raise FileExistsError if it exists."""
+
     def read(self, name: str) -> bytes:
         """Return the content of a file; raise FileNotFoundError if it does not exist."""
 
@@ -39,6 +42,13 @@ class FolderStore:
 
     def write(self, name: str, content: bytes) -> None:
         """See BackupStore. The content is on the disk before the file gets its name."""
+        self._write(name, content, Path.rename)
+
+    def create(self, name: str, content: bytes) -> None:
+        """See BackupStore, and `write`."""
+        self._write(name, content, _name_new)
+
+    def _write(self, name: str, content: bytes, place: Callable[[Path, Path], object]) -> None:
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -48,7 +58,7 @@ class FolderStore:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            unfinished.rename(path)
+            place(unfinished, path)
             _sync_folder(path.parent)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -103,9 +113,26 @@ class ObjectStore:
 
     def write(self, name: str, content: bytes) -> None:
         """See BackupStore."""
+        self._files.pipe_file(self._new_path(name), content)
+
+    def create(self, name: str, content: bytes) -> None:
+        """See BackupStore. A store without conditional writes is asked for the file before."""
+        path = self._new_path(name)
+        try:
+            self._files.pipe_file(path, content, mode="create")
+        except FileExistsError:
+            raise
+        except Exception:  # noqa: BLE001  each package of a store has its own classes
+            self._files.invalidate_cache()
+            if self._files.exists(path):
+                raise FileExistsError(path) from None
+            self._files.pipe_file(path, content)
+
+    def _new_path(self, name: str) -> str:
+        """Return the path of a file that is to be written."""
         path = f"{self._root}/{name}"
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self._files.pipe_file(path, content)
+        return path
 
     def read(self, name: str) -> bytes:
         """See BackupStore."""
@@ -158,12 +185,12 @@ async def in_thread(what: str, call: Callable[[], Value]) -> Value:
         what: The file, for the error.
 
     Raises:
-        FileNotFoundError: The file does not exist.
+        FileNotFoundError, FileExistsError: The file does not exist, or must not.
         Unreachable: The store failed.
     """
     try:
         return await asyncio.to_thread(call)
-    except FileNotFoundError:
+    except (FileNotFoundError, FileExistsError):
         raise
     except Exception as error:  # each package of a store has its own classes
         raise Unreachable(
@@ -172,6 +199,18 @@ async def in_thread(what: str, call: Callable[[], Value]) -> Value:
             "command.",
             facts={"file": what},
         ) from error
+
+
+def _name_new(unfinished: Path, path: Path) -> None:
+    """Give a file its name; raise FileExistsError if another one has it."""
+    try:
+        path.hardlink_to(unfinished)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if path.exists():
+            raise FileExistsError(path) from None
+        unfinished.rename(path)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -149,10 +149,20 @@ class BackupWriter:
     async def run(self) -> BackupManifest:
         """Take a snapshot, and return its manifest, which is written last.
 
+        If another writer has written a snapshot to the same store meanwhile, another snapshot is
+        taken, which continues that one.
+
         Raises:
             Unreachable, NoQuorum, NotLeader, NotServing: A service or the store does not answer.
                 The backup has the snapshots that it had.
         """
+        while True:
+            manifest = await self._copy_all()
+            if await self._publish(manifest):
+                return manifest
+
+    async def _copy_all(self) -> BackupManifest:
+        """Copy what the backup does not have yet, and return the manifest of the snapshot."""
         await self._begin()
         begin_unix_ms = self._clock.unix_ms()
         groups = await self._groups()
@@ -170,7 +180,7 @@ class BackupWriter:
                     for queue, extent in sorted(extents.items())
                 ]
         files, count = await self._write_scheduled(waiting)
-        manifest = BackupManifest(
+        return BackupManifest(
             number=self._number,
             cluster=(await self._admin.cluster()).name,
             begin_unix_ms=begin_unix_ms,
@@ -183,13 +193,23 @@ class BackupWriter:
             scheduled_count=count,
             notes=tuple(self._notes),
         )
-        await self._write(manifest_name(self._number), encode_manifest(manifest))
-        return manifest
+
+    async def _publish(self, manifest: BackupManifest) -> bool:
+        """Write a manifest; return False if another snapshot has got its number."""
+        name, content = manifest_name(manifest.number), encode_manifest(manifest)
+        try:
+            await in_thread(name, lambda: self._store.create(name, content))
+        except FileExistsError:  # perhaps by this call, if the store has repeated it
+            if await in_thread(name, lambda: self._store.read(name)) != content:
+                return False
+        self._on_file(backup_file(name, content))
+        return True
 
     async def _begin(self) -> None:
+        self._notes, self._delivered = [], set()
         numbers = await list_snapshots(self._store)
         self._number = numbers[-1] + 1 if numbers else 1
-        self._before = await read_backup_manifest(self._store) if numbers else None
+        self._before = await read_backup_manifest(self._store, numbers[-1]) if numbers else None
 
     async def _topics(self) -> list[Topic]:
         return [one for one in await self._admin.list_topics() if not is_system_topic(one.name)]
@@ -424,8 +444,9 @@ class BackupWriter:
         """Write the batches that were read into a file."""
         if not copy.batches:
             return
-        name = chunk_name(queue, copy.first_offset, copy.offset, self._number)
-        file = await self._write(name, b"".join(copy.batches))
+        content = b"".join(copy.batches)
+        name = chunk_name(queue, copy.first_offset, copy.offset, content, self._number)
+        file = await self._write(name, content)
         copy.chunks.append(BackupChunk(copy.first_offset, copy.offset, file))
         copy.batches, copy.size = [], 0
 
@@ -441,8 +462,9 @@ class BackupWriter:
                 if (broker, key) not in self._delivered
             ]
             if left:
-                name = scheduled_name(broker, self._number)
-                files[broker] = await self._write(name, encode_waiting(left))
+                content = encode_waiting(left)
+                name = scheduled_name(broker, content, self._number)
+                files[broker] = await self._write(name, content)
                 count += len(left)
         return files, count
 

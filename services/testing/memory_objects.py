@@ -23,6 +23,13 @@ class MemoryObjects:
         self.before("write", name)
         self.files[name] = bytes(content)
 
+    def create(self, name: str, content: bytes) -> None:
+        """See BackupStore."""
+        self.before("write", name)
+        if name in self.files:
+            raise FileExistsError(name)
+        self.files[name] = bytes(content)
+
     def read(self, name: str) -> bytes:
         """See ObjectFiles."""
         self.before("read", name)

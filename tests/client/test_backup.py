@@ -57,6 +57,7 @@ from batonmq.admin.backup_manifest import (
     manifest_name,
 )
 from batonmq.admin.backup_restorer import scheduled_requests
+from batonmq.admin.backup_store import ObjectStore
 from batonmq.errors import BadChecksum, DataLoss, InvalidArgument
 
 A0, A1, B0 = QueueRef("t", "a", 0), QueueRef("t", "a", 1), QueueRef("t", "b", 0)
@@ -225,3 +226,34 @@ async def test_store_keeps_files_and_verification_reads_them_back(store: BackupS
 def test_object_store_of_an_unknown_kind_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="nothing://x can't be used"):
         open_backup_store("nothing://x")
+
+
+async def test_file_that_exists_is_not_created_again(store: BackupStore) -> None:
+    store.create("snapshots/1.json", b"first")
+    with pytest.raises(FileExistsError):
+        store.create("snapshots/1.json", b"second")
+    assert store.read("snapshots/1.json") == b"first"
+    assert store.names("snapshots") == ["snapshots/1.json"]
+
+
+def test_file_is_created_where_the_store_has_no_condition_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("not implemented")
+
+    folder = open_backup_store(str(tmp_path))
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    objects = open_backup_store(f"memory://{secrets.token_hex(8)}")
+    assert isinstance(objects, ObjectStore)
+    put = objects._files.pipe_file
+    monkeypatch.setattr(
+        objects._files,
+        "pipe_file",
+        lambda path, content, **options: refuse() if options else put(path, content),
+    )
+    for store in (folder, objects):
+        store.create("a/1", b"first")
+        with pytest.raises(FileExistsError):
+            store.create("a/1", b"second")
+        assert store.read("a/1") == b"first"

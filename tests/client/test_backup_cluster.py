@@ -14,7 +14,15 @@ import pytest
 
 from baton.storage.v1 import query_service_pb2 as query_pb
 from batonmq._core.queues import QueueRef
-from batonmq.admin import BackupManifest, BackupRestorer, BackupWriter, Operation, verify_backup
+from batonmq.admin import (
+    BackupManifest,
+    BackupRestorer,
+    BackupWriter,
+    Operation,
+    list_snapshots,
+    read_backup_manifest,
+    verify_backup,
+)
 from batonmq.admin import backup_writer as backup_writer_module
 from batonmq.admin.admin import Admin
 from batonmq.admin.backup_store import FolderStore
@@ -265,3 +273,37 @@ def test_restore_names_a_broker_that_does_not_answer() -> None:
                 await restorer._find_other_state(set(), present)
 
     run_virtual(main())
+
+
+async def test_two_writers_at_once_take_two_sound_snapshots(store: FolderStore) -> None:
+    async with MemoryBroker() as broker, broker.admin() as admin:
+        await broker.create_topic(TOPIC, 1)
+        await send(broker, b"1")
+        await send(broker, b"2", delay_ms=3_600_000)
+
+        async def write_another() -> None:
+            await send(broker, b"3")
+            await send(broker, b"4", delay_ms=3_600_000)
+            assert (await BackupWriter(admin, store).run()).number == 1
+
+        manifest = await InterruptedWriter(admin, store, write_another).run()
+    assert manifest.number == 2
+    for number in (1, 2):
+        one = await read_backup_manifest(store, number)
+        assert await problems_of(store, one) == ()
+        assert (one.message_count, one.scheduled_count) == (2, 2)
+
+
+async def test_manifest_whose_write_was_repeated_by_the_store_is_written(
+    store: FolderStore,
+) -> None:
+    class Repeating(FolderStore):
+        def create(self, name: str, content: bytes) -> None:
+            super().create(name, content)
+            super().create(name, content)
+
+    async with MemoryBroker() as broker, broker.admin() as admin:
+        await broker.create_topic(TOPIC, 1)
+        manifest = await BackupWriter(admin, Repeating(store._folder)).run()
+    assert manifest.number == 1
+    assert await list_snapshots(store) == [1]
