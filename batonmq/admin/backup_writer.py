@@ -62,6 +62,8 @@ CHUNK_BYTES = 16 * 1024 * 1024
 """A file ends with the batch that reaches this size."""
 READ_BYTES = 4 * 1024 * 1024
 READ_MESSAGES = 65_535
+SNAPSHOT_MS_MAX = 3_600_000
+"""Longest time in which a snapshot is expected to have read a compacted topic."""
 _QUEUES_AT_ONCE = 4
 _GROUPS_AT_ONCE = 8
 ScheduledKey = tuple[int, int]
@@ -314,9 +316,26 @@ class BackupWriter:
             return {}
         ids = {one.name: (one.topic_id, one.create_unix_ms) for one in self._before.topics}
         same = {
-            one.name for one in topics if ids.get(one.name) == (one.topic_id, one.create_unix_ms)
+            one.name
+            for one in topics
+            if ids.get(one.name) == (one.topic_id, one.create_unix_ms)
+            and not self._may_lack_tombstones(one)
         }
         return {one.queue: one for one in self._before.queues if one.queue.topic in same}
+
+    def _may_lack_tombstones(self, topic: Topic) -> bool:
+        """Return whether tombstones may be gone that were stored since the snapshot before.
+
+        Then the backup has messages that they have deleted, and a restore would bring these back.
+        """
+        if topic.compaction is None or self._before is None:
+            return False
+        (before,) = (one for one in self._before.topics if one.name == topic.name)
+        retention_ms = min(
+            topic.compaction.tombstone_retention_ms or 0, (before.compaction or (0,))[0] or 0
+        )
+        age_ms = self._clock.unix_ms() - self._before.begin_unix_ms
+        return age_ms + SNAPSHOT_MS_MAX > retention_ms
 
     async def _extents(self, queues: Collection[QueueRef]) -> dict[QueueRef, tuple[int, int]]:
         extents, problems = await self._admin.extents(queues)

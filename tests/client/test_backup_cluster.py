@@ -18,11 +18,13 @@ from batonmq.admin import (
     BackupManifest,
     BackupRestorer,
     BackupWriter,
+    Compaction,
     Operation,
     list_snapshots,
     read_backup_manifest,
     verify_backup,
 )
+from batonmq.admin import _backup_files as backup_files_module
 from batonmq.admin import backup_writer as backup_writer_module
 from batonmq.admin.admin import Admin
 from batonmq.admin.backup_store import FolderStore
@@ -60,6 +62,17 @@ def store(tmp_path: Path) -> FolderStore:
 def one_batch_per_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each call read one batch."""
     monkeypatch.setattr(backup_writer_module, "READ_BYTES", 1)
+
+
+@pytest.fixture
+def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call the store in the event loop: virtual time has no threads."""
+
+    async def call_directly(_: str, call: Callable[[], Any]) -> Any:
+        return call()
+
+    for module in (backup_writer_module, backup_files_module):
+        monkeypatch.setattr(module, "in_thread", call_directly)
 
 
 async def send(broker: MemoryBroker, *bodies: bytes, delay_ms: int | None = None) -> None:
@@ -307,3 +320,34 @@ async def test_manifest_whose_write_was_repeated_by_the_store_is_written(
         manifest = await BackupWriter(admin, Repeating(store._folder)).run()
     assert manifest.number == 1
     assert await list_snapshots(store) == [1]
+
+
+@pytest.mark.usefixtures("without_threads")
+@pytest.mark.parametrize(("retention_h", "kept"), [(0.1, {b"b"}), (10, {b"", b"a", b"b"})])
+def test_deleted_key_of_a_compacted_topic_is_not_in_a_later_snapshot(
+    store: FolderStore, retention_h: float, kept: set[bytes]
+) -> None:
+    """Its tombstone may be gone before the later snapshot, or is in that snapshot."""
+    settings = Compaction(tombstone_retention_ms=int(retention_h * 3_600_000), dirty_percent=1)
+
+    async def restored() -> set[bytes]:
+        async with MemoryBroker() as broker, broker.admin() as admin:
+            await admin.create_topic(TOPIC, 1, compaction=settings)
+            async with broker.producer() as producer:
+                await producer.send(TOPIC, b"a", ordering_key="deleted")
+                await BackupWriter(admin, store).run()
+                await producer.send(TOPIC, b"", ordering_key="deleted")
+                await producer.send(TOPIC, b"b", ordering_key="kept")
+
+            async def compacted() -> bool:
+                counts = await admin.message_counts({QUEUE: 0})
+                return counts[QUEUE] == len(kept - {b"a"})
+
+            await until(compacted, timeout_s=7_200)
+            manifest = await BackupWriter(admin, store).run()
+        assert await problems_of(store, manifest) == ()
+        async with MemoryBroker() as broker, broker.admin() as admin:
+            await BackupRestorer(admin, store, manifest, OPERATION).run()
+            return {one.body for one in await broker.messages(TOPIC)}
+
+    assert run_virtual(restored()) == kept
