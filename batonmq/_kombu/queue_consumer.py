@@ -18,7 +18,7 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.retries import HandlingFailure
 from batonmq._kombu.link_options import LinkOptions
 from batonmq._kombu.queue_names import QueueNames
-from batonmq._kombu.task_message import EXPIRES_UNIX_MS
+from batonmq._kombu.task_message import is_expired
 from batonmq.errors import BatonError, NotServing
 
 FIRST_QUEUES_S = 5.0
@@ -243,8 +243,7 @@ class QueueConsumer:
 
     def _start(self, messages: HeldMessages, held: HeldMessage) -> None:
         message = held.message
-        expires = message.properties.get(EXPIRES_UNIX_MS, "")
-        if expires.isdigit() and int(expires) <= self._consumer._session.clock.unix_ms():
+        if is_expired(message.properties, self._consumer._session.clock.unix_ms()):
             log.info("expired %r", message)
             messages.finish(held).add_done_callback(_ignore_failure)
             return

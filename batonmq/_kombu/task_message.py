@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ from batonmq.errors import InvalidArgument
 
 EXPIRES_UNIX_MS = "kombu.expires_unix_ms"
 """Property: the message is dropped when it would be delivered after this time."""
+_TIME = re.compile(r"[0-9]{1,15}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,12 @@ def task_message(message: Mapping[str, Any], now_unix_ms: int) -> TaskMessage:
         properties=kept,
         at_unix_ms=_time_of(headers.get("eta")),
     )
+
+
+def is_expired(properties: Mapping[str, str], now_unix_ms: int) -> bool:
+    """Return whether a stored message is to be dropped; any program may have sent it."""
+    text = properties.get(EXPIRES_UNIX_MS, "")
+    return _TIME.fullmatch(text) is not None and int(text) <= now_unix_ms
 
 
 def _time_of(eta: object) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batonmq._kombu.task_message import EXPIRES_UNIX_MS, task_message
+from batonmq._kombu.task_message import EXPIRES_UNIX_MS, is_expired, task_message
 from batonmq.errors import InvalidArgument
 
 
@@ -56,3 +56,19 @@ def test_an_expiration_counts_from_now() -> None:
 def test_a_priority_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="has priority 5, but a queue is a log"):
         task_message(_message(priority=5), 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expired"),
+    [
+        ("1500", True),
+        ("1501", False),
+        ("", False),
+        ("-1", False),
+        ("²", False),
+        ("9" * 5_000, False),
+    ],
+)
+def test_a_stored_expiration_of_any_text_ends_no_worker(text: str, expired: bool) -> None:
+    assert is_expired({EXPIRES_UNIX_MS: text}, 1_500) is expired
+    assert not is_expired({}, 1_500)
