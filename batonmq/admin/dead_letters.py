@@ -16,7 +16,6 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._common.aio import without_group
 from batonmq._core.dead_letters import (
     DEAD_LETTER_PREFIX,
-    REDRIVEN_FROM,
     Criteria,
     DeadLetter,
     dead_letter,
@@ -24,10 +23,16 @@ from batonmq._core.dead_letters import (
 from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import Range, contains, normalize
 from batonmq._core.records import Message
-from batonmq._core.retries import Origin, dead_letter_topic, retry_topic, with_origin_key
+from batonmq._core.retries import dead_letter_topic
 from batonmq.admin.admin import Admin
 from batonmq.admin.message_queries import MessageQueries, StoredMessage
-from batonmq.admin.redriver import RedriveOptions, Redriver, RedriveResult
+from batonmq.admin.redriver import (
+    SEARCHES_AT_ONCE,
+    RedriveOptions,
+    Redriver,
+    RedriveResult,
+    find_copies,
+)
 from batonmq.admin.reports import queue_from_pb
 from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail, Unreachable
 
@@ -41,8 +46,6 @@ __all__ = [
 ]
 
 ALL = Criteria()
-_COPIES_MAX = 1_000
-_SEARCHES_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +181,9 @@ class DeadLetters:
         """Redrive dead letters, and yield the result of each.
 
         Dead letters that any redrive has sent before are passed over, unless `order.again`. To
-        continue a redrive that ended early, call this with the same `order.operation.op_id`: within
-        7 days each dead letter is copied once, however often the redrive is repeated.
+        continue a redrive that ended early, call this with the same `order.operation.op_id` and
+        `order.resumed`: within 7 days each dead letter is copied once, however often the redrive is
+        repeated.
 
         Raises:
             TopicNotFound: The group never had a dead letter.
@@ -198,7 +202,7 @@ class DeadLetters:
         """Return dead letters; those beyond the known ranges are looked up."""
         if known.known_to is None:
             return tuple(letters)
-        turns, known_to = asyncio.Semaphore(_SEARCHES_AT_ONCE), known.known_to
+        turns, known_to = asyncio.Semaphore(SEARCHES_AT_ONCE), known.known_to
 
         async def settle(letter: DeadLetter) -> DeadLetter:
             if letter.offset < known_to:
@@ -213,17 +217,7 @@ class DeadLetters:
 
     async def _has_copy(self, letter: DeadLetter) -> bool:
         """Return whether storage has a copy of a dead letter that a redrive has sent."""
-        origin = letter.origin or Origin(letter.queue, letter.offset, letter.message_id)
-        key = with_origin_key(letter.keys, origin)[-1]
-        for topic in {retry_topic(letter.group), origin.queue.topic}:
-            try:
-                found = await self._queries.with_key(topic, key, count_max=_COPIES_MAX)
-            except TopicNotFound:
-                continue
-            copied = (one.properties.get(REDRIVEN_FROM) for one in found.messages)
-            if letter.message_id in copied:
-                return True
-        return False
+        return bool(await find_copies(self._queries, letter))
 
     async def _group(self, topic: str, kept: Sequence[tuple[QueueRef, Range]]) -> DeadLetterSummary:
         group = topic.removeprefix(DEAD_LETTER_PREFIX)

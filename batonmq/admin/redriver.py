@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from baton.common.v1 import queue_pb2
@@ -19,13 +20,21 @@ from batonmq._common.aio import without_group
 from batonmq._common.rpc import error_from_pb
 from batonmq._connection.routes import query_route, writable_queues_of
 from batonmq._consumer.moved_group import raise_if_moved
-from batonmq._core.dead_letters import DeadLetter, copy_of, destination, redrive_producer_id
+from batonmq._core.dead_letters import (
+    REDRIVE_ID,
+    REDRIVEN_FROM,
+    DeadLetter,
+    copy_of,
+    destination,
+    redrive_producer_id,
+)
 from batonmq._core.queue_sender import ONE_BATCH_EPOCH
 from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import of_sorted
 from batonmq._core.records import STORED_PROPERTIES_BYTES_MAX, BatchBuilder, encode_record
-from batonmq._core.retries import dead_letter_topic, retry_topic
+from batonmq._core.retries import Origin, dead_letter_topic, retry_topic, with_origin_key
 from batonmq.admin.admin import Admin
+from batonmq.admin.message_queries import MessageQueries, StoredMessage
 from batonmq.admin.operation import Operation
 from batonmq.admin.reports import queue_to_pb
 from batonmq.errors import (
@@ -35,6 +44,7 @@ from batonmq.errors import (
     InvalidArgument,
     NotSubscribed,
     NotWritable,
+    TopicNotFound,
     Unreachable,
 )
 
@@ -45,6 +55,8 @@ STEPS_PER_S = 5
 _KNOWN_WITHIN_S = 10.0
 """Time within which all services know a new group."""
 _PAUSE_S = 0.1
+COPIES_MAX = 1_000
+SEARCHES_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +68,16 @@ class RedriveOptions:
         to_topic: Send to the original topic, so to every group that reads it. By default the
             copies go to the retry topic of the group, so no other group receives them.
         again: Also send dead letters that were redriven before.
+        resumed: Whether an earlier run with the same `op_id` may have sent some that are not
+            recorded as redriven. Storage is searched for their copies then, because the queue of a
+            copy may be another one now: queues of the topic may have been added or moved.
         per_s: Maximum number of dead letters per second; None for no limit.
     """
 
     operation: Operation
     to_topic: bool = False
     again: bool = False
+    resumed: bool = False
     per_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -102,6 +118,7 @@ class Redriver:
 
     def __init__(self, admin: Admin, group: str, order: RedriveOptions) -> None:
         self._admin, self._group, self._order = admin, group, order
+        self._queries = MessageQueries(admin)
         self._queues: dict[str, tuple[QueueRef, ...]] = {}
         self._reset_epochs: dict[QueueRef, int] = defaultdict(int)
         self._record_group_exists = False
@@ -127,12 +144,12 @@ class Redriver:
                 continue
             await asyncio.sleep(max(0.0, next_s - loop.time()))
             next_s = max(next_s, loop.time()) + pace * len(waiting)
-            for done in await self._step(waiting):
+            async for done in self._step(waiting):
                 yield done
             waiting, size = [], 0
         if waiting:
             await asyncio.sleep(max(0.0, next_s - loop.time()))
-            for done in await self._step(waiting):
+            async for done in self._step(waiting):
                 yield done
 
     async def _check_reads_retries(self) -> None:
@@ -145,10 +162,18 @@ class Redriver:
                 facts={"group": self._group, "topic": topic},
             )
 
-    async def _step(self, letters: Sequence[DeadLetter]) -> list[RedriveResult]:
-        """Send dead letters, record the stored ones, and return the result of each."""
-        done, copies = list[RedriveResult](), defaultdict[str, list[_RedriveCopy]](list)
+    async def _step(self, letters: Sequence[DeadLetter]) -> AsyncGenerator[RedriveResult, None]:
+        """Send dead letters, record the stored ones, and yield the result of each.
+
+        Raises:
+            BatonError: A broker did not answer; what the others have stored is recorded.
+        """
+        done = await self._sent_before(letters) if self._order.resumed else []
+        before = {one.letter.message_id for one in done}
+        copies = defaultdict[str, list[_RedriveCopy]](list)
         for letter in letters:
+            if letter.message_id in before:
+                continue
             try:
                 copy = await self._copy(letter)
             except BatonError as error:
@@ -157,12 +182,39 @@ class Redriver:
                 done.append(RedriveResult(letter, "refused", error=error))
             else:
                 copies[copy.queue.broker].append(copy)
+        failures: list[BatonError] = []
+
+        async def send(broker: str, some: Sequence[_RedriveCopy]) -> None:
+            try:
+                done.extend(await self._append(broker, some))
+            except BatonError as error:
+                failures.append(error)
+
+        async with asyncio.TaskGroup() as tasks:
+            for broker, some in copies.items():
+                tasks.create_task(send(broker, some))
+        await self._record([each.letter for each in done if each.outcome != "refused"])
+        for each in done:
+            yield each
+        if failures:
+            raise failures[0]
+
+    async def _sent_before(self, letters: Sequence[DeadLetter]) -> list[RedriveResult]:
+        """Return the results of dead letters that a run of this redrive has sent already."""
+        turns = asyncio.Semaphore(SEARCHES_AT_ONCE)
+
+        async def find(letter: DeadLetter) -> RedriveResult | None:
+            async with turns:
+                for copy in await find_copies(self._queries, letter):
+                    if copy.properties.get(REDRIVE_ID) == self._order.operation.op_id:
+                        place = copy.message_id, copy.queue, copy.offset
+                        return RedriveResult(letter, "repeated", *place)
+            return None
+
         with without_group():
             async with asyncio.TaskGroup() as tasks:
-                sent = [tasks.create_task(self._append(b, some)) for b, some in copies.items()]
-        done += [each for task in sent for each in task.result()]
-        await self._record([each.letter for each in done if each.outcome != "refused"])
-        return done
+                calls = [tasks.create_task(find(letter)) for letter in letters]
+        return [found for call in calls if (found := call.result()) is not None]
 
     async def _copy(self, letter: DeadLetter) -> _RedriveCopy:
         order = self._order
@@ -267,6 +319,22 @@ class Redriver:
             for queue, outcome in zip(offsets, outcomes, strict=True)
             if outcome.HasField("error")
         }
+
+
+async def find_copies(queries: MessageQueries, letter: DeadLetter) -> list[StoredMessage]:
+    """Return the copies of a dead letter that redrives have sent, as far as they are stored."""
+    origin = letter.origin or Origin(letter.queue, letter.offset, letter.message_id)
+    key = with_origin_key(letter.keys, origin)[-1]
+    copies = list[StoredMessage]()
+    for topic in {retry_topic(letter.group), origin.queue.topic}:
+        with suppress(TopicNotFound):
+            found = await queries.with_key(topic, key, count_max=COPIES_MAX)
+            copies += (
+                one
+                for one in found.messages
+                if one.properties.get(REDRIVEN_FROM) == letter.message_id
+            )
+    return copies
 
 
 def _outcome(copy: _RedriveCopy, outcome: pb.AppendOutcome) -> RedriveResult:

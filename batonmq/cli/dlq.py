@@ -194,7 +194,11 @@ def redrive(
     if execute and not reason:
         raise click.UsageError("--reason is required with --execute")
     order = RedriveOptions(
-        operation=operation(by, reason, replay_id), to_topic=to_topic, again=again, per_s=rate
+        operation=operation(by, reason, replay_id),
+        to_topic=to_topic,
+        again=again,
+        resumed=bool(replay_id),
+        per_s=rate,
     )
     criteria = _criteria(cause, since, tag, key, sql)
     run = _execute if execute else _plan
