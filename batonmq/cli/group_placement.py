@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import asdict
 
 import click
@@ -106,8 +107,9 @@ async def _outcome(admin: Admin, move: GroupMove, *, dry_run: bool) -> str:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + MOVE_TIMEOUT_S
     while loop.time() < deadline:
-        place = await locate_group(admin, move.group)
-        if place.move > move.after.move or not place.from_set:
-            return "moved"
+        with suppress(BatonError):  # asked again: the move is decided, and goes on
+            place = await locate_group(admin, move.group)
+            if place.move > move.after.move or not place.from_set:
+                return "moved"
         await asyncio.sleep(_POLL_S)
     return "moving"

@@ -6,12 +6,18 @@ Method: the command in this process through click's runner; no cluster is up.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from batonmq.admin import Admin
+from batonmq.admin.placement import GroupMove, OffsetsPlacement
+from batonmq.cli import group_placement
 from batonmq.cli.app import baton
+from batonmq.errors import Unreachable
 from batonmq_server.local.ports import lock_data_dir
 
 NOWHERE = "127.0.0.1:1"
@@ -204,3 +210,32 @@ def test_up_on_a_file_exits_with_2(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = CliRunner().invoke(baton, ["up", "--data-dir", str(tmp_path / "file")])
     assert result.exit_code == 2
+
+
+
+def test_group_whose_move_is_not_seen_for_a_moment_does_not_end_the_spread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, after = OffsetsPlacement("a", 1, ""), OffsetsPlacement("b", 2, "a")
+    answers: Iterator[OffsetsPlacement | Unreachable] = iter(
+        [Unreachable("no nameserver answers"), OffsetsPlacement("b", 2, "")]
+    )
+
+    async def groups(_: object) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name="g")]
+
+    async def move(*_: object, **__: object) -> GroupMove:
+        return GroupMove("g", before, after)
+
+    async def locate(*_: object) -> OffsetsPlacement:
+        answer = next(answers)
+        if isinstance(answer, Unreachable):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Admin, "list_groups", groups)
+    monkeypatch.setattr(group_placement, "move_group", move)
+    monkeypatch.setattr(group_placement, "locate_group", locate)
+    result = CliRunner().invoke(baton, ["cluster", "spread-groups", "--format", "json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert [one["state"] for one in json.loads(result.stdout)] == ["moved"]
