@@ -13,6 +13,8 @@ LEVEL_NAMES = (
 """Delays by level; levels count from 1. Source: RocketMQ messageDelayLevel."""
 AHEAD_MS_MAX = 40 * 24 * 3_600_000
 """Limit of the time between sending and delivery: 40 days."""
+DURATION_MS_MAX = 2**53
+"""Limit of a duration that a text names: so many milliseconds are exact in every format."""
 _PART = re.compile(r"([0-9]{1,12})(ms|s|m|h|d)")
 _ISO = re.compile(r"P([0-9]{1,12}D)?(?:T([0-9]{1,12}H)?([0-9]{1,12}M)?([0-9]{1,12}S)?)?", re.ASCII)
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -25,7 +27,7 @@ def parse_duration_ms(text: str) -> int:
     Kafka's tools take, is accepted too.
 
     Raises:
-        InvalidArgument: The text is not a duration.
+        InvalidArgument: The text is not a duration, or the duration is too long.
     """
     iso = _ISO.fullmatch(text)
     plain = "".join(part for part in iso.groups() if part).lower() if iso else text
@@ -36,7 +38,13 @@ def parse_duration_ms(text: str) -> int:
             remedy="Use numbers and units, such as 500ms, 10s, 5m, 2h, 7d or 1d12h.",
             facts={"field": "delay"},
         )
-    return sum(int(number) * _UNITS_MS[unit] for number, unit in parts)
+    duration_ms = sum(int(number) * _UNITS_MS[unit] for number, unit in parts)
+    if duration_ms > DURATION_MS_MAX:
+        raise InvalidArgument(
+            f"{text!r} is longer than {DURATION_MS_MAX // _UNITS_MS['d']} days",
+            facts={"field": "delay", "limit": DURATION_MS_MAX},
+        )
+    return duration_ms
 
 
 LEVELS_MS = tuple(map(parse_duration_ms, LEVEL_NAMES))

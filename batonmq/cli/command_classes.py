@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
+
+from batonmq.errors import InvalidArgument
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,7 +26,20 @@ class Argument(click.Argument):
 
 
 class Command(click.Command):
-    """A command with a help page that lists its arguments above its options."""
+    """A command with a help page that lists its arguments above its options.
+
+    A value that a function of the library refuses before the command begins is a usage error.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the options and arguments."""
+        with _usage_errors(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        with _usage_errors(ctx):
+            return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the arguments, then the options."""
@@ -36,6 +52,15 @@ class Command(click.Command):
             with formatter.section("Arguments"):
                 formatter.write_dl(arguments)
         super().format_options(ctx, formatter)
+
+
+@contextmanager
+def _usage_errors(ctx: click.Context) -> Iterator[None]:
+    """Turn a value that is not valid into a usage error; in a session it is a failure instead."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise click.UsageError(f"{error.message}. {error.remedy}".rstrip(" ."), ctx) from error
 
 
 command = partial(click.command, cls=Command)

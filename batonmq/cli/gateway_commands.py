@@ -18,7 +18,7 @@ from batonmq.admin.remote_commands import (
     RemoteCommands,
     StackTraces,
 )
-from batonmq.cli.arguments import group_argument, parse_message_queue
+from batonmq.cli.arguments import OFFSET, group_argument, parse_message_queue
 from batonmq.cli.command_classes import argument, command
 from batonmq.cli.message import find_queue
 from batonmq.cli.output import counted, printable
@@ -46,7 +46,7 @@ def _timeout_option(function: Callable[..., None]) -> Callable[..., None]:
 @argument("message_id", required=False, metavar="[ID]", help="Message id, as in the receipt.")
 @click.option("--topic", default="", help="Topic of the message.")
 @click.option("--queue", default="", metavar="[BROKER/]ID", help="Its queue; needs --topic.")
-@click.option("--offset", type=click.IntRange(min=0), help="Its offset; needs --queue.")
+@click.option("--offset", type=OFFSET, help="Its offset; needs --queue.")
 @_timeout_option
 @cluster_session
 def verify(

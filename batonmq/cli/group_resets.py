@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,7 +19,14 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.reset_targets import ResetTarget, ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.admin.operation import Operation
 from batonmq.admin.resets import ResetPlan, ResetResult, Resets, ResetScope
-from batonmq.cli.arguments import group_argument, parse_queue, queue_option, topic_option
+from batonmq.cli.arguments import (
+    OFFSET_MAX,
+    group_argument,
+    is_queue_id,
+    parse_queue,
+    queue_option,
+    topic_option,
+)
 from batonmq.cli.change_options import (
     by_option,
     dry_run_option,
@@ -320,10 +327,10 @@ def parse_offsets(lines: Iterable[str]) -> dict[QueueRef, int]:
         InvalidArgument: a line has another form; the message has its number.
     """
     offsets: dict[QueueRef, int] = {}
-    for number, fields in enumerate(csv.reader(lines), 1):
+    for number, fields in enumerate(_rows(lines), 1):
         if not fields:
             continue
-        if len(fields) != 4 or not (fields[2].isdecimal() and fields[3].isdecimal()):
+        if len(fields) != 4 or not (is_queue_id(fields[2]) and _is_offset(fields[3])):
             raise InvalidArgument(
                 f"line {number}: must be TOPIC,BROKER,QUEUE,OFFSET, got {','.join(fields)!r}",
                 facts={"field": "from_file", "line": number},
@@ -336,6 +343,20 @@ def parse_offsets(lines: Iterable[str]) -> dict[QueueRef, int]:
             )
         offsets[queue] = int(fields[3])
     return offsets
+
+
+def _rows(lines: Iterable[str]) -> Iterator[list[str]]:
+    try:
+        yield from csv.reader(lines)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise InvalidArgument(
+            f"it is no file of lines TOPIC,BROKER,QUEUE,OFFSET: {error}",
+            facts={"field": "from_file"},
+        ) from error
+
+
+def _is_offset(text: str) -> bool:
+    return text.isdecimal() and len(text) <= len(str(OFFSET_MAX)) and int(text) <= OFFSET_MAX
 
 
 def _export(plan: ResetPlan) -> None:

@@ -11,7 +11,7 @@ import click
 from batonmq._core.queues import QueueRef
 from batonmq.admin.locks import LockDetail, Locks
 from batonmq.admin.operation import Operation
-from batonmq.cli.arguments import group_argument, topic_argument
+from batonmq.cli.arguments import QUEUE_ID, group_argument, topic_argument
 from batonmq.cli.change_options import by_option, op_id_option, operation, reason_option
 from batonmq.cli.command_classes import LazyCommand, LazyGroup, argument
 from batonmq.cli.output import Columns, Item, Minor, counted, described, duration
@@ -24,9 +24,7 @@ commands = LazyGroup(
     lazy={"describe": LazyCommand("batonmq.cli.lock:show", hidden=True)},
 )
 broker_argument = partial(argument, metavar="BROKER", help="Broker of the queue.")
-queue_argument = partial(
-    argument, type=click.IntRange(min=0), metavar="QUEUE", help="Id of the queue."
-)
+queue_argument = partial(argument, type=QUEUE_ID, metavar="QUEUE", help="Id of the queue.")
 
 
 def _state(item: Item) -> str:

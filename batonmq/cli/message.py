@@ -10,7 +10,7 @@ from batonmq._core.dead_letters import DeadLetter
 from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
 from batonmq.admin.message_queries import MessageQueries, StoredMessage
-from batonmq.cli.arguments import parse_message_queue
+from batonmq.cli.arguments import OFFSET, parse_message_queue
 from batonmq.cli.command_classes import LazyCommand, LazyGroup, argument
 from batonmq.cli.output import Item, printable, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
@@ -47,7 +47,7 @@ commands = LazyGroup(
 @click.option(
     "--broker", default="", help="Broker of the queue; required if several brokers have the queue."
 )
-@click.option("--offset", type=click.IntRange(min=0), help="Offset of the message; needs --queue.")
+@click.option("--offset", type=OFFSET, help="Offset of the message; needs --queue.")
 @click.option(
     "--time",
     default="",

@@ -19,7 +19,7 @@ from batonmq.admin.message_tracer import (
     TraceReport,
 )
 from batonmq.admin.transactions import TransactionDetail, Transactions
-from batonmq.cli.arguments import parse_message_queue
+from batonmq.cli.arguments import OFFSET, parse_message_queue
 from batonmq.cli.command_classes import argument, command
 from batonmq.cli.half_message import is_transaction_id, show_half_message
 from batonmq.cli.message import body_of, find_queue
@@ -92,7 +92,7 @@ _COLUMNS: Columns = {
 @click.option(
     "--broker", default="", help="Broker of the queue; required if several brokers have the queue."
 )
-@click.option("--offset", type=click.IntRange(min=0), help="Offset of the message; needs --queue.")
+@click.option("--offset", type=OFFSET, help="Offset of the message; needs --queue.")
 @cluster_session
 def trace(
     session: CommandSession,

@@ -19,6 +19,7 @@ from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.cli import cluster, group, message, topic
+from batonmq.cli.arguments import OFFSET, QUEUE_ID
 from batonmq.cli.change_options import yes_option
 from batonmq.cli.command_classes import LazyGroup
 from batonmq.cli.completion import complete_groups, complete_topics
@@ -309,12 +310,8 @@ def query_msg_by_key(session: CommandSession, topic_name: str, key: str, count: 
 @commands.command("queryMsgByOffset")
 @topic_option
 @click.option("-b", "--brokerName", "broker", required=True, help="Broker of the queue.")
-@click.option(
-    "-i", "--queueId", "queue", required=True, type=click.IntRange(min=0), help="Id of the queue."
-)
-@click.option(
-    "-o", "--offset", required=True, type=click.IntRange(min=0), help="Offset in the queue."
-)
+@click.option("-i", "--queueId", "queue", required=True, type=QUEUE_ID, help="Id of the queue.")
+@click.option("-o", "--offset", required=True, type=OFFSET, help="Offset in the queue.")
 @mqadmin_session
 def query_msg_by_offset(
     session: CommandSession, topic_name: str, broker: str, queue: int, offset: int
@@ -329,9 +326,7 @@ def query_msg_by_offset(
 @click.option("-k", "--keys", default="", help="Keys of the message, separated by spaces.")
 @click.option("-c", "--tags", "tag", default="", help="Tag of the message.")
 @click.option("-b", "--broker", default="", help="Broker of the queue; needs -i.")
-@click.option(
-    "-i", "--qid", "queue_id", type=click.IntRange(min=0), help="Id of the queue; needs -b."
-)
+@click.option("-i", "--qid", "queue_id", type=QUEUE_ID, help="Id of the queue; needs -b.")
 @mqadmin_session
 def send_message(
     session: CommandSession,

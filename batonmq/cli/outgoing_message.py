@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 from batonmq._core.delays import parse_duration_ms
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
+from batonmq.cli.arguments import is_queue_id
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import InvalidArgument
 
@@ -100,7 +101,11 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "properties": (lambda value: isinstance(value, dict), "an object of strings"),
     "queue": (
-        lambda value: _is_string(value) and bool(re.fullmatch(r"[^/]+/\d+", value)),
+        lambda value: (
+            _is_string(value)
+            and (found := re.fullmatch(r"[^/]+/(\d+)", value)) is not None
+            and is_queue_id(found[1])
+        ),
         "BROKER/ID, such as broker-0/3",
     ),
     "delay_level": (lambda value: type(value) is int and value >= 1, "a positive integer"),
@@ -154,6 +159,8 @@ def _parse(number: int, text: bytes, topic: str, template: OutgoingMessage) -> O
         raise _line_error(number, error.message, error.remedy) from error
     except ValueError as error:
         raise _line_error(number, str(error)) from error
+    except RecursionError as error:
+        raise _line_error(number, "its values are nested too deep") from error
 
 
 def _merge(line: _Line, topic: str, template: OutgoingMessage) -> OutgoingMessage:

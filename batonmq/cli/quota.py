@@ -34,6 +34,7 @@ _LIMITS = {
     "topics": "Topics that the identity has created.",
     "groups": "Groups that the identity has created.",
 }
+LIMIT_MAX = 2**63 - 1
 _COLUMNS: Columns = {
     "IDENTITY": "identity",
     "PRODUCE B/S": "produce_bytes_per_s",
@@ -52,7 +53,7 @@ def _limit_options(command: F) -> F:
     for name, text in reversed(_LIMITS.items()):
         least = 1 if name.endswith("_per_s") else 0
         option = f"--{name.replace('_', '-')}"
-        command = click.option(option, type=click.IntRange(min=least), help=text)(command)
+        command = click.option(option, type=click.IntRange(least, LIMIT_MAX), help=text)(command)
     return command
 
 

@@ -7,6 +7,7 @@ import re
 from batonmq.errors import InvalidArgument
 
 _SIZE = re.compile(r"([0-9]{1,18})(B|KiB|MiB|GiB|TiB)?")
+SIZE_MAX = 2**63 - 1
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -14,7 +15,7 @@ def parse_bytes(text: str) -> int:
     """Return the bytes of a size, such as `512MiB`; a number without a unit is in bytes.
 
     Raises:
-        InvalidArgument: the text is not a size.
+        InvalidArgument: the text is not a size, or the size is too large.
     """
     match = _SIZE.fullmatch(text)
     if match is None:
@@ -23,7 +24,12 @@ def parse_bytes(text: str) -> int:
             remedy="Use a number and a unit, such as 500KiB, 64MiB or 1GiB, or a number of bytes.",
             facts={"field": "size"},
         )
-    return int(match[1]) * _UNITS[match[2] or "B"]
+    count = int(match[1]) * _UNITS[match[2] or "B"]
+    if count > SIZE_MAX:
+        raise InvalidArgument(
+            f"{text!r} is more than {SIZE_MAX} bytes", facts={"field": "size", "limit": SIZE_MAX}
+        )
+    return count
 
 
 def size_text(count: int) -> str:

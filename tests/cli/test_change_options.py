@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -95,9 +96,16 @@ def test_plan_summary_counts_replayed_and_skipped_messages() -> None:
 def test_exported_offsets_are_parsed_and_a_bad_line_is_named() -> None:
     lines = ["t,b,0,5\n", "\n", "t,b,1,0\n"]
     assert parse_offsets(lines) == {QueueRef("t", "b", 0): 5, QueueRef("t", "b", 1): 0}
-    for bad in ("t,b,0", "t,b,x,1", "t,b,0,-1", "t,b,0,6"):
+    for bad in ("t,b,0", "t,b,x,1", "t,b,0,-1", "t,b,0,6", f"t,b,2,{2**63}", f"t,b,{2**32},0"):
         with pytest.raises(InvalidArgument, match="line 4"):
             parse_offsets([*lines, bad])
+
+
+def test_file_that_is_no_text_has_no_offsets(tmp_path: Path) -> None:
+    file = tmp_path / "offsets"
+    file.write_bytes(b"t,b,0,\xff\n")
+    with file.open(encoding="utf-8") as lines, pytest.raises(InvalidArgument, match="no file of"):
+        parse_offsets(lines)
 
 
 def test_operation_has_an_id_of_its_own_unless_one_is_given() -> None:

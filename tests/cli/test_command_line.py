@@ -85,6 +85,20 @@ NOWHERE = "127.0.0.1:1"
         ["config", "check", "etcd"],
         ["config", "check", "--file", __file__],
         ["debug", "bundle"],
+        ["topic", "create", "t", "--compact", "--min-lag", "soon"],
+        ["topic", "update", "t", "--tombstone-retention", "soon"],
+        ["access", "token", "create", "a", "--ttl", "soon"],
+        ["access", "key", "create", "a", "--ttl", "soon"],
+        ["access", "key", "rotate", "a", "--overlap", "soon"],
+        ["cluster", "remove-broker", "b", "--wait", "soon"],
+        ["cluster", "remove-broker", "b", "--wait", "999999999999d"],
+        ["lock", "show", "g", "t", "b", str(2**32)],
+        ["message", "get", "--topic", "t", "--queue", "b/0", "--offset", str(2**63)],
+        ["message", "get", "--topic", "t", "--queue", f"b/{2**32}", "--offset", "0"],
+        ["message", "trace", "--topic", "t", "--queue", "9" * 5_000, "--offset", "0"],
+        ["produce", "t", "--queue", f"b/{2**32}"],
+        ["group", "lag", "g", "--topic", "t", "--queue", "b/" + "9" * 5_000],
+        ["quota", "set", "a", "--topics", str(2**64)],
         ["mqadmin", "updateTopic", "-t", "t", "-r", "2", "-w", "3"],
         ["mqadmin", "sendMessage", "-t", "t", "-p", "x", "-i", "0"],
         ["mqadmin", "resetOffsetByTime", "-g", "g", "-t", "t"],
@@ -210,7 +224,6 @@ def test_up_on_a_file_exits_with_2(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = CliRunner().invoke(baton, ["up", "--data-dir", str(tmp_path / "file")])
     assert result.exit_code == 2
-
 
 
 def test_group_whose_move_is_not_seen_for_a_moment_does_not_end_the_spread(

@@ -90,3 +90,8 @@ def test_properties_are_parsed_from_name_and_value() -> None:
     for bad in ("a", "=1", ""):
         with pytest.raises(InvalidArgument):
             parse_properties([bad])
+
+
+def test_line_that_is_nested_too_deep_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="line 7: its values are nested too deep"):
+        from_json("t", TEMPLATE)(7, b'{"body": ' + b"[" * 200_000)

@@ -27,6 +27,12 @@ def test_invalid_size_is_rejected(text: str) -> None:
         parse_bytes(text)
 
 
+def test_size_beyond_64_bits_is_rejected() -> None:
+    assert parse_bytes("8388607TiB") < 2**63
+    with pytest.raises(InvalidArgument, match="is more than"):
+        parse_bytes("8388608TiB")
+
+
 def test_text_of_no_bytes_is_in_bytes() -> None:
     assert size_text(0) == "0B"
 
