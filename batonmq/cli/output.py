@@ -152,14 +152,14 @@ class Output:
     def note(self, text: str) -> None:
         """Print a remark beside the result; JSON leaves it out."""
         if self.form is not OutputFormat.JSON:
-            self._print("\n".join(map(printable, text.split("\n"))))
+            self._print(_printable_lines(text))
 
     def error(self, error: BatonError) -> None:
         """Print a rejection or failure: its reason, its message and its remedy."""
         if self.form is not OutputFormat.JSON:
             self.failure(error.reason, error.message, error.remedy)
             for line in differences(error):
-                print(f"  {line}", file=sys.stderr)
+                print(f"  {_printable_lines(line)}", file=sys.stderr)
             return
         ProgressLine.erase()
         print(json.dumps({"error": described(error)}), file=sys.stderr)
@@ -171,9 +171,9 @@ class Output:
             failure = {"reason": reason, "message": message, "remedy": remedy}
             print(json.dumps({"error": failure}), file=sys.stderr)
         else:
-            print(f"error: {reason}: {message}", file=sys.stderr)
+            print(f"error: {reason}: {_printable_lines(message)}", file=sys.stderr)
             if remedy:
-                print(f"  {remedy}", file=sys.stderr)
+                print(f"  {_printable_lines(remedy)}", file=sys.stderr)
 
     @staticmethod
     def _print(text: str) -> None:
@@ -213,6 +213,10 @@ def differences(error: BatonError) -> list[str]:
 def printable(text: str) -> str:
     """Return `text` with control characters escaped, so that a terminal does not obey them."""
     return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def wall_time(unix_ms: int) -> str:

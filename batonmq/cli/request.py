@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+from click.exceptions import Exit
 
 from batonmq._core.delays import parse_duration_ms
 from batonmq._producer.producer import Producer
@@ -68,9 +69,9 @@ def request(
                     ordering_key=ordering_key,
                 )
             except RequestFailed as error:
-                raise click.ClickException(
-                    f"the responder replied with an error: {error}"
-                ) from error
+                message = f"the responder replied with an error: {error}"
+                session.output.failure("REQUEST_FAILED", message, "")
+                raise Exit(1) from error
         text = reply.body.decode(errors="backslashreplace")
         session.output.line({"body": text}, printable(text))
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from batonmq import Producer, RequestFailed
 from batonmq.admin import Admin
 from batonmq.admin.placement import GroupMove, OffsetsPlacement
 from batonmq.cli import group_placement
@@ -252,3 +253,16 @@ def test_group_whose_move_is_not_seen_for_a_moment_does_not_end_the_spread(
     result = CliRunner().invoke(baton, ["cluster", "spread-groups", "--format", "json"])
     assert (result.exit_code, result.stderr) == (0, "")
     assert [one["state"] for one in json.loads(result.stdout)] == ["moved"]
+
+
+def test_error_of_a_responder_is_in_the_chosen_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise RequestFailed("no such price")
+
+    monkeypatch.setattr(Producer, "request", fail)
+    arguments = ["--nameserver", NOWHERE, "request", "t", "IBM", "--format", "json"]
+    result = CliRunner().invoke(baton, arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    error = json.loads(result.stderr)["error"]
+    assert error["reason"] == "REQUEST_FAILED"
+    assert error["message"] == "the responder replied with an error: no such price"

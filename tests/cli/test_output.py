@@ -138,3 +138,14 @@ def test_duration_shows_its_two_largest_units(milliseconds: int, text: str) -> N
 
 def test_wall_time_is_utc_to_the_millisecond() -> None:
     assert wall_time(1_385_873_999_007) == "2013-12-01T04:59:59.007Z"
+
+
+def test_failure_with_text_of_another_program_does_not_control_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = Output(OutputFormat.TABLE)
+    output.failure("REQUEST_FAILED", "no \x1b[2J", "a\nb\x07")
+    output.error(TopicNotFound("topic \x9b2J"))
+    printed = capsys.readouterr().err
+    assert "error: REQUEST_FAILED: no \\x1b[2J\n  a\nb\\x07\n" in printed
+    assert "topic \\x9b2J" in printed
