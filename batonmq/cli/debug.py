@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -42,19 +44,17 @@ def bundle(session: CommandSession, out: Path, data_dir: Path | None) -> None:
     problems.txt, with exit status 0; the status is 1 only if the file can't be written.
     """
     try:
-        with out.open("xb") as file:
+        with out.open("xb") as file, _unlinked_on_failure(out):
             diagnostics = session.run(_collect(session, data_dir))
             with tarfile.open(fileobj=file, mode="w:gz") as archive:
                 _pack(archive, out.name.partition(".")[0], diagnostics.files)
+            file.flush()
     except FileExistsError as error:
         session.output.failure("FILE_EXISTS", f"{out} exists already", "Give another name.")
         raise Exit(1) from error
     except OSError as error:
         session.output.failure("SYSTEM_ERROR", str(error), "")
         raise Exit(1) from error
-    except BaseException:
-        out.unlink()
-        raise
     item = {"file": str(out), "files": sorted(diagnostics.files), "problems": diagnostics.problems}
     problems = counted(len(diagnostics.problems), "problem")
     session.output.line(item, f"{out}: {counted(len(diagnostics.files), 'file')}, {problems}")
@@ -73,6 +73,15 @@ async def _collect(session: CommandSession, data_dir: Path | None) -> Diagnostic
             diagnostics.problems.append(f"settings: {error}")
         await diagnostics.collect()
     return diagnostics
+
+
+@contextmanager
+def _unlinked_on_failure(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        file.unlink()
+        raise
 
 
 def _pack(archive: tarfile.TarFile, folder: str, files: dict[str, bytes]) -> None:

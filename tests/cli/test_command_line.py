@@ -5,6 +5,7 @@ Method: the command in this process through click's runner; no cluster is up.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 from batonmq import Producer, RequestFailed
 from batonmq.admin import Admin
 from batonmq.admin.placement import GroupMove, OffsetsPlacement
-from batonmq.cli import group_placement
+from batonmq.cli import debug, group_placement
 from batonmq.cli.app import baton
 from batonmq.errors import Unreachable
 from batonmq_server.local.ports import lock_data_dir
@@ -225,6 +226,22 @@ def test_up_on_a_file_exits_with_2(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = CliRunner().invoke(baton, ["up", "--data-dir", str(tmp_path / "file")])
     assert result.exit_code == 2
+
+
+def test_bundle_that_can_not_be_written_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(debug, "_pack", fail)
+    monkeypatch.setattr(debug, "settings_of_services", dict)
+    out = tmp_path / "bundle.tar.gz"
+    arguments = ["--nameserver", NOWHERE, "debug", "bundle", "--out", str(out)]
+    result = CliRunner().invoke(baton, arguments)
+    assert result.exit_code == 1
+    assert "SYSTEM_ERROR: [Errno 28] No space left on device" in result.stderr
+    assert not out.exists()
 
 
 def test_group_whose_move_is_not_seen_for_a_moment_does_not_end_the_spread(
