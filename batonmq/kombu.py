@@ -258,13 +258,20 @@ class Channel(virtual.Channel):  # type: ignore[misc]
         if queue not in self._getters:
             inbox = Inbox()
             self._getters[queue] = self._join(queue, inbox, by_get=True), inbox
-        key, inbox = self._getters[queue]
+        try:
+            delivery = self._next_delivery(*self._getters[queue])
+        except BatonError:  # its consumer has ended: a further call joins the group again
+            self._stop_getting(queue)
+            raise
+        return None if delivery is None else self._message(delivery, no_ack=no_ack)
+
+    def _next_delivery(self, key: int, inbox: Inbox) -> Delivery | None:
         self._call("get", consumer=key, credit=1)
         delivery = inbox.take(self._link.options.get_timeout_ms / 1000)
         if delivery is None:
             self._call("get", consumer=key, credit=0)
             delivery = inbox.take(0)
-        return None if delivery is None else self._message(delivery, no_ack=no_ack)
+        return delivery
 
     def drain_events(self, timeout: float | None = None, callback: object = None) -> None:
         """Deliver the next message of the connection."""
