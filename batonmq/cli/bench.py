@@ -22,7 +22,7 @@ from batonmq.cli.benchmark import (
     ReportProgress,
     temporary_topic,
 )
-from batonmq.cli.command_classes import LazyGroup
+from batonmq.cli.command_classes import FloatRange, LazyGroup
 from batonmq.cli.completion import complete_topics
 from batonmq.cli.output import Columns, Item
 from batonmq.cli.produce import Codec, compression_option
@@ -68,7 +68,7 @@ _LOAD_OPTIONS = (
         "--seconds",
         default=10.0,
         show_default=True,
-        type=click.FloatRange(min=0.1),
+        type=FloatRange(min=0.1),
         help="How long to send.",
     ),
     click.option(

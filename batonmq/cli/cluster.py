@@ -17,7 +17,7 @@ from batonmq.admin.diagnostics import describe_broker
 from batonmq.admin.replication import ElectionPlan, Replica, elect, replicas
 from batonmq.admin.reports import ClusterNodes, Node
 from batonmq.cli.change_options import by_option, check_can_ask, confirm, yes_option
-from batonmq.cli.command_classes import LazyCommand, LazyGroup, argument
+from batonmq.cli.command_classes import FloatRange, LazyCommand, LazyGroup, argument
 from batonmq.cli.output import Columns, Item, Minor, counted, duration, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.errors import BatonError
@@ -226,7 +226,7 @@ async def _check_health(node: Node, connect: Connect, now_unix_ms: int) -> dict[
     "--seconds",
     default=1.0,
     show_default=True,
-    type=click.FloatRange(min=0, max=3_600),
+    type=FloatRange(min=0, max=3_600),
     help="Measure rates over this time; 0: no rates.",
 )
 @cluster_session

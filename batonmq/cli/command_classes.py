@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,19 @@ class Argument(click.Argument):
     def __init__(self, *args: Any, help: str = "", **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.description = help
+
+
+class FloatRange(click.FloatRange):
+    """A range of numbers, without infinity and what is no number."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the number of a text."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
 
 
 class Command(click.Command):

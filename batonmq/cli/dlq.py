@@ -24,7 +24,7 @@ from batonmq.admin.dead_letters import (
 )
 from batonmq.cli.arguments import group_argument
 from batonmq.cli.change_options import by_option, operation, reason_option
-from batonmq.cli.command_classes import LazyGroup
+from batonmq.cli.command_classes import FloatRange, LazyGroup
 from batonmq.cli.group_resets import execute_option
 from batonmq.cli.message import body_of
 from batonmq.cli.output import Columns, Item, Minor, Prose, counted, described, printable, wall_time
@@ -156,7 +156,7 @@ def show(
 )
 @click.option("--again", is_flag=True, help="Include dead letters that were redriven before.")
 @click.option(
-    "--rate", type=click.FloatRange(min=0.01), help="Maximum number of messages to send per second."
+    "--rate", type=FloatRange(min=0.01), help="Maximum number of messages to send per second."
 )
 @click.option(
     "--replay-id",

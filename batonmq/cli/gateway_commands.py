@@ -19,7 +19,7 @@ from batonmq.admin.remote_commands import (
     StackTraces,
 )
 from batonmq.cli.arguments import OFFSET, group_argument, parse_message_queue
-from batonmq.cli.command_classes import argument, command
+from batonmq.cli.command_classes import FloatRange, argument, command
 from batonmq.cli.message import find_queue
 from batonmq.cli.output import counted, printable
 from batonmq.cli.session import CommandSession, cluster_session
@@ -35,7 +35,7 @@ def _timeout_option(function: Callable[..., None]) -> Callable[..., None]:
         "timeout_s",
         default=COMMAND_TIMEOUT_S,
         show_default=True,
-        type=click.FloatRange(min=0, max=TIMEOUT_S_MAX, min_open=True),
+        type=FloatRange(min=0, max=TIMEOUT_S_MAX, min_open=True),
         help="How long to wait for the client, in seconds.",
     )(function)
 

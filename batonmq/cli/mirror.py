@@ -16,7 +16,7 @@ from batonmq.admin.mirror import Mirror, begin_standby, fail_over
 from batonmq.admin.mirror_reports import MirroredQueue, MirrorPlan, MirrorReport, MirrorStatus
 from batonmq.cli import context_file, tls_options
 from batonmq.cli.change_options import by_option, dry_run_option
-from batonmq.cli.command_classes import LazyGroup, argument
+from batonmq.cli.command_classes import FloatRange, LazyGroup, argument
 from batonmq.cli.context_file import ContextError
 from batonmq.cli.output import Columns, Minor, counted
 from batonmq.cli.session import CommandSession, cluster_session, global_options
@@ -75,7 +75,7 @@ _GROUP_COLUMNS: Columns = {
     "--report",
     "report_s",
     default=10.0,
-    type=click.FloatRange(min=0.1),
+    type=FloatRange(min=0.1),
     metavar="SECONDS",
     help="Time between two lines of output; 10 by default.",
 )
@@ -83,7 +83,7 @@ _GROUP_COLUMNS: Columns = {
     "--progress",
     "progress_s",
     default=5.0,
-    type=click.FloatRange(min=0.1),
+    type=FloatRange(min=0.1),
     metavar="SECONDS",
     help="Time between two translations of progress; 5 by default.",
 )

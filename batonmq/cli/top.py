@@ -20,7 +20,7 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.top_board import Board, GroupQueueStatus, Snapshot
 from batonmq.admin.admin import Admin
 from batonmq.admin.event_watch import EventWatch
-from batonmq.cli.command_classes import command
+from batonmq.cli.command_classes import FloatRange, command
 from batonmq.cli.output import OutputFormat
 from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.cli.top_screen import screen_lines, snapshot_item
@@ -43,7 +43,7 @@ _HOME, _ERASE_LINE, _ERASE_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
     "--seconds",
     default=3.0,
     show_default=True,
-    type=click.FloatRange(min=1.0),
+    type=FloatRange(min=1.0),
     help="How long to watch with --once.",
 )
 @cluster_session

@@ -15,7 +15,7 @@ from batonmq.admin.queue_moves import RemovalObstacle, removal_obstacles
 from batonmq.admin.reports import Compaction, MessageType, Topic, TopicPurge
 from batonmq.cli.arguments import topic_argument
 from batonmq.cli.change_options import check_can_ask, confirm, yes_option
-from batonmq.cli.command_classes import LazyCommand, LazyGroup
+from batonmq.cli.command_classes import FloatRange, LazyCommand, LazyGroup
 from batonmq.cli.output import Columns, Minor, counted, duration, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.cli.sizes import parse_bytes, size_text
@@ -109,7 +109,7 @@ def _compaction_options(command: F) -> F:
         ),
         click.option(
             "--dirty-ratio",
-            type=click.FloatRange(min=0.01, max=0.99),
+            type=FloatRange(min=0.01, max=0.99),
             help="Compact a queue when this share of its bytes is newer than the last compaction; "
             "0.5 by default.",
         ),

@@ -12,7 +12,7 @@ import click
 from batonmq._common.clock import Clock
 from batonmq.admin.topic_stats import QueueStats, TopicStats
 from batonmq.cli.arguments import topic_argument
-from batonmq.cli.command_classes import command
+from batonmq.cli.command_classes import FloatRange, command
 from batonmq.cli.output import Columns, Minor, counted, duration, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 
@@ -41,7 +41,7 @@ _MORE_COLUMNS: Columns = {
     "--interval",
     default=2.0,
     show_default=True,
-    type=click.FloatRange(min=0.1, max=3_600),
+    type=FloatRange(min=0.1, max=3_600),
     help="Seconds between two outputs; needs --watch.",
 )
 @cluster_session
