@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
@@ -83,7 +84,8 @@ async def raise_prices(producer: Producer, prices: dict[str, int], products: lis
 
 async def main(nameserver: str = NAMESERVER) -> None:
     """Change prices while three caches are online, then while one of them is offline."""
-    prices = {f"product-{number}": 100 for number in range(1, 11)}
+    run = secrets.token_hex(3)
+    prices = {f"product-{run}-{number}": 100 for number in range(1, 11)}
     products = list(prices)
     async with Admin(nameserver) as admin:
         await admin.create_topic(TOPIC, 4)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -86,28 +87,26 @@ async def stored(nameserver: str) -> Counter[bytes]:
 
 async def main(nameserver: str = NAMESERVER) -> None:
     """Send orders, transform them, and count the lines."""
+    first = secrets.randbelow(10**9) * ORDER_COUNT
+    orders = range(first, first + ORDER_COUNT)
     async with asyncio.timeout(60):
         async with Admin(nameserver) as admin:
             await admin.create_topic(ORDERS, 4)
             await admin.create_topic(LINES, 4)
         async with Producer(nameserver) as producer, asyncio.TaskGroup() as tasks:
-            for order in range(ORDER_COUNT):
+            for order in orders:
                 key = f"customer-{order % 40}"
                 tasks.create_task(producer.send(ORDERS, b"%d" % order, ordering_key=key))
         for number in range(STOPS):
             await transform(nameserver, seconds=0.05 * number)
         await transform(nameserver)
         found = await stored(nameserver)
-    expected = {
-        b"order %d line %d" % (order, number)
-        for order in range(ORDER_COUNT)
-        for number in range(1 + order % 3)
-    }
-    if wrong := [body for body, count in found.items() if count > 1 or body not in expected]:
-        sys.exit(f"{len(wrong)} lines are wrong or stored twice, such as {wrong[0]!r}")
-    if missing := expected - found.keys():
+    lines = {line(order, number) for order in orders for number in range(1 + order % 3)}
+    if twice := [body for body in lines if found[body] > 1]:
+        sys.exit(f"{len(twice)} lines are stored twice, such as {twice[0]!r}")
+    if missing := lines - found.keys():
         sys.exit(f"{len(missing)} lines are missing")
-    print(f"{ORDER_COUNT} orders, {STOPS} transformers stopped at once: {len(found)} lines, once")
+    print(f"{ORDER_COUNT} orders, {STOPS} transformers stopped at once: {len(lines)} lines, once")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 from batonmq import Admin, Consumer, ConsumerSettings, Producer, ReceivedMessage
+from batonmq.errors import TopicNotFound
 from batonmq.schemas import SchemaRegistry, decoding
 
 TOPIC, GROUP, COUNT = "typed-orders", "typed-billing", 100
@@ -56,18 +57,27 @@ async def consume(nameserver: str) -> list[int]:
     return numbers
 
 
+async def dead_count(admin: Admin) -> int:
+    """Return the number of dead letters of the group."""
+    try:
+        dead = await admin.describe_topic(f"%DLQ%{GROUP}")
+    except TopicNotFound:
+        return 0
+    return sum(queue.count or 0 for queue in dead.queues)
+
+
 async def main(nameserver: str = NAMESERVER) -> None:
     """Consume while another task produces; check what was handled and what was not."""
     async with Admin(nameserver) as admin:
         await admin.create_topic(TOPIC, 1)
+        before = await dead_count(admin)
         async with asyncio.TaskGroup() as tasks:
             numbers = tasks.create_task(consume(nameserver))
             tasks.create_task(produce(nameserver))
         if sorted(numbers.result()) != list(range(COUNT)):
             sys.exit(f"handled {sorted(numbers.result())}")
-        dead = (await admin.describe_topic(f"%DLQ%{GROUP}")).queues
-        if sum(queue.count or 0 for queue in dead) != 1:
-            sys.exit(f"the dead letters are {dead}")
+        if (dead := await dead_count(admin) - before) != 1:
+            sys.exit(f"there are {dead} dead letters")
     print(f"{COUNT} orders were read by an older version of their schema; 1 dead letter")
 
 
