@@ -70,3 +70,27 @@ def test_entry_point_is_the_command() -> None:
     assert "Usage: baton " in done.stdout
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"baton": "batonmq.__main__:main"}
+
+
+@pytest.mark.parametrize("redirection", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_stream_is_no_error(redirection: str) -> None:
+    command = f'"$1" -m batonmq context list {redirection}'
+    done = subprocess.run(
+        ["sh", "-c", command, "sh", sys.executable], capture_output=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_confirmation_without_standard_input_is_refused() -> None:
+    command = '"$1" -m batonmq topic delete t <&-'
+    done = subprocess.run(
+        ["sh", "-c", command, "sh", sys.executable], capture_output=True, check=False, timeout=60
+    )
+    assert done.returncode == 2
+    assert b"standard input is not a terminal" in done.stderr
+
+
+def test_text_that_the_output_can_not_have_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = _run("-c", "import batonmq.__main__ as e; e._prepare_streams(); print('caf\\xe9')")
+    assert (done.returncode, done.stdout) == (0, "caf\\xe9\n")
