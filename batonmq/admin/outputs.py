@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from baton.storage.v1 import output_service_pb2 as pb
+from batonmq.admin._broker_names import broker_names
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
 
@@ -55,7 +56,7 @@ async def remembered_outputs(
     Raises:
         Unreachable: No nameserver responds.
     """
-    brokers = sorted(await admin.directory.brokers())
+    brokers = await broker_names(admin)
     async with asyncio.TaskGroup() as tasks:
         calls = [tasks.create_task(_of_broker(admin, broker, group)) for broker in brokers]
     found = [one for call in calls for one in call.result()[0]]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from baton.storage.v1 import transaction_service_pb2 as pb
 from batonmq._core.queues import QueueRef
 from batonmq._core.transactions import broker_of
+from batonmq.admin._broker_names import broker_names
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError, InvalidArgument, TransactionNotFound
 
@@ -82,7 +83,7 @@ class Transactions:
         Raises:
             Unreachable: No nameserver responds.
         """
-        brokers = sorted(await self._admin.directory.brokers())
+        brokers = await broker_names(self._admin)
         async with asyncio.TaskGroup() as tasks:
             calls = [
                 tasks.create_task(self._of_broker(broker, group, (topic, key), count_max))

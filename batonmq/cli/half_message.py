@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict
 from typing import Any
 
+from batonmq.admin._broker_names import broker_names
 from batonmq.admin.admin import Admin
 from batonmq.admin.transactions import TransactionDetail
 from batonmq.cli.output import Columns, Prose, counted, wall_time
@@ -26,7 +27,7 @@ async def is_transaction_id(admin: Admin, name: str) -> bool:
         Unreachable: No nameserver responds.
     """
     found = _ID.fullmatch(name)
-    return found is not None and found["broker"] in await admin.directory.brokers()
+    return found is not None and found["broker"] in await broker_names(admin)
 
 
 def show_half_message(session: CommandSession, half: TransactionDetail) -> None:
