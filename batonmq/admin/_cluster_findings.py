@@ -215,11 +215,11 @@ def find_leader_balance(state: ClusterState) -> Iterator[CheckFinding]:
 
 
 def find_topic_balance(state: ClusterState) -> Iterator[CheckFinding]:
-    """Yield topics with uneven queues."""
+    """Yield topics with uneven queues; those of compacted topics can't be moved."""
     brokers = {r.node.replica_set for r in state.nodes if r.node.service == "storage"}
     brokers -= {one.broker for one in state.removals}
     for topic in state.topics:
-        if is_system_topic(topic.name):
+        if is_system_topic(topic.name) or topic.compaction is not None:
             continue
         counts = {broker: topic.writable_counts.get(broker, 0) for broker in brokers}
         if counts and max(counts.values()) - min(counts.values()) > 1:

@@ -196,7 +196,7 @@ CHECKS: tuple[ClusterCheck, ...] = (
     ClusterCheck(
         "topic-balance",
         "Are the queues of each topic spread evenly over the brokers?",
-        "Spread the queues evenly: baton topic update --queues.",
+        "Move queues: baton topic move TOPIC --spread --dry-run, then without --dry-run.",
         ("topics",),
         _cluster_findings.find_topic_balance,
     ),

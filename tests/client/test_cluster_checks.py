@@ -23,7 +23,7 @@ from batonmq.admin.group_reports import Group, Member, Pause
 from batonmq.admin.node_state import NodeReport, ProcessState, clock_skew_ms
 from batonmq.admin.quotas import IdentityQuota, QuotaLimits
 from batonmq.admin.replication import Replica
-from batonmq.admin.reports import DrainedNode, Node, Topic
+from batonmq.admin.reports import Compaction, DrainedNode, Node, Topic
 from batonmq.admin.setting_drift import config_drift, masked_settings
 from batonmq.admin.transactions import TransactionDetail
 
@@ -444,3 +444,13 @@ def test_node_that_is_too_new_for_the_command_is_named() -> None:
     found = verdict(with_contract(S, "storage/storage-1", contract=9, contract_min=8), "contracts")
     text = f"storage/storage-1 works with contract 8 or later, and this command has {CONTRACT}"
     assert text in found.findings
+
+
+def test_uneven_topic_is_told_only_if_its_queues_can_be_moved() -> None:
+    nodes = (*S.nodes, report("storage", 2, leader=True, replica_set="b"))
+    uneven = topic("orders", {"a": 4})
+    compacted = replace(uneven, name="prices", compaction=Compaction())
+    checked = cluster_verdicts(replace(S, nodes=nodes, topics=(uneven, compacted)))
+    (found,) = [one for one in checked if one.name == "topic-balance"]
+    assert found.findings == ("queues of topic orders by broker: a 4, b 0",)
+    assert found.remedy.startswith("Move queues: baton topic move TOPIC --spread")
