@@ -153,7 +153,7 @@ class BackupManifest:
         begin_unix_ms: Start of the snapshot: progress is as of this time, messages are not older.
         scheduled: File of the scheduled batches by broker.
         scheduled_count: Number of scheduled batches.
-        notes: What is not in the snapshot, and why.
+        notes: What is not in the snapshot, and why; and which queue was copied anew.
     """
 
     number: int

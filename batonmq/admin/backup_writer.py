@@ -131,6 +131,7 @@ class BackupWriter:
         self._number, self._notes = 1, list[str]()
         self._earlier: Mapping[QueueRef, QueueBackup] = {}
         self._topic_ids: Mapping[str, int] = {}
+        self._compacted: frozenset[str] = frozenset()
         self._delivered: set[tuple[str, ScheduledKey]] = set()
         self._turns = asyncio.Semaphore(_QUEUES_AT_ONCE)
 
@@ -171,6 +172,7 @@ class BackupWriter:
         access = await self._access()
         topics = await self._topics()
         self._topic_ids = {one.name: one.topic_id for one in topics}
+        self._compacted = frozenset(one.name for one in topics if one.compaction is not None)
         waiting = await self._scheduled(topics)
         await self._note_transactions()
         earlier = await self._same_queues(topics)
@@ -354,7 +356,8 @@ class BackupWriter:
                 if earlier is not None and await self._continues(queue, extent, earlier):
                     copy = _QueueCopy(max(first, _copied_to(earlier)), earlier.checksum)
                     copy.chunks = [one for one in earlier.chunks if one.next_offset > first]
-                elif earlier is not None:
+                elif earlier is not None and queue.topic not in self._compacted:
+                    # A compaction writes what it keeps again, so its batches are other ones.
                     self._notes.append(
                         f"queue {queue} is not what it was at the snapshot before: it is copied "
                         "anew"

@@ -103,7 +103,7 @@ def create(session: CommandSession, place: str, dry_run: bool) -> None:
     manifest = session.run(_create(session, place))
     session.output.items([_item(manifest)], _COLUMNS)
     for note in manifest.notes:
-        session.output.note(f"not in the snapshot: {note}")
+        session.output.note(f"note: {note}")
 
 
 async def _plan(session: CommandSession, place: str) -> BackupPlan:
@@ -203,7 +203,7 @@ def restore(
         f"{counted(len(manifest.groups), 'group')}"
     )
     for note in manifest.notes:
-        session.output.note(f"not restored: {note}")
+        session.output.note(f"note: {note}")
 
 
 async def _plan_restore(

@@ -351,3 +351,30 @@ def test_deleted_key_of_a_compacted_topic_is_not_in_a_later_snapshot(
             return {one.body for one in await broker.messages(TOPIC)}
 
     assert run_virtual(restored()) == kept
+
+
+@pytest.mark.usefixtures("without_threads")
+def test_compaction_between_two_snapshots_is_no_note(store: FolderStore) -> None:
+    settings = Compaction(tombstone_retention_ms=36_000_000, dirty_percent=1)
+
+    async def main() -> None:
+        async with MemoryBroker() as broker, broker.admin() as admin:
+            await admin.create_topic(TOPIC, 1, compaction=settings)
+            async with broker.producer() as producer:
+
+                async def send_keys(keys: str) -> None:
+                    for key in keys:
+                        await producer.send(TOPIC, key.encode(), ordering_key=key)
+
+                await send_keys("ababc")
+                await BackupWriter(admin, store).run()
+                await send_keys("abab")
+
+            async def compacted() -> bool:
+                return (await admin.message_counts({QUEUE: 0}))[QUEUE] == len("abc")
+
+            await until(compacted, timeout_s=7_200)
+            manifest = await BackupWriter(admin, store).run()
+        assert (manifest.notes, manifest.message_count) == ((), len("abc"))
+
+    run_virtual(main())
