@@ -26,7 +26,7 @@ class DiagnosisCalls:
             topic = await self.topics.topic(request.topic)
             queues = tuple(self.inspector.queues_of_topic(topic.name))
         else:
-            queues = self.inspector.queues_of(group)
+            queues = await self.inspector.queues_to_inspect(group)
         selected = tuple(
             queue
             for queue in queues

@@ -120,6 +120,23 @@ class QueueInspector:
             queue for s in group.terms.subscriptions for queue in self.queues_of_topic(s.topic)
         )
 
+    async def queues_to_inspect(self, group: Group) -> tuple[QueueRef, ...]:
+        """Return the queues that concern a group, ascending: those that it subscribes to.
+
+        A group without a subscription never had a member, but may have progress, as after a restore
+        or a reset. Then they are all queues of the topics on which it has progress.
+
+        Raises:
+            BatonError: offsets did not say on which topics.
+        """
+        if group.terms.subscriptions or group.terms.broadcasting:
+            return self.queues_of(group)
+        progress = await self._queries.progress(group.name)
+        if progress.failure is not None:
+            raise progress.failure
+        topics = sorted({queue.topic for queue in progress.value or ()})
+        return tuple(queue for topic in topics for queue in self.queues_of_topic(topic))
+
     def queues_of_topic(self, name: str) -> Iterator[QueueRef]:
         """Yield the queues of a topic, ascending; none if it does not exist."""
         topic = self._catalog.topics.get(name)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
@@ -17,8 +19,10 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.aio import in_steps
 from batonmq._core.queues import GroupQueue
 from batonmq._telemetry.event_hub import EventHub
+from batonmq.errors import BatonError
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.diagnosis import QueueDiagnosis
+from batonmq_server.nameserver.core.groups import Group
 from batonmq_server.nameserver.inspector import InspectionTarget, QueueInspector
 from batonmq_server.nameserver.metrics import LagMetrics
 
@@ -63,11 +67,7 @@ class QueueMonitor:
             self._stuck = {}
             return
         groups = self._catalog.groups
-        targets = [
-            InspectionTarget(group, self._inspector.queues_of(group))
-            for _, group in sorted(groups.items())
-            if not group.terms.broadcasting
-        ]
+        targets = await self._targets(groups)
         diagnoses = await self._inspector.inspect(targets, patient=True)
         await self._metrics.show(
             diagnoses, {name: len(each.members) for name, each in groups.items()}
@@ -75,6 +75,16 @@ class QueueMonitor:
         self._metrics.count_inspection()
         await self._publish_changes(diagnoses)
         await self._publish_lag([d for d in diagnoses if _has_known_lag(d)])
+
+    async def _targets(self, groups: Mapping[str, Group]) -> list[InspectionTarget]:
+        """Return the queues of each group; of one whose queues are not known now, none."""
+        counted = [group for _, group in sorted(groups.items()) if not group.terms.broadcasting]
+        targets = []
+        async for group in in_steps(counted):
+            with suppress(BatonError):
+                queues = await self._inspector.queues_to_inspect(group)
+                targets.append(InspectionTarget(group, queues))
+        return targets
 
     def _is_inspecting(self) -> bool:
         nameservers = [

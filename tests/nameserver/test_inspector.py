@@ -115,6 +115,44 @@ async def test_locks_are_described_only_where_needed(services: Scene) -> None:
     assert services.calls()["Describe"] == 1
 
 
+# ---- groups without a subscription
+
+
+def without_subscription(services: Scene, committed_offset: int) -> Group:
+    """Add a group that never had a member, with progress on `t`, as after a restore."""
+    group = services.group("g")
+    services.progress(group, committed_offset)
+    bare = replace(group, terms=replace(group.terms, subscriptions=()))
+    services.catalog.groups["g"] = bare
+    return bare
+
+
+async def test_group_that_never_had_a_member_is_inspected_where_it_has_progress(
+    services: Scene,
+) -> None:
+    services.topic("u", 2, batches=2)
+    group = without_subscription(services, 13)
+    services.offsets.queues = [p for p in services.offsets.queues if p.queue.queue.topic == "t"]
+    queues = await services.inspector.queues_to_inspect(group)
+    diagnoses = await services.inspector.inspect([InspectionTarget(group, queues)], patient=False)
+    assert {queue.topic for queue in queues} == {"t"}
+    assert reasons(diagnoses) == [StuckReason.NO_MEMBER] * 4
+    assert [d.evidence.lag_count for d in diagnoses] == [7] * 4
+
+
+async def test_queues_of_a_group_without_a_subscription_are_not_guessed(services: Scene) -> None:
+    group = without_subscription(services, 13)
+    services.offsets.refusal = NotServing("offsets starts")
+    with pytest.raises(NotServing):
+        await services.inspector.queues_to_inspect(group)
+    watch = Watch(services)
+    await watch.monitor.inspect()
+    assert watch.shown("baton_group_lag_messages") == {}
+    services.offsets.refusal = None
+    await watch.monitor.inspect()
+    assert sum(watch.shown("baton_group_lag_messages").values()) == 28
+
+
 # ---- findings
 
 
