@@ -156,7 +156,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         NodeDrains(etcd),
         queue_moves=QueueMoveCalls(catalog, topic_store, retirement),
         removals=BrokerRemovals(etcd, catalog, topic_store, retirement),
-        may=runtime.guard.allows,
+        permissions_of=runtime.guard.permissions_of,
         etcd_monitor=etcd_monitor,
         system_topics=system_topics,
         identity_of=runtime.guard.caller_identity,

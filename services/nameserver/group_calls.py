@@ -41,7 +41,7 @@ from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.runtime.access.quotas import UNLIMITED, Quota
 from batonmq_server.runtime.etcd.session import KeyValue
 from batonmq_server.runtime.log_limiter import LogLimiter
-from batonmq_server.runtime.paging import key_of_token, page_of
+from batonmq_server.runtime.paging import key_of_token, listed, page_of
 
 log = logging.getLogger(__name__)
 
@@ -148,9 +148,12 @@ class GroupCalls:
         """
         after = key_of_token(request.page_token)
         self.catalog.check_ready()
-        names = filter(visible, sorted(name for name in self.catalog.groups if name > after))
-        groups = ((name, self.catalog.message(name)) for name in names)
-        page = page_of(((name, group) for name, group in groups if group), request.page_size)
+
+        def find(name: str) -> pb.Group | None:
+            return self.catalog.message(name) if visible(name) else None
+
+        found = await listed(self.catalog.groups, after, find, request.page_size)
+        page = page_of(found, request.page_size)
         return pb.ListGroupsResponse(groups=page.entries, next_page_token=page.next_page_token)
 
     async def describe(self, request: pb.DescribeGroupRequest) -> pb.DescribeGroupResponse:

@@ -34,7 +34,8 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     NOT_FOUND, so a caller also reads writes that it made at another replica.
 
     Args:
-        may: Returns whether the caller has a permission: lists have only what the caller may use.
+        permissions_of: Returns the check of permissions of the caller of a call: lists have only
+            what the caller may use.
     """
 
     def __init__(  # noqa: PLR0913  one for each group of calls
@@ -48,7 +49,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         *,
         queue_moves: QueueMoveCalls,
         removals: BrokerRemovals,
-        may: Callable[[Context, Permission], bool],
+        permissions_of: Callable[[Context], Callable[[Permission], bool]],
         etcd_monitor: EtcdMonitor,
         system_topics: SystemTopics,
         identity_of: Callable[[Context], str] = lambda _: "",
@@ -58,7 +59,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self._drains, self._leader_moves = drains, LeaderMoves(drains)
         self._queue_moves, self._removals = queue_moves, removals
         self._topics, self._groups = topics, groups
-        self._diagnosis, self._may = diagnosis, may
+        self._diagnosis, self._permissions_of = diagnosis, permissions_of
         self._etcd_monitor, self._system_topics = etcd_monitor, system_topics
 
     async def CreateTopic(
@@ -85,7 +86,8 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.ListTopicsRequest, context: Context
     ) -> pb.ListTopicsResponse:
         """See the proto."""
-        return await self._topics.list(request, lambda name: self._may(context, use_topic(name)))
+        may = self._permissions_of(context)
+        return await self._topics.list(request, lambda name: may(use_topic(name)))
 
     async def DescribeTopic(
         self, request: pb.DescribeTopicRequest, context: Context
@@ -194,7 +196,8 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.ListGroupsRequest, context: Context
     ) -> pb.ListGroupsResponse:
         """See the proto."""
-        return await self._groups.list(request, lambda name: self._may(context, join_group(name)))
+        may = self._permissions_of(context)
+        return await self._groups.list(request, lambda name: may(join_group(name)))
 
     async def DescribeGroup(
         self, request: pb.DescribeGroupRequest, context: Context

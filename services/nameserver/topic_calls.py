@@ -36,7 +36,7 @@ from batonmq_server.nameserver.topic_store import (
     topic_not_found,
 )
 from batonmq_server.runtime.access.quotas import UNLIMITED, Quota
-from batonmq_server.runtime.paging import key_of_token, page_of
+from batonmq_server.runtime.paging import key_of_token, listed, page_of
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +138,12 @@ class TopicCalls:
         """
         after, topics = key_of_token(request.page_token), self._catalog.topics
         self._catalog.check_ready()
-        names = filter(visible, sorted(name for name in topics if name > after))
-        page = page_of(((name, topic_to_pb(topics[name])) for name in names), request.page_size)
+
+        def find(name: str) -> Topic | None:
+            return topics.get(name) if visible(name) else None
+
+        found = await listed(topics, after, find, request.page_size)
+        page = page_of(((name, topic_to_pb(topic)) for name, topic in found), request.page_size)
         return pb.ListTopicsResponse(topics=page.entries, next_page_token=page.next_page_token)
 
     async def describe(self, request: pb.DescribeTopicRequest) -> pb.DescribeTopicResponse:

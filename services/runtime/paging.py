@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
+from batonmq._common.aio import in_steps
 from batonmq.errors import InvalidArgument
 
 PAGE_SIZE_DEFAULT = 1_000
@@ -24,6 +25,7 @@ PAGE_BYTES_MAX = 1_000_000
 _VERSION = b"1"
 
 Entry = TypeVar("Entry", bound=Message)
+Value = TypeVar("Value")
 
 
 class Page(NamedTuple, Generic[Entry]):
@@ -67,6 +69,28 @@ def malformed_token(page_token: str) -> InvalidArgument:
 def token_of_key(key: str) -> str:
     """Return the token of the page that starts after `key`."""
     return base64.urlsafe_b64encode(_VERSION + key.encode()).decode("ascii")
+
+
+async def listed(
+    names: Iterable[str], after: str, find: Callable[[str], Value | None], page_size: int
+) -> list[tuple[str, Value]]:
+    """Return the names after a page token with their values, ascending: one more than a page has.
+
+    Other tasks run meanwhile: there may be many names, and the caller may see few of them.
+
+    Args:
+        after: Key of the page token; empty for the first page.
+        find: Returns the value of a name; None if it is not to be listed.
+        page_size: As requested.
+    """
+    found: list[tuple[str, Value]] = []
+    async for name in in_steps(sorted(name for name in names if name > after)):
+        value = find(name)
+        if value is not None:
+            found.append((name, value))
+            if len(found) > page_size_of(page_size):
+                break
+    return found
 
 
 def page_of(entries: Iterable[tuple[str, Entry]], page_size: int) -> Page[Entry]:

@@ -7,7 +7,9 @@ Method: a replica on a real etcd with small pages; for the client, more entries 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any, cast
 
 import pytest
 
@@ -15,12 +17,17 @@ from baton.nameserver.v1 import access_service_pb2 as access_pb
 from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
+from batonmq._common.aio import STEP_ITEMS
 from batonmq._connection.channels import connect
 from batonmq.admin.access import AccessControl, Role, RoleGrant
 from batonmq.admin.admin import Admin
+from batonmq_server.nameserver.core.topics import Topic
+from batonmq_server.nameserver.node_drains import NodeDrains
+from batonmq_server.nameserver.server import NameserverServicer
 from batonmq_server.runtime import paging
+from batonmq_server.runtime.access.permissions import Permission
 from batonmq_server.runtime.etcd.session import EtcdSession
-from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, refusal
+from tests.nameserver.replica import CALL_TIMEOUT_S, Direct, Replica, refusal
 from tests.support.conditions import until
 
 NAMES = [f"{number:02}" for number in range(25)]
@@ -139,3 +146,50 @@ async def test_client_reads_all_pages(
         assert [topic.name for topic in await admin.list_topics()] == [*NAMES, "flights"]
         assert [group.name for group in await admin.list_groups()] == NAMES
         assert [one.identity for one in await control.list()] == NAMES
+
+
+async def test_caller_of_a_list_is_authenticated_once(direct: Direct) -> None:
+    direct.catalog.topics |= {name: cast("Topic", None) for name in NAMES}
+    calls = 0
+
+    def permissions_of(_: object) -> Callable[[Permission], bool]:
+        nonlocal calls
+        calls += 1
+        return lambda _: False
+
+    parts: dict[str, Any] = dict.fromkeys(
+        ("queue_moves", "removals", "etcd_monitor", "system_topics")
+    )
+    unused: Any = None
+    servicer = NameserverServicer(
+        direct.catalog,
+        direct.topics,
+        direct.groups,
+        unused,
+        unused,
+        NodeDrains(unused),
+        permissions_of=permissions_of,
+        **parts,
+    )
+    answer = await servicer.ListTopics(pb.ListTopicsRequest(), unused)
+    assert (list(answer.topics), answer.next_page_token, calls) == ([], "", 1)
+
+
+async def test_list_of_which_the_caller_sees_nothing_does_not_block_other_tasks(
+    direct: Direct,
+) -> None:
+    names = [f"{number:04}" for number in range(3_200)]
+    direct.catalog.topics |= {name: cast("Topic", None) for name in names}
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as tasks:
+        counting = tasks.create_task(count())
+        await direct.topics.list(pb.ListTopicsRequest(), lambda _: False)
+        counting.cancel()
+    assert turns >= len(names) // STEP_ITEMS

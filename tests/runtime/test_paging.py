@@ -1,12 +1,15 @@
 """Pages of list calls, without a server.
 
 Goal: pages have at most the requested number of entries and a bounded size; following the tokens
-lists every entry once, also while entries come and go; a malformed token is rejected.
-Method: property tests of `page_of` over any set of keys, and single cases at the limits.
+lists every entry once, also while entries come and go; a malformed token is rejected; a list of
+which the caller sees little does not block other tasks.
+Method: property tests of `page_of` over any set of keys, single cases at the limits, and a task
+that counts how often it runs.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +17,7 @@ from google.protobuf.wrappers_pb2 import StringValue
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batonmq._common.aio import STEP_ITEMS
 from batonmq.errors import InvalidArgument
 from batonmq_server.runtime.paging import (
     PAGE_BYTES_MAX,
@@ -21,6 +25,7 @@ from batonmq_server.runtime.paging import (
     PAGE_SIZE_MAX,
     Page,
     key_of_token,
+    listed,
     page_of,
     page_size_of,
     token_of_key,
@@ -118,3 +123,23 @@ def test_malformed_token_is_rejected(page_token: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         key_of_token(page_token)
     assert caught.value.facts == {"field": "page_token"}
+
+
+async def test_names_of_a_page_are_found_while_other_tasks_run() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    names = [f"{number:04}" for number in range(3_200)]
+    async with asyncio.TaskGroup() as tasks:
+        counting = tasks.create_task(count())
+        found = await listed(names, "1000", lambda name: name if name.endswith("99") else None, 5)
+        hidden: list[tuple[str, str]] = await listed(names, "", lambda _: None, 5)
+        counting.cancel()
+    assert [name for name, _ in found] == ["1099", "1199", "1299", "1399", "1499", "1599"]
+    assert hidden == []
+    assert turns >= len(names) // STEP_ITEMS

@@ -221,12 +221,16 @@ class Guard:
             caller = self.caller(context)
             self.authorizer.check(caller.identity, permissions, caller.scopes)
 
-    def allows(self, context: Context, permission: Permission) -> bool:
-        """Return whether the caller has `permission`, for answers filtered by permissions."""
+    def permissions_of(self, context: Context) -> Callable[[Permission], bool]:
+        """Return the check whether the caller has a permission, for filtered answers.
+
+        The caller is authenticated once, for any number of permissions.
+        """
         if not self.on:
-            return True
+            return lambda _: True
         caller = self.caller(context)
-        return self.authorizer.allows(caller.identity, permission, caller.scopes)
+        allows, identity, scopes = self.authorizer.allows, caller.identity, caller.scopes
+        return lambda permission: allows(identity, permission, scopes)
 
     def seconds_left(self, caller: Caller) -> float | None:
         """Return the time until the token of the caller expires; None if it does not."""

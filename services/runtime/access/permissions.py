@@ -220,12 +220,12 @@ class Authorizer:
 
     def allows(self, identity: str, permission: Permission, scopes: Scopes = NO_SCOPES) -> bool:
         """Return whether a grant of the identity, and one of `scopes` if any, cover it."""
-        if scopes and grant_covering(scopes, permission) is None:
+        if scopes and not any(scope.covers(permission) for scope in scopes):
             return False
         key = identity, permission
         allowed = self._decisions.get(key)
         if allowed is None:
-            allowed = grant_covering(self.grants_of(identity), permission) is not None
+            allowed = any(grant.covers(permission) for grant in self.grants_of(identity))
             if len(permission.name) <= _NAME_CHARACTERS_MAX:
                 self._remember(key, allowed)
         return allowed
