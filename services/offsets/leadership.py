@@ -18,6 +18,9 @@ from batonmq_server.runtime.replication.position import ReplicaPosition
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024
 """Maximum size of the changes in one answer, which has at least one change."""
+CHANGE_BYTES_MAX = 32 * 1024 * 1024
+"""Largest change that an answer has: the size of messages is limited. The deletion of a topic or a
+group with many queues may be larger; a follower that lacks it copies everything, in parts."""
 
 
 class OffsetsLeadership(Leadership):
@@ -70,7 +73,8 @@ class OffsetsLeadership(Leadership):
         """Return the changes after `position`, which follower `name` has.
 
         Returns:
-            None if the follower has to start anew from a full copy.
+            None if the follower has to start anew from a full copy: its history is another one, the
+            changes are not kept, or the next one is too large for an answer.
         """
         if not self._changes.contains(position):
             self._follower_resets(name)
@@ -80,4 +84,6 @@ class OffsetsLeadership(Leadership):
         changes = self._changes.since(position, FETCH_BYTES_MAX)
         if changes == [] and await wait_until(new_data, hold_ms):
             changes = self._changes.since(position, FETCH_BYTES_MAX)
+        if changes and changes[0].bytes_count > CHANGE_BYTES_MAX:
+            return None
         return changes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -11,6 +11,7 @@ from baton.offsets.v1 import replication_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2_grpc as pb_grpc
 from batonmq.errors import InvalidArgument, LimitExceeded, OldEpoch, OldEpochDetail
 from batonmq_server.offsets.core.change_log import StoreChange
+from batonmq_server.offsets.disk import StoredEntry
 from batonmq_server.offsets.follower import state_digest
 from batonmq_server.offsets.persistence import ProgressStore, change_log_of
 from batonmq_server.offsets.replica import OffsetsReplica
@@ -20,6 +21,8 @@ from batonmq_server.runtime.replication.position import ReplicaPosition
 Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000
 ENTRIES_PER_PART = 4_096
+PART_BYTES = 1024 * 1024
+"""Approximate size of a part of ReadAll; an entry may be larger."""
 
 _POSITION_MAX = (1 << 63) - 1
 
@@ -62,13 +65,14 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         """See the proto."""
         self._check(request.node_id, request.epoch)
         entries, at = await self._state()
-        for begin in range(0, max(len(entries), 1), ENTRIES_PER_PART):
-            part = entries[begin : begin + ENTRIES_PER_PART]
+        sent_count = 0
+        for part in _parts(entries):
+            sent_count += len(part)
             self._replica.leadership.reach_follower(request.node_id)
             yield pb.ReadAllResponse(
                 position=at,
                 entries=[pb.Entry(key=key, value=value) for key, value in part],
-                last=begin + ENTRIES_PER_PART >= len(entries),
+                last=sent_count == len(entries),
             )
 
     async def Digest(self, request: pb.DigestRequest, context: Context) -> pb.DigestResponse:
@@ -121,3 +125,14 @@ def _change_pb(change: StoreChange) -> pb.Change:
         position=pb.Position(epoch=at.epoch, version=at.version),
         entries=[pb.Entry(key=key, value=value) for key, value in change.entries],
     )
+
+
+def _parts(entries: Sequence[StoredEntry]) -> Iterator[Sequence[StoredEntry]]:
+    """Yield the entries in parts of `ENTRIES_PER_PART` or `PART_BYTES`; without entries, one."""
+    begin = size = 0
+    for index, (key, value) in enumerate(entries):
+        if size >= PART_BYTES or index - begin == ENTRIES_PER_PART:
+            yield entries[begin:index]
+            begin, size = index, 0
+        size += len(key) + len(value)
+    yield entries[begin:]

@@ -10,6 +10,7 @@ state, never for a time.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, Unreachable
 from batonmq_server.offsets import follower as following
+from batonmq_server.offsets import leadership as leading
+from batonmq_server.offsets import replication_server
 from batonmq_server.offsets.codec import encode_key
 from batonmq_server.offsets.core.change_log import Entry
 from tests.offsets.replica_cluster import (
@@ -338,3 +341,43 @@ async def test_follower_with_a_different_copy_detects_it_and_copies_everything(
     key = encode_key(GroupQueue("readers", "news", "broker-a", 0))
     follower.disk.write_blocking([(key, b"rotten"), (b"weed", b"not written by offsets")])
     await scene.wait_equal("a", "b", "c")
+
+
+async def test_change_too_large_for_an_answer_is_copied_in_parts(
+    scene: ReplicaSet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without that, no follower would ever follow again."""
+    leader = await three(scene)
+    await hold(leader, *range(50))
+    await scene.wait_equal("a", "b", "c")
+    monkeypatch.setattr(leading, "CHANGE_BYTES_MAX", 50_000, raising=False)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, following.__name__):
+        request = pb.DeleteTopicRequest(topic="news", topic_id=7)
+        answer = await leader.stub.DeleteTopic(request, timeout=TIMEOUT_S)
+    assert answer.queue_count == 50
+    assert caplog.text.count("replaces everything by the leader's copy") == 2
+    await hold(leader, 50)
+    await scene.wait_equal("a", "b", "c")
+    assert caplog.text.count("replaces everything by the leader's copy") == 2
+    assert (await scene.set_record()).in_sync == {"a", "b", "c"}
+
+
+async def test_parts_of_a_copy_are_bounded_in_bytes(
+    scene: ReplicaSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = await three(scene)
+    await hold(leader, *range(20))
+    monkeypatch.setattr(replication_server, "PART_BYTES", 1_000, raising=False)
+    parts = [
+        part
+        async for part in leader.replication.ReadAll(
+            pb2.ReadAllRequest(node_id="b"), timeout=TIMEOUT_S
+        )
+    ]
+    entries = [(entry.key, entry.value) for part in parts for entry in part.entries]
+    assert entries == leader.stored()
+    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+    sizes = [sum(len(one.key) + len(one.value) for one in part.entries) for part in parts]
+    largest = max(len(key) + len(value) for key, value in entries)
+    assert max(sizes) < 1_000 + largest
