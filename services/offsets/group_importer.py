@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
-from batonmq._common.aio import wait_until
+from batonmq._common.aio import in_steps, wait_until
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import answered
 from batonmq._core.queues import GroupQueue
@@ -87,6 +87,7 @@ class GroupImporter:
         self._commits, self._disk = state.commits, state.disk
         self._placement_lock = state.placement_lock
         self._directory, self._clock = directory, clock
+        self._pending: dict[str, GroupPlacement] = {}  # unfinished moves to this set, by group
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
@@ -96,10 +97,12 @@ class GroupImporter:
         placements.on_change.append(on_change)
         try:
             await placements.ready()
+            async for group in in_steps(list(placements.values)):
+                self._note_placement(group)
             await self._create_missing_placements()
             while True:
                 self._changed.clear()
-                pending = self._pending_moves()
+                pending = dict(sorted(self._pending.items()))
                 slots = asyncio.Semaphore(MOVES_AT_ONCE_MAX)
                 async with asyncio.TaskGroup() as tasks:
                     for group, placement in pending.items():
@@ -127,18 +130,23 @@ class GroupImporter:
                     log.info("placement of group not written yet group=%s error=%s", group, error)
                     await asyncio.sleep(RETRY_MS / 1000)
 
-    def _on_change(self, _: frozenset[str]) -> None:
+    def _on_change(self, groups: frozenset[str]) -> None:
+        for group in groups:
+            self._note_placement(group)
         self._changed.set()
 
-    def _pending_moves(self) -> dict[str, GroupPlacement]:
-        """Return the placements with an unfinished move to this set, by group."""
-        stored = self._directory.placements.values.items()
-        placements = {group: decode_placement(value) for group, value in stored}
-        return {
-            group: placement
-            for group, placement in placements.items()
-            if placement.offsets_set == self._directory.offsets_set and placement.from_set
-        }
+    def _note_placement(self, group: str) -> None:
+        """Note whether etcd has an unfinished move of a group to this set.
+
+        Only a changed placement is decoded: each new group has one.
+        """
+        stored = self._directory.placements.values.get(group)
+        placement = decode_placement(stored) if stored is not None else None
+        own = placement is not None and placement.offsets_set == self._directory.offsets_set
+        if placement is not None and own and placement.from_set:
+            self._pending[group] = placement
+        else:
+            self._pending.pop(group, None)
 
     async def _try_move(
         self, group: str, placement: GroupPlacement, slots: asyncio.Semaphore

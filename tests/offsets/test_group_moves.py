@@ -31,14 +31,14 @@ from batonmq.errors import (
     OldMove,
     Unreachable,
 )
-from batonmq_server.offsets import group_exporter
+from batonmq_server.offsets import group_exporter, group_importer
 from batonmq_server.offsets.core.local_placements import (
     LocalPlacement,
     LocalPlacements,
     PlacementState,
 )
 from batonmq_server.offsets.disk import StoredEntry
-from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.runtime.group_placements import GroupPlacement, decode_placement
 from tests.offsets.replica_cluster import (
     Replica,
@@ -563,6 +563,28 @@ async def test_stored_group_gets_its_placement_when_its_set_starts(
         await until(placed)
         assert await rejection_reason(right) == "GROUP_MOVED"
         assert (await progress(await leader(scene.left))).token == 1
+
+
+async def test_new_placement_is_read_without_all_others(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each new group has one: with 100,000 of them that held the event loop for a second."""
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, _):
+        own = GroupPlacement("right").encode()
+        for number in range(50):
+            await scene.etcd.put(f"places/group-{number:02}", own)
+        decoded = 0
+
+        def counted(stored: KeyValue) -> GroupPlacement:
+            nonlocal decoded
+            decoded += 1
+            return decode_placement(stored)
+
+        monkeypatch.setattr(group_importer, "decode_placement", counted)
+        await hold(left, 0)
+        await scene.place("right", 1, "left")
+        await scene.moved(1)
+        assert 0 < decoded < 150, "those of before may arrive late, once at each set"
 
 
 def test_seal_is_lifted_only_by_a_later_move() -> None:
