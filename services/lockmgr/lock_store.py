@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from random import Random
 
 from baton.lockmgr.v1 import stored_lock_pb2
+from batonmq._common.aio import in_steps
 from batonmq._common.backoff import Backoff
 from batonmq._common.batcher import Batcher
 from batonmq._core.queues import GroupQueue
@@ -84,7 +85,7 @@ class LockStore:
         """
         stored_locks, _ = await self._session.get_prefix(PREFIX)
         entries = []
-        for stored in stored_locks:
+        async for stored in in_steps(stored_locks):  # else 100,000 would take the leader's lease
             message = stored_lock_pb2.StoredLock.FromString(stored.value)
             entries.append((key_from_pb(message.queue), lock_from_pb(message), stored.mod_revision))
         return entries

@@ -13,6 +13,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
+from batonmq._common.aio import in_steps
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, OldEpoch
 from batonmq_server.lockmgr.core.lock_entry import LockRecord
@@ -30,12 +31,17 @@ class Takeover:
     """
 
     def __init__(self, term: Term, loaded: Sequence[tuple[GroupQueue, LockRecord, int]]) -> None:
-        self._term, self._unconfirmed = term, {key for key, _, _ in loaded}
-        for key, lock, revision in loaded:
-            term.table.load(key, lock, revision, term.now_ms())
+        self._term, self._loaded = term, loaded
+        self._unconfirmed: dict[GroupQueue, None] = {}  # in the order in which they were loaded
 
     async def begin(self) -> None:
-        """Announce the term to every replica set once; confirm the locks of those that answer."""
+        """Put the locks into the table, and announce the term to every replica set once.
+
+        The locks of the sets that answer are confirmed. Nothing else uses the table yet.
+        """
+        async for key, lock, revision in in_steps(self._loaded):
+            self._term.table.load(key, lock, revision, self._term.now_ms())
+            self._unconfirmed[key] = None
         await self._announce(self._term.offsets.sets(), lambda _: None)
 
     async def run(self, on_confirmed: Callable[[GroupQueue], None]) -> None:
@@ -55,7 +61,7 @@ class Takeover:
     ) -> None:
         """Announce to the sets with unconfirmed locks, and to those of `also`."""
         by_set: dict[str, list[GroupQueue]] = defaultdict(list, {name: [] for name in sorted(also)})
-        for key in sorted(self._unconfirmed):
+        async for key in in_steps(list(self._unconfirmed)):
             by_set[self._term.offsets.set_of(key.group)].append(key)
         async with asyncio.TaskGroup() as tasks:
             for name, keys in by_set.items():
@@ -66,11 +72,11 @@ class Takeover:
     ) -> None:
         try:
             tokens = await self._term.offsets.announce(name)
-            for key in keys:
+            async for key in in_steps(keys):
                 token = await self._token(name, key, tokens)
                 if token is not None:
                     self._term.table.confirm(key, token, self._term.now_ms())
-                    self._unconfirmed.remove(key)
+                    del self._unconfirmed[key]
                     on_confirmed(key)
         except OldEpoch as error:
             log.error("offsets knows a newer term set=%s error=%s", name, error)
