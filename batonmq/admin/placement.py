@@ -13,7 +13,7 @@ class OffsetsPlacement:
     """The placement of a group.
 
     Attributes:
-        move: Number of moves so far.
+        move: Number of moves so far; -1 for a group that does not exist and has no placement.
         from_set: Previous set while the group is moving; else empty.
     """
 
@@ -38,6 +38,9 @@ class GroupMove:
 
 async def locate_group(admin: Admin, group: str) -> OffsetsPlacement:
     """Return the placement of a group; this call places a group that has none.
+
+    A group that does not exist is not placed: then `move` is -1, and the set is the one that the
+    group would get.
 
     Raises:
         OffsetsUnreachable: The group has no placement yet, and no offsets node is registered.

@@ -4,7 +4,7 @@
 
 A new group goes to the set with the highest hash of group and set (rendezvous hashing). The choice
 is written to etcd and never computed again, so an added set gets only new groups. An operator moves
-the others.
+the others. A group that does not exist is not placed by a question for its placement.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from batonmq_server.runtime.group_placements import (
     GroupPlacements,
     decode_placement,
 )
+from batonmq_server.runtime.group_record import HEAD, record_key
 
 log = logging.getLogger(__name__)
+
+NOT_PLACED = -1
+"""Number of moves of a group that does not exist and has no placement."""
 
 
 class PlacementCalls:
@@ -51,7 +55,30 @@ class PlacementCalls:
         """See the proto."""
         group = check_group(request.group)
         self._catalog.check_ready()
-        return pb.LocateGroupResponse(placement=_placement_to_pb(await self.place(group)))
+        return pb.LocateGroupResponse(placement=_placement_to_pb(await self._located(group)))
+
+    async def _located(self, group: str) -> GroupPlacement:
+        """Return the placement of a group; of one that does not exist, the one that it would get.
+
+        That is not written, because placements outlive their groups. Its move is -1, so any
+        placement that is written is newer.
+
+        Raises:
+            OffsetsUnreachable, NoQuorum: as `place`.
+        """
+        known = self._placements.get(group)
+        if known is not None:
+            return known
+        if group not in self._catalog.groups and not await self._is_known(group):
+            return GroupPlacement(self._chosen_set(group), NOT_PLACED)
+        return await self.place(group)
+
+    async def _is_known(self, group: str) -> bool:
+        """Return whether etcd has a record or a placement of the group."""
+        for key in (PLACEMENTS_PREFIX + group, record_key(group, HEAD)):
+            if await self._etcd.get(key) is not None:
+                return True
+        return False
 
     async def place(self, group: str) -> GroupPlacement:
         """Return the placement of a group; a group without placement gets one.

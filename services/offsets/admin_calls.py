@@ -81,7 +81,8 @@ class AdminCalls(OffsetsCalls):
         """
         self._check_change(request.offsets_epoch)
         group, topic = check_group(request.group), topic_or_all(request.topic)
-        await self._check_kept(group)
+        if not await self._is_placed(group):
+            return pb.DeleteGroupResponse(offsets_epoch=self._table.epoch)
         before = self._table.fingerprint(group)
         await self._modes.check_deleted(group)
         self._check_change(request.offsets_epoch)
@@ -104,7 +105,7 @@ class AdminCalls(OffsetsCalls):
             NotServing: the placement of `from_group` is not known.
         """
         try:
-            await self._check_kept(from_group)
+            await self._is_placed(from_group)
         except GroupMoved as error:
             raise GroupsApart(
                 f"group {from_group} is kept by another offsets set than group {to_group}",

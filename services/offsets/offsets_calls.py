@@ -87,6 +87,18 @@ class OffsetsCalls(pb_grpc.OffsetsServiceServicer):
         await self._resolver.resolve([group])
         self._resolver.check(group)
 
+    async def _is_placed(self, group: str) -> bool:
+        """Return False if a group does not exist and has no placement: no set has progress of it.
+
+        For calls that create no progress: they do not place such a group.
+
+        Raises:
+            GroupMoved, NotServing: as `PlacementResolver.check`.
+        """
+        placed = not await self._resolver.resolve([group], self._modes.exists)
+        self._resolver.check(group, placed=placed)
+        return placed
+
     def _mark_token_changed(self, key: GroupQueue) -> None:
         """Write a queue and the record of its new token, both in one write."""
         self._commits.mark_changed(key)

@@ -3,14 +3,14 @@
 If the set has stored a local placement or progress of the group, that decides. For all other groups
 the placement in etcd decides. Its first value never becomes wrong: the set in which a group began
 keeps the group until another set calls ExportGroup. A group without a placement gets one in this
-set.
+set, unless the call only reads, and the group does not exist.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from batonmq._common import timeouts
 from batonmq.errors import NoQuorum, NotServing
@@ -45,17 +45,20 @@ class PlacementResolver:
         self._table, self._set, self._etcd, self._mirror = table, offsets_set, etcd, placements
         self._found: dict[str, GroupPlacement] = {}
 
-    def check(self, group: str) -> None:
+    def check(self, group: str, *, placed: bool = True) -> None:
         """Return if this set keeps the group.
 
         The caller must apply its change before the next await: the group may be sealed then.
+
+        Args:
+            placed: False if `resolve` has left the group without a placement.
 
         Raises:
             GroupMoved: another set keeps it.
             NotServing: the group is being imported, or its placement is not known.
         """
         self._table.placements.check(group)
-        if self._has_stored(group):
+        if self._has_stored(group) or not placed:
             return
         placement = self._known_placement(group)
         if placement is None:
@@ -67,33 +70,54 @@ class PlacementResolver:
             raise arriving(group)
         raise moved(group, placement.offsets_set, placement.move)
 
-    async def resolve(self, groups: Iterable[str]) -> None:
+    async def resolve(
+        self, groups: Iterable[str], places: Callable[[str], bool] = lambda _: True
+    ) -> frozenset[str]:
         """Read the placements of unknown groups from etcd, for `check`.
 
         Waits no longer than `RESOLVE_TIMEOUT_S` for all of them together.
+
+        Args:
+            places: Whether a group without a placement is placed in this set. Placements outlive
+                their groups, so a read does not place a group that does not exist.
+
+        Returns:
+            The groups that are left without a placement: no set has progress of them.
         """
         unknown = {
             group
             for group in groups
             if not self._has_stored(group) and self._known_placement(group) is None
         }
+        unplaced: set[str] = set()
         if not unknown:
-            return
+            return frozenset()
         slots = asyncio.Semaphore(LOOKUPS_AT_ONCE_MAX)
+
+        async def look_up(group: str) -> None:
+            async with slots:
+                if not await self._resolve(group, places=places(group)):
+                    unplaced.add(group)
+
         try:
             async with timeouts.timeout(RESOLVE_TIMEOUT_S), asyncio.TaskGroup() as tasks:
                 for group in sorted(unknown):
-                    tasks.create_task(self._resolve(group, slots))
+                    tasks.create_task(look_up(group))
         except TimeoutError:
-            missing = len(unknown - self._found.keys())
+            missing = len(unknown - self._found.keys() - unplaced)
             log.info("placements not read in time, etcd is slow groups=%d", missing)
+        return frozenset(unplaced)
 
-    async def _resolve(self, group: str, slots: asyncio.Semaphore) -> None:
+    async def _resolve(self, group: str, *, places: bool) -> bool:
+        """Find the placement of a group; return False if it has none and stays without one."""
         try:
-            async with slots:
-                self._found[group] = await self._read_or_create(group)
+            found = await self._read_or_create(group, places=places)
         except NoQuorum as error:
             log.info("placement not read group=%s error=%s", group, error)
+            return True  # not known
+        if found is not None:
+            self._found[group] = found
+        return found is not None
 
     def _has_stored(self, group: str) -> bool:
         return self._table.placements.get(group) is not None or self._table.has(group)
@@ -105,12 +129,14 @@ class PlacementResolver:
         self._found.pop(group, None)
         return decode_placement(stored)
 
-    async def _read_or_create(self, group: str) -> GroupPlacement:
-        """Return the placement of a group from etcd; place it in this set if it has none."""
+    async def _read_or_create(self, group: str, *, places: bool) -> GroupPlacement | None:
+        """Return the placement of a group from etcd; if it has none, see `places`."""
         while True:
             stored = await self._mirror.read(group)
             if stored is not None:
                 return decode_placement(stored)
+            if not places:
+                return None
             key, placement = PLACEMENTS_PREFIX + group, GroupPlacement(self._set)
             await self._etcd.txn(
                 compare=[Compare(key, create_revision=0)], put=[Put(key, placement.encode())]

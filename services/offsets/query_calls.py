@@ -27,10 +27,11 @@ class QueryCalls(OffsetsCalls):
         """See the proto."""
         self._table.check_epoch(request.offsets_epoch)
         keys = self._reader.batch(request.queues, self._reader.queue)
-        await self._resolve(keys)
+        groups = {key.group for key in keys}
+        unplaced = await self._resolver.resolve(groups, self._modes.exists)
         now, outcomes = self._now(), []
         for key in keys:
-            progress = attempt(self._query, key)
+            progress = attempt(self._query, key, placed=key.group not in unplaced)
             if isinstance(progress, BatonError):
                 outcomes.append(pb.QueryOutcome(error=error_to_pb(progress)))
             else:
@@ -45,7 +46,7 @@ class QueryCalls(OffsetsCalls):
         """See the proto."""
         group = check_group(request.group)
         after = queue_of_token(group, request.page_token)
-        await self._check_kept(group)
+        await self._is_placed(group)
         keys = [key for key in self._table.queues_of(group) if after is None or key > after]
         now, limits = self._now(), self._table.limits
         entries = (
@@ -65,7 +66,7 @@ class QueryCalls(OffsetsCalls):
     ) -> pb.ListResetsResponse:
         """See the proto."""
         group, before = check_group(request.group), number_of_token(request.page_token)
-        await self._check_kept(group)
+        await self._is_placed(group)
         resets = self._resets.history.newest_first(group)
         entries = (
             (str(each.number), recorded_reset_pb(each))
@@ -89,7 +90,7 @@ class QueryCalls(OffsetsCalls):
         have newer tokens; these are left out.
         """
         key, before = self._reader.queue(request.queue), number_of_token(request.page_token)
-        await self._check_kept(key.group)
+        await self._is_placed(key.group)
         if key not in self._table:
             return pb.ListHoldsResponse(offsets_epoch=self._table.epoch)
         progress = self._table.query(key)
@@ -109,6 +110,6 @@ class QueryCalls(OffsetsCalls):
             next_page_token=page.next_page_token,
         )
 
-    def _query(self, key: GroupQueue) -> Progress:
-        self._resolver.check(key.group)
+    def _query(self, key: GroupQueue, *, placed: bool) -> Progress:
+        self._resolver.check(key.group, placed=placed)
         return self._table.query(key)

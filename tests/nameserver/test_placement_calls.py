@@ -80,6 +80,8 @@ async def test_new_set_changes_only_the_placements_that_it_takes(
 ) -> None:
     await add_set(etcd, nameserver, "offsets-b")
     groups = [f"group-{number}" for number in range(COUNT)]
+    for group in groups:
+        await nameserver.set_group(group)
     before = {group: await locate(nameserver, group) for group in groups}
     assert 0.35 * COUNT < list(before.values()).count("offsets-b") < 0.65 * COUNT
     await add_set(etcd, nameserver, "offsets-c")
@@ -112,6 +114,19 @@ async def test_join_places_a_group_and_deletion_keeps_the_placement(
     await add_set(etcd, nameserver, "offsets-b")
     await nameserver.join("billing", "a")
     assert await stored(etcd, "billing") == placement, "the set has the tokens of the group"
+
+
+async def test_question_for_the_placement_of_a_group_that_does_not_exist_stores_nothing(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    request = pb.LocateGroupRequest(group="billing")
+    answer = await nameserver.stub.LocateGroup(request, timeout=CALL_TIMEOUT_S)
+    assert answer.placement == pb.Placement(offsets_set="offsets", move=-1)
+    assert await stored(etcd, "billing") is None
+    await nameserver.set_group("billing")
+    await add_set(etcd, nameserver, "offsets-b")
+    answer = await nameserver.stub.LocateGroup(request, timeout=CALL_TIMEOUT_S)
+    assert answer.placement == pb.Placement(offsets_set="offsets", move=0)
 
 
 async def test_move_is_written_once_and_the_next_one_is_refused_until_it_is_finished(

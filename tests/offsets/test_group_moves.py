@@ -19,6 +19,7 @@ import grpc.aio
 import pytest
 
 from baton.common.v1 import queue_pb2
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
@@ -29,6 +30,7 @@ from batonmq.errors import (
     NotServing,
     OldEpoch,
     OldMove,
+    UnknownQueue,
     Unreachable,
 )
 from batonmq_server.offsets import group_exporter, group_importer
@@ -522,14 +524,51 @@ async def test_group_without_a_placement_belongs_to_one_set(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with two_sets(etcd_endpoint, tmp_path) as (_, left, right):
-        request = pb.ListResetsRequest(group="strangers")
+        request = reset(7, queue_id=0)
+        request.items[0].queue.group = "strangers"
         answers = await asyncio.wait_for(
             _all_of(send(left, request), send(right, request)), TIMEOUT_S
         )
         assert sorted(type(answer).__name__ for answer in answers) == [
             "GroupMoved",
-            "ListResetsResponse",
+            "ResetResponse",
         ]
+
+
+async def test_question_about_a_group_that_does_not_exist_does_not_place_it(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    unknown = queue()
+    unknown.group = "strangers"
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, *leaders):
+        for node in leaders:
+            for request in (
+                pb.QueryGroupRequest(group="strangers"),
+                pb.ListResetsRequest(group="strangers"),
+                pb.ListHoldsRequest(queue=unknown),
+                pb.DeleteGroupRequest(group="strangers"),
+            ):
+                answer = await send(node, request)
+                answer.ClearField("offsets_epoch")
+                assert answer == type(answer)()
+            with pytest.raises(UnknownQueue):
+                await send(node, pb.QueryRequest(queues=[unknown]))
+        assert await scene.etcd.get("places/strangers") is None
+
+
+async def test_group_that_exists_is_placed_by_the_first_question(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
+        await scene.etcd.put("gates/strangers", StoredGate().SerializeToString())
+
+        async def placed() -> bool:
+            await send(left, pb.QueryGroupRequest(group="strangers"))
+            return await scene.etcd.get("places/strangers") is not None
+
+        await until(placed)
+        with pytest.raises(GroupMoved):
+            await send(right, pb.QueryGroupRequest(group="strangers"))
 
 
 async def _all_of(*calls: Any) -> list[Any]:

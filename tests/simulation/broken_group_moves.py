@@ -60,9 +60,9 @@ def _stays_where_it_was(patch: pytest.MonkeyPatch) -> None:
     """A set serves every group that it has, whatever the placement in etcd."""
     real = PlacementResolver.check
 
-    def check(self: PlacementResolver, group: str) -> None:
+    def check(self: PlacementResolver, group: str, *, placed: bool = True) -> None:
         if not self._table.has(group):
-            real(self, group)
+            real(self, group, placed=placed)
 
     patch.setattr(PlacementResolver, "check", check)
 

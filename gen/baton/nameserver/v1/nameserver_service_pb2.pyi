@@ -554,7 +554,9 @@ class Placement(_message.Message):
     offsets_set: _builtins.str
     """Offsets replica set that keeps the group."""
     move: _builtins.int
-    """Rises by one with every move; 0 for a group that was never moved."""
+    """Rises by one with every move; 0 for a group that was never moved; -1 for a group that does not
+    exist and has no placement.
+    """
     from_set: _builtins.str
     """The set that the group moves from, until the move is finished; else empty."""
     def __init__(

@@ -456,7 +456,8 @@ class NameserverServiceServicer:
 
     def LocateGroup(self, request, context):
         """Returns the placement of a group: the offsets replica set that keeps its progress. A group without
-        placement gets one.
+        placement gets one. If it does not exist, the placement that it would get is returned, and not
+        written.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
         OFFSETS_UNREACHABLE: the group has no placement, and no node of offsets is registered).

@@ -222,7 +222,8 @@ class NameserverServiceStub:
     """
     LocateGroup: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.LocateGroupRequest, _nameserver_service_pb2.LocateGroupResponse]
     """Returns the placement of a group: the offsets replica set that keeps its progress. A group without
-    placement gets one.
+    placement gets one. If it does not exist, the placement that it would get is returned, and not
+    written.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
     OFFSETS_UNREACHABLE: the group has no placement, and no node of offsets is registered).
@@ -431,7 +432,8 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     """
     LocateGroup: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.LocateGroupRequest, _nameserver_service_pb2.LocateGroupResponse]  # type: ignore[assignment]
     """Returns the placement of a group: the offsets replica set that keeps its progress. A group without
-    placement gets one.
+    placement gets one. If it does not exist, the placement that it would get is returned, and not
+    written.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
     OFFSETS_UNREACHABLE: the group has no placement, and no node of offsets is registered).
@@ -787,7 +789,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.LocateGroupResponse, _abc.Awaitable[_nameserver_service_pb2.LocateGroupResponse]]:
         """Returns the placement of a group: the offsets replica set that keeps its progress. A group without
-        placement gets one.
+        placement gets one. If it does not exist, the placement that it would get is returned, and not
+        written.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
         OFFSETS_UNREACHABLE: the group has no placement, and no node of offsets is registered).
