@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import string
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 
 from baton.nameserver.v1 import stored_access_pb2 as pb
 from batonmq._common.secret import Secret
-from batonmq.errors import InvalidArgument, Overloaded
+from batonmq.errors import InvalidArgument, NoQuorum, Overloaded
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
 from batonmq_server.runtime.access.permissions import Grant
 from batonmq_server.runtime.access.sealing import SealingKeys
@@ -20,7 +21,7 @@ from batonmq_server.runtime.access.stored_access import (
     grant_to_pb,
     sealing_context,
 )
-from batonmq_server.runtime.etcd.session import EtcdSession, Put
+from batonmq_server.runtime.etcd.session import EtcdSession, Lease, Put
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NAME_CHARACTERS = 20
@@ -111,6 +112,7 @@ class AccessKeyStore:
         lease = await self._etcd.lease(ttl_ms) if ttl_ms else None
         put = [Put(key, stored.SerializeToString(), lease)]
         if not await self._etcd.txn(compare=[unchanged(key, None)], put=put):
+            await self._end(lease)
             raise InvalidArgument(
                 f"access key {name} exists already",
                 remedy="Use another name, or give it a new secret: baton access key rotate.",
@@ -171,6 +173,7 @@ class AccessKeyStore:
                 remedy="Repeat the call.",
                 retry_after_ms=100,
             )
+        await self._end(self._etcd.attach(before.lease_id) if before.lease_id else None)
         return pb.StoredAccessKey.FromString(before.value).identity
 
     async def by_identity(self) -> dict[str, list[pb.StoredAccessKey]]:
@@ -185,6 +188,13 @@ class AccessKeyStore:
         for keys in found.values():
             keys.sort(key=lambda one: (one.create_unix_ms, one.access_key))
         return found
+
+    @staticmethod
+    async def _end(lease: Lease | None) -> None:
+        """End the lease of a key that is not stored any more; else it lasts as long as the key."""
+        if lease is not None:
+            with contextlib.suppress(NoQuorum):
+                await lease.revoke()
 
     def _keys(self) -> SealingKeys:
         if self._sealing is None:

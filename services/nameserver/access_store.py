@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import stored_access_pb2 as pb
-from batonmq.errors import LimitExceeded
+from batonmq.errors import LimitExceeded, NoQuorum
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
 from batonmq_server.runtime.access.permissions import Grant
 from batonmq_server.runtime.access.stored_access import (
@@ -109,6 +110,9 @@ class AccessStore:
             token = pb.StoredToken.FromString(stored.value)
             if token.token_id == token_id:
                 await self._etcd.delete(stored.key)
+                if stored.lease_id:  # else it lasts as long as the token would have
+                    with contextlib.suppress(NoQuorum):
+                        await self._etcd.revoke(stored.lease_id)
                 return token.identity
         return None
 

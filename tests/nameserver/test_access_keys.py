@@ -25,8 +25,10 @@ from batonmq.admin.admin import Admin
 from batonmq.errors import InvalidArgument
 from batonmq_server.runtime.access.sealing import new_sealing_key, read_sealing_keys
 from batonmq_server.runtime.access.stored_access import access_key_key, sealing_context
-from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession, Lease
 from tests.nameserver.replica import Replica, replica
+
+TTL_MS = 3_600_000
 
 
 @pytest_asyncio.fixture
@@ -130,3 +132,29 @@ async def test_nameserver_without_a_sealing_key_creates_none(
             await AccessKeys(admin).create("shop")
         assert "sealing_key_file" in refused.value.remedy
         assert await AccessControl(admin).list() == ()
+
+
+async def test_refused_and_revoked_credentials_leave_no_lease(
+    admin: Admin, etcd: EtcdSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease that is not ended lasts as long as the credentials would have, up to ten years."""
+    lease, lease_ids = EtcdSession.lease, []
+
+    async def recorded(self: EtcdSession, ttl_ms: int) -> Lease:
+        made = await lease(self, ttl_ms)
+        if ttl_ms == TTL_MS:
+            lease_ids.append(made.lease_id)
+        return made
+
+    monkeypatch.setattr(EtcdSession, "lease", recorded)
+    keys, control = AccessKeys(admin), AccessControl(admin)
+    await keys.create("shop", access_key="shop-key", ttl_ms=TTL_MS)
+    with pytest.raises(InvalidArgument, match="exists already"):
+        await keys.create("shop", access_key="shop-key", ttl_ms=TTL_MS)
+    kept, refused = lease_ids
+    assert (await etcd.time_to_live(kept))[0] > 0
+    assert (await etcd.time_to_live(refused))[0] == -1
+    token = await control.create_token("shop", ttl_ms=TTL_MS)
+    assert await keys.revoke("shop-key")
+    assert await control.revoke_token(token.token_id)
+    assert [(await etcd.time_to_live(one))[0] for one in lease_ids] == [-1, -1, -1]
