@@ -19,6 +19,10 @@ from batonmq_server.nameserver.topic_store import TopicStore
 
 log = logging.getLogger(__name__)
 
+PAUSE_FACTOR = 10
+"""A topic is not checked again for this many times the time that its last check took: offsets is
+asked for the progress of every group."""
+
 
 class TopicShrinker:
     """Removes the retiring queues of topics."""
@@ -29,6 +33,7 @@ class TopicShrinker:
         self._catalog, self._store, self._reader = catalog, store, reader
         self._interval_ms = interval_ms
         self._logged: dict[str, str] = {}
+        self._not_before_s: dict[str, float] = {}
 
     async def run(self) -> None:
         """Check until cancelled; to be run as one task."""
@@ -38,8 +43,11 @@ class TopicShrinker:
             self._logged = {
                 name: reason for name, reason in self._logged.items() if name in shrinking
             }
-            if shrinking:
-                await self._check(shrinking)
+            now_s = asyncio.get_running_loop().time()
+            paused = {name: at for name, at in self._not_before_s.items() if at > now_s}
+            self._not_before_s = paused
+            if due := [name for name in shrinking if name not in paused]:
+                await self._check(due)
             await asyncio.sleep(self._interval_ms / 1000)
 
     async def _check(self, names: Sequence[str]) -> None:
@@ -50,12 +58,15 @@ class TopicShrinker:
         """
         shared = SharedHeld()
         read: list[tuple[Topic, int]] = []
+        now_s = asyncio.get_running_loop().time
         for name in names:
+            begin_s = now_s()
             try:
                 entry = await self._store.read(name)
                 if entry is None or not entry[0].shrinking:
                     continue
                 obstacle = await self._reader.first_unread(*entry, shared)
+                self._not_before_s[name] = now_s() + PAUSE_FACTOR * (now_s() - begin_s)
                 if obstacle is not None:
                     self._log_reason(name, obstacle.message)
                 elif any(part.closed for part in entry[0].spread):
