@@ -157,6 +157,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         queue_moves=QueueMoveCalls(catalog, topic_store, retirement),
         removals=BrokerRemovals(etcd, catalog, topic_store, retirement),
         permissions_of=runtime.guard.permissions_of,
+        require=runtime.guard.require,
         etcd_monitor=etcd_monitor,
         system_topics=system_topics,
         identity_of=runtime.guard.caller_identity,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
@@ -9,6 +10,7 @@ from batonmq_server.nameserver.diagnosis_proto import diagnosis_to_pb
 from batonmq_server.nameserver.group_calls import GroupCalls
 from batonmq_server.nameserver.inspector import InspectionTarget, QueueInspector
 from batonmq_server.nameserver.topic_calls import TopicCalls
+from batonmq_server.runtime.access.permissions import Permission, use_topic
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +21,18 @@ class DiagnosisCalls:
     topics: TopicCalls
     inspector: QueueInspector
 
-    async def why_stuck(self, request: pb.WhyStuckRequest) -> pb.WhyStuckResponse:
-        """See the proto."""
+    async def why_stuck(
+        self, request: pb.WhyStuckRequest, require: Callable[[Permission], None]
+    ) -> pb.WhyStuckResponse:
+        """See the proto.
+
+        Args:
+            require: Raises PermissionDenied if the caller does not have a permission. That for the
+                group includes the state of the topics that it subscribes to, and of no others.
+        """
         group = await self.groups.group(request.group)
+        if request.topic not in ("", *(one.topic for one in group.terms.subscriptions)):
+            require(use_topic(request.topic))
         if request.topic:
             topic = await self.topics.topic(request.topic)
             queues = tuple(self.inspector.queues_of_topic(topic.name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -21,6 +22,7 @@ from batonmq_server.nameserver.queue_move_calls import QueueMoveCalls
 from batonmq_server.nameserver.system_topics import SystemTopics
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.unclean_election import UncleanElection
+from batonmq_server.runtime.access.guard import PermissionCheck
 from batonmq_server.runtime.access.permissions import Permission, join_group, use_topic
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -36,6 +38,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     Args:
         permissions_of: Returns the check of permissions of the caller of a call: lists have only
             what the caller may use.
+        require: Raises PermissionDenied if the caller of a call does not have the permissions.
     """
 
     def __init__(  # noqa: PLR0913  one for each group of calls
@@ -50,6 +53,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         queue_moves: QueueMoveCalls,
         removals: BrokerRemovals,
         permissions_of: Callable[[Context], Callable[[Permission], bool]],
+        require: PermissionCheck,
         etcd_monitor: EtcdMonitor,
         system_topics: SystemTopics,
         identity_of: Callable[[Context], str] = lambda _: "",
@@ -59,7 +63,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self._drains, self._leader_moves = drains, LeaderMoves(drains)
         self._queue_moves, self._removals = queue_moves, removals
         self._topics, self._groups = topics, groups
-        self._diagnosis, self._permissions_of = diagnosis, permissions_of
+        self._diagnosis, self._permissions_of, self._require = diagnosis, permissions_of, require
         self._etcd_monitor, self._system_topics = etcd_monitor, system_topics
 
     async def CreateTopic(
@@ -219,7 +223,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
 
     async def WhyStuck(self, request: pb.WhyStuckRequest, context: Context) -> pb.WhyStuckResponse:
         """See the proto."""
-        return await self._diagnosis.why_stuck(request)
+        return await self._diagnosis.why_stuck(request, partial(self._require, context))
 
     async def LocateGroup(
         self, request: pb.LocateGroupRequest, context: Context

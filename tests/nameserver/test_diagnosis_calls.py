@@ -1,15 +1,22 @@
 """The call WhyStuck.
 
-Goal: it returns the diagnoses of the queues in the request, in order, and refuses unknown names.
+Goal: it returns the diagnoses of the queues in the request, in order, and refuses unknown names
+and topics of others.
 Method: a real replica over real gRPC whose broker is down, which is then the diagnosis.
 """
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from tests.nameserver.replica import Replica, refusal
+from batonmq.errors import PermissionDenied
+from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
+from batonmq_server.nameserver.inspector import QueueInspector
+from batonmq_server.runtime.access.permissions import Permission, use_topic
+from tests.nameserver.replica import Direct, Replica, refusal
 
 
 async def why(nameserver: Replica, **fields: object) -> list[pb.Diagnosis]:
@@ -44,6 +51,35 @@ async def test_topic_without_subscription_is_diagnosed(
     await nameserver.join("g", "c1")
     assert {d.queue.queue.topic for d in await why(nameserver)} == {"flights"}
     assert [d.queue.queue.topic for d in await why(nameserver, topic="orders")] == ["orders"] * 2
+
+
+async def test_topic_without_subscription_requires_a_permission_of_its_own(
+    nameserver: Replica, direct: Direct
+) -> None:
+    await nameserver.create("orders", 2)
+    await nameserver.join("g", "c1")
+    required: list[Permission] = []
+
+    def require(permission: Permission) -> None:
+        required.append(permission)
+        raise PermissionDenied("it may not")
+
+    class NoQueues:
+        def queues_of(self, _: object) -> tuple[()]:
+            return ()
+
+        queues_of_topic = queues_of
+
+        async def inspect(self, *_: object, **__: object) -> tuple[()]:
+            return ()
+
+    calls = DiagnosisCalls(direct.groups, direct.topics, cast("QueueInspector", NoQueues()))
+    for topic in ("", "flights"):
+        await calls.why_stuck(pb.WhyStuckRequest(group="g", topic=topic), require)
+    for topic in ("orders", "nothing"):
+        with pytest.raises(PermissionDenied):
+            await calls.why_stuck(pb.WhyStuckRequest(group="g", topic=topic), require)
+    assert required == [use_topic("orders"), use_topic("nothing")]
 
 
 @pytest.mark.parametrize(

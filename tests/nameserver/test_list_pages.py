@@ -158,7 +158,7 @@ async def test_caller_of_a_list_is_authenticated_once(direct: Direct) -> None:
         return lambda _: False
 
     parts: dict[str, Any] = dict.fromkeys(
-        ("queue_moves", "removals", "etcd_monitor", "system_topics")
+        ("queue_moves", "removals", "require", "etcd_monitor", "system_topics")
     )
     unused: Any = None
     servicer = NameserverServicer(
