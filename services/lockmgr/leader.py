@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from batonmq._common.aio import in_steps
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, SubscriptionDraining
 from batonmq_server.lockmgr.core.decision import (
@@ -25,6 +27,7 @@ from batonmq_server.lockmgr.core.decision import (
 from batonmq_server.lockmgr.core.lock_entry import (
     ChangeStep,
     LockEntry,
+    LockState,
     PendingChange,
     RunningHandler,
 )
@@ -213,8 +216,11 @@ class Leader:
         """Drop old waiters and set the gauges, until cancelled."""
         while True:
             self._table.drop_old_waiters(self._term.now_ms())
+            counts: Counter[LockState] = Counter()
+            async for entry in in_steps(self._table.stored()):
+                counts[entry.state] += 1
             watchers = len(self._notifier.streams)
-            self._term.metrics.set_gauges(self._term.number, self._table.counts(), watchers)
+            self._term.metrics.set_gauges(self._term.number, counts, watchers)
             await asyncio.sleep(_HOUSEKEEPING_S)
 
     # One requested queue

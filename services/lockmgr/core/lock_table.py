@@ -87,6 +87,8 @@ class LockTable:
         self._owned: dict[Incarnation, set[GroupQueue]] = {}
         self._owned_in: dict[str, set[GroupQueue]] = {}
         self._waited: dict[Incarnation, set[GroupQueue]] = {}
+        self._transient: dict[GroupQueue, None] = {}
+        """Queues with waiters or without a lock in etcd: all that housekeeping has to look at."""
 
     # Queries
 
@@ -153,7 +155,11 @@ class LockTable:
 
     def counts(self) -> Counter[LockState]:
         """Return the number of entries in each state."""
-        return Counter(entry.state for entry in self._entries.values() if entry.revision)
+        return Counter(entry.state for entry in self.stored())
+
+    def stored(self) -> Iterator[LockEntry]:
+        """Yield the entries that etcd has; the table may change during the iteration."""
+        return (entry for entry in list(self._entries.values()) if entry.revision)
 
     # The beginning of a term
 
@@ -282,6 +288,7 @@ class LockTable:
             if held_delta < 0:
                 return False  # granted while it was held
             waiter = entry.waiters[requester] = Waiter(now_ms, now_ms)
+            self._transient[key] = None
             self._waited.setdefault(requester, set()).add(key)
         waiter.last_request_ms = now_ms
         waiter.held_count += held_delta
@@ -291,13 +298,16 @@ class LockTable:
         """Drop waiters that have not sent a request lately, and entries without any content."""
         oldest_ms = now_ms - self._policy.waiter_memory_ms
         count = len(self._entries)
-        for entry in list(self._entries.values()):
+        for key in list(self._transient):
+            entry = self._entries[key]
             for requester, waiter in list(entry.waiters.items()):
                 if not waiter.held_count and waiter.last_request_ms < oldest_ms:
                     self._drop_waiter(entry, requester)
             known = entry.revision or entry.pending or entry.waiters
             if not known and entry.observed_ms < oldest_ms:
-                del self._entries[entry.key]
+                del self._entries[key]
+            if key not in self._entries or (entry.revision and not entry.waiters):
+                del self._transient[key]
         if len(self._entries) < count:
             self._keys = [key for key in self._keys if key in self._entries]
 
@@ -457,6 +467,7 @@ class LockTable:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = LockEntry(key)
+            self._transient[key] = None
             insort(self._keys, key)
         return entry
 
@@ -476,6 +487,8 @@ class LockTable:
             self._owned.setdefault(lock.owner, set()).add(entry.key)
             self._owned_in.setdefault(entry.key.group, set()).add(entry.key)
         entry.lock, entry.revision = lock, revision
+        if not revision:
+            self._transient[entry.key] = None
         entry.phantom, entry.evicted_since_ms, entry.owner_notified = False, None, False
         entry.quiet_slots = 0
         entry.offsets_token = max(entry.offsets_token, lock.token)
