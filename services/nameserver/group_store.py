@@ -245,16 +245,32 @@ class GroupStore:
             await asyncio.sleep(wait_ms / 1000)
         others = (one for one in self._waiting[name] if one is not mine and not one.is_done)
         batch = [mine, *islice(others, BATCH_MAX - 1)]
+        try:
+            return await self._carry_out_together(name, batch) or None
+        except LimitExceeded:
+            if len(batch) == 1:
+                raise
+        # One of them makes the record too large: it must not fail the others.
+        return await self._carry_out_together(name, [mine]) or None
+
+    async def _carry_out_together(self, name: str, batch: list[GroupRequest]) -> bool:
+        """Carry out the requests of a batch; False if another writer was faster.
+
+        Raises:
+            LimitExceeded: the record would become too large; no request has an outcome.
+        """
         error, done = None, False
         try:
             done = await self._carry_out_batch(name, batch)
+        except LimitExceeded:
+            raise
         except BatonError as failure:
             error = failure
         finally:
             # A request may have been refused because of another one that was not written.
             for request in batch if not done else ():
                 request.error = error
-        return True if done or error else None
+        return done or error is not None
 
     async def _carry_out_batch(self, name: str, batch: list[GroupRequest]) -> bool:
         """Decide the requests in order and write the result; False if another writer was faster."""

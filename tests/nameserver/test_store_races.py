@@ -26,6 +26,7 @@ from batonmq.errors import (
     SubscriptionConflict,
     TopicExists,
 )
+from batonmq_server.nameserver import group_store
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.nameserver.core.group_transaction import GroupSettings
 from batonmq_server.nameserver.core.groups import (
@@ -275,6 +276,25 @@ async def test_waiting_requests_are_written_in_one_transaction(race: Race) -> No
     assert len(ids(groups[0])) == 19
     live, _ = await race.etcd.get_prefix("live/g/")
     assert [stored.key for stored in live] == [f"live/g/{name}" for name in ids(groups[0])]
+
+
+async def test_join_that_is_too_large_fails_alone(
+    race: Race, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members whose requests are carried out with it join and leave."""
+    monkeypatch.setattr(group_store, "RECORD_BYTES_MAX", 3_000)
+    large = replace(beat("c0"), host="h" * 5_000)
+    await race.store.join(beat("c1"))
+    async with asyncio.TaskGroup() as tasks:
+        maintaining = tasks.create_task(race.store.maintain("g"))
+        joining = tasks.create_task(refused(race.store.join(large)))
+        others = [tasks.create_task(race.store.join(beat(name))) for name in ("c2", "c3")]
+        leaving = tasks.create_task(race.store.leave("g", "c1", 1))
+    assert joining.result().reason == "LIMIT_EXCEEDED"
+    assert leaving.result().left
+    assert maintaining.result().group is not None
+    assert all(task.result().verdict for task in others)
+    assert ids(await race.group()) == ["c2", "c3"]
 
 
 async def test_requests_beyond_the_batch_limit_are_all_carried_out(race: Race) -> None:
