@@ -74,12 +74,18 @@ class RangeRequest(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     RANGE_END_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     SERIALIZABLE_FIELD_NUMBER: _builtins.int
     COUNT_ONLY_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """The key, or the first one of a range."""
     range_end: _builtins.bytes
     """End of the range, exclusive; empty for one key."""
+    limit: _builtins.int
+    """Greatest number of keys in the response; 0 for all."""
+    revision: _builtins.int
+    """Revision at which to read; 0 for the newest."""
     serializable: _builtins.bool
     """Whether the asked member answers from its own state, which may be out of date."""
     count_only: _builtins.bool
@@ -89,12 +95,14 @@ class RangeRequest(_message.Message):
         *,
         key: _builtins.bytes = ...,
         range_end: _builtins.bytes = ...,
+        limit: _builtins.int = ...,
+        revision: _builtins.int = ...,
         serializable: _builtins.bool = ...,
         count_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count_only", b"count_only", "key", b"key", "range_end", b"range_end", "serializable", b"serializable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count_only", b"count_only", "key", b"key", "limit", b"limit", "range_end", b"range_end", "revision", b"revision", "serializable", b"serializable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -108,6 +116,9 @@ class RangeResponse(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     KVS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    more: _builtins.bool
+    """Whether the range has more keys than the limit."""
     @_builtins.property
     def header(self) -> Global___ResponseHeader:
         """Head."""
@@ -121,10 +132,11 @@ class RangeResponse(_message.Message):
         *,
         header: Global___ResponseHeader | None = ...,
         kvs: _abc.Iterable[_kv_pb2.KeyValue] | None = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "kvs", b"kvs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "kvs", b"kvs", "more", b"more"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

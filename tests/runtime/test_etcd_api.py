@@ -21,10 +21,13 @@ mvccpb.Event kv 2 mvccpb.KeyValue
 etcdserverpb.ResponseHeader revision 3 int64
 etcdserverpb.RangeRequest key 1 bytes
 etcdserverpb.RangeRequest range_end 2 bytes
+etcdserverpb.RangeRequest limit 3 int64
+etcdserverpb.RangeRequest revision 4 int64
 etcdserverpb.RangeRequest serializable 7 bool
 etcdserverpb.RangeRequest count_only 9 bool
 etcdserverpb.RangeResponse header 1 etcdserverpb.ResponseHeader
 etcdserverpb.RangeResponse kvs 2 repeated mvccpb.KeyValue
+etcdserverpb.RangeResponse more 3 bool
 etcdserverpb.PutRequest key 1 bytes
 etcdserverpb.PutRequest value 2 bytes
 etcdserverpb.PutRequest lease 3 int64

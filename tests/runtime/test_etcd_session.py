@@ -7,10 +7,13 @@ Method: a real etcd, and a cluster name for each test.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum
+from batonmq_server.runtime.etcd import session
 from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
 from tests.support.conditions import until
 
@@ -36,6 +39,38 @@ async def test_get_prefix_is_ascending_and_has_no_other_keys(etcd: EtcdSession) 
     entries, revision = await etcd.get_prefix("topics/")
     assert [stored.key for stored in entries] == ["topics/a", "topics/a-b", "topics/b"]
     assert revision >= last
+
+
+async def test_prefix_that_is_larger_than_a_message_is_read_at_one_revision(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nothing that follows the prefix would start again."""
+    monkeypatch.setattr(session, "_OPTIONS", (("grpc.max_receive_message_length", 8_000),))
+    monkeypatch.setattr(session, "PAGE_KEYS", 3, raising=False)
+    keys = [f"topics/{number:02}" for number in range(20)]
+    for key in keys:
+        last = await etcd.put(key, bytes(1_000))
+    calls = 0
+
+    async def overtaken(*args: Any) -> Any:
+        """Make a call; before the second one, another session changes, adds and deletes keys."""
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            for key in (keys[0], keys[-1], "topics/99"):
+                await etcd.put(key, b"late")
+            await etcd.delete(keys[10])
+        return await call(*args)
+
+    async with EtcdSession(etcd_endpoint, cluster, Clock()) as small:
+        call = small._members.call
+        monkeypatch.setattr(small._members, "call", overtaken)
+        entries, revision = await small.get_prefix("topics/")
+    assert [(stored.key, stored.value) for stored in entries] == [
+        (key, bytes(1_000)) for key in keys
+    ]
+    assert calls == 7
+    assert last <= revision < (await etcd.get_prefix("topics/"))[1]
 
 
 async def test_delete_returns_whether_the_key_existed(etcd: EtcdSession) -> None:

@@ -24,7 +24,10 @@ from batonmq_server.etcd_api import rpc_pb2 as pb
 from batonmq_server.runtime.etcd.members import TRY_S, EtcdMember, EtcdMembers
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
-"""Maximum size of an answer. A prefix is read in one call; 100,000 locks are about 20 MiB."""
+"""Maximum size of an answer."""
+PAGE_KEYS = 2_000
+"""Keys of a prefix that one call reads; all its calls read at one revision. A lock has 200 bytes,
+the settings of a group with many topics some 10 KB."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", ANSWER_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -184,18 +187,22 @@ class EtcdSession:
         """Return every key under `prefix`, ascending, and the revision at which they were read.
 
         Raises:
-            NoQuorum: etcd does not answer.
+            NoQuorum: etcd does not answer, or has compacted the revision meanwhile.
         """
         start = self._absolute(prefix)
-        async with self._translated():
-            # No shorter timeout for one try: the answer may be large.
-            answer = await self._members.call(
-                lambda member: member.kv.Range(
-                    pb.RangeRequest(key=start, range_end=_prefix_end(start))
-                ),
-                self._timeout_s,
-            )
-        return [self.key_value(kv) for kv in answer.kvs], answer.header.revision
+        request = pb.RangeRequest(key=start, range_end=_prefix_end(start), limit=PAGE_KEYS)
+        found: list[KeyValue] = []
+        while True:
+            async with self._translated():
+                # No shorter timeout for one try: the answer may be large.
+                answer = await self._members.call(
+                    lambda member: member.kv.Range(request), self._timeout_s
+                )
+            found += map(self.key_value, answer.kvs)
+            request.revision = request.revision or answer.header.revision
+            if not answer.more:
+                return found, request.revision
+            request.key = answer.kvs[-1].key + b"\0"
 
     async def get_tree(self, key: str) -> list[KeyValue]:
         """Return the key and every key below it (`key/...`), ascending, as of one revision.
