@@ -22,7 +22,7 @@ class AdminCalls(OffsetsCalls):
     async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:
         """See the proto."""
         self._check_change(request.offsets_epoch)
-        group, order, targets = self._reader.reset(request)
+        group, order, targets = await self._reader.reset(request)
         await self._check_kept(group)
         now, dry_run = self._now(), request.dry_run
         if order.undone_op_id:

@@ -40,7 +40,7 @@ class LockmgrCalls(OffsetsCalls):
         """See the proto."""
         self._check_change(request.offsets_epoch)
         term = number(request.term, "term", 1)
-        attempts, malformed = self._reader.shared_batch(request.items, self._reader.fence)
+        attempts, malformed = await self._reader.shared_batch(request.items, self._reader.fence)
         await self._resolve(key for key, _ in attempts)
         now, outcomes = self._now(), []
         for key, wanted in attempts:

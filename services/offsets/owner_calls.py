@@ -33,8 +33,8 @@ class OwnerCalls(OffsetsCalls):
     ) -> pb.RecordDeliveredResponse:
         """See the proto."""
         self._check_change(request.offsets_epoch)
-        items, malformed = self._reader.deliveries(request)
-        settlements = self._reader.settlements(request.settlements)
+        items, malformed = await self._reader.deliveries(request)
+        settlements = await self._reader.settlements(request.settlements)
         now = self._now()
         results = [self._deliver(*item, now) for item in items]
         for settlement in settlements:
@@ -54,7 +54,7 @@ class OwnerCalls(OffsetsCalls):
     async def Touch(self, request: pb.TouchRequest, context: Context) -> pb.TouchResponse:
         """See the proto."""
         self._table.check_epoch(request.offsets_epoch)
-        touches, malformed = self._reader.shared_batch(request.items, self._reader.touch)
+        touches, malformed = await self._reader.shared_batch(request.items, self._reader.touch)
         now, outcomes = self._now(), []
         for key, token, caller in touches:
             error = attempt(self._touch, key, token, caller, now, request.node_id)
@@ -74,7 +74,9 @@ class OwnerCalls(OffsetsCalls):
         """See the proto."""
         begin_s = self._telemetry.events.now_s()
         self._check_change(request.offsets_epoch)
-        items = self._reader.batch(request.items, lambda one: self._reader.commit(one, request))
+        items = await self._reader.batch(
+            request.items, lambda one: self._reader.commit(one, request)
+        )
         check_single(item[0] for item in items)
         unowned = (key for key, holder, _ in items if not holder.token)
         await self._resolve(key for key in unowned if self._modes.exists(key.group))
@@ -100,7 +102,7 @@ class OwnerCalls(OffsetsCalls):
     async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseResponse:
         """See the proto."""
         self._check_change(request.offsets_epoch)
-        items = self._reader.batch(request.items, self._reader.close)
+        items = await self._reader.batch(request.items, self._reader.close)
         check_single(item[0] for item in items)
         now, outcomes = self._now(), []
         results = [attempt(self._close, *item, request.caller, now) for item in items]

@@ -26,7 +26,7 @@ class QueryCalls(OffsetsCalls):
     async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
         """See the proto."""
         self._table.check_epoch(request.offsets_epoch)
-        keys = self._reader.batch(request.queues, self._reader.queue)
+        keys = await self._reader.batch(request.queues, self._reader.queue)
         groups = {key.group for key in keys}
         unplaced = await self._resolver.resolve(groups, self._modes.exists)
         now, outcomes = self._now(), []

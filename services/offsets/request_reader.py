@@ -5,6 +5,7 @@ Also reads the page tokens of the list calls (see `batonmq_server.runtime.paging
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -32,6 +33,9 @@ from batonmq_server.runtime.paging import key_of_token, malformed_token
 
 DeliveryCall: TypeAlias = tuple[GroupQueue, HolderCall, DeliveryRange, Acks | None]
 ITEMS_MAX = 1_024
+STEP_RANGES = 10_000
+"""After so many ranges, which takes some 10 ms, other tasks run: a call of one client may have
+millions of them."""
 NUMBER_MAX = 1 << 62
 """Upper bound of offsets, tokens, epochs and times, so that sums fit in 64 bits."""
 QUEUE_ID_MAX = 65_535
@@ -70,14 +74,15 @@ class RequestReader:
 
     def __init__(self, known: Container[GroupQueue], ranges_max: int) -> None:
         self._known, self._ranges_max = known, ranges_max
+        self._ranges_read = 0
 
-    def batch(self, items: Sequence[Item], read: Callable[[Item], Value]) -> list[Value]:
+    async def batch(self, items: Sequence[Item], read: Callable[[Item], Value]) -> list[Value]:
         """Return the items of a call of one client; a malformed item rejects the call.
 
         Raises:
             InvalidArgument, InvalidName, LimitExceeded: the fact `field` names the item and field.
         """
-        values, malformed = self.shared_batch(items, read)
+        values, malformed = await self.shared_batch(items, read)
         for index, error in malformed.items():
             raise type(error)(
                 f"items[{index}]: {error.message}",
@@ -86,13 +91,13 @@ class RequestReader:
             )
         return values
 
-    def shared_batch(
+    async def shared_batch(
         self, items: Sequence[Item], read: Callable[[Item], Value]
     ) -> tuple[list[Value], dict[int, BatonError]]:
         """Return the well-formed items, and the errors of the malformed ones by index, ascending.
 
         The items belong to many clients: a malformed item of one does not fail those of the others.
-        `merge_outcomes` joins the two again.
+        `merge_outcomes` joins the two again. Other tasks run after every `STEP_RANGES` ranges.
 
         Raises:
             InvalidArgument, LimitExceeded: there are no items, or too many.
@@ -111,6 +116,9 @@ class RequestReader:
                 values.append(read(item))
             except BatonError as error:
                 malformed[index] = error
+            if self._ranges_read >= STEP_RANGES:
+                self._ranges_read = 0
+                await asyncio.sleep(0)
         return values, malformed
 
     def queue(self, queue: queue_pb2.GroupQueue) -> GroupQueue:
@@ -140,19 +148,19 @@ class RequestReader:
         holder = HolderCall(_token(item.token), item.caller, position)
         return self.queue(item.queue), holder, delivery, acks
 
-    def deliveries(
+    async def deliveries(
         self, request: pb.RecordDeliveredRequest
     ) -> tuple[list[DeliveryCall], dict[int, BatonError]]:
         """Return the deliveries as `shared_batch` does; there may be none beside settlements."""
         if request.settlements and not request.items:
             return [], {}
-        return self.shared_batch(request.items, self.delivery)
+        return await self.shared_batch(request.items, self.delivery)
 
-    def settlements(
+    async def settlements(
         self, items: Sequence[pb.AdvanceSettlement]
     ) -> list[tuple[GroupQueue, int, AdvanceSettlement]]:
         """Return queues, tokens, and what was delivered in the advances."""
-        return self.batch(items, self._settlement) if items else []
+        return await self.batch(items, self._settlement) if items else []
 
     def _settlement(self, item: pb.AdvanceSettlement) -> tuple[GroupQueue, int, AdvanceSettlement]:
         advance_id = number(item.advance_id, "advance_id")
@@ -215,11 +223,11 @@ class RequestReader:
         )
         return self.queue(item.queue), attempt
 
-    def reset(self, request: pb.ResetRequest) -> ParsedReset:
+    async def reset(self, request: pb.ResetRequest) -> ParsedReset:
         """Return the group, the order, and the targets of a reset or an undo."""
         order = _order(request, ProgressSource.RESET)
         if not request.undo_op_id:
-            targets = self.batch(request.items, self._target)
+            targets = await self.batch(request.items, self._target)
             groups = {target.key.group for target in targets}
             if len(groups) > 1:
                 raise InvalidArgument(
@@ -258,6 +266,7 @@ class RequestReader:
         """Return the set of ranges; they must ascend and not overlap, and may touch."""
         if not ranges:
             return EMPTY
+        self._ranges_read += len(ranges)
         if len(ranges) > self._ranges_max:
             raise LimitExceeded(
                 f"{field} has {len(ranges)} ranges; the limit is {self._ranges_max}",

@@ -1,4 +1,4 @@
-"""Goal: many queues block neither a new lock manager nor the lease renewal of a leader.
+"""Goal: many queues, or many ranges, block neither a new lock manager nor a leader's lease renewal.
 
 Method: small parts behind a real channel; and a task that counts how often it runs.
 """
@@ -16,8 +16,17 @@ from batonmq_server.offsets import lockmgr_calls, persistence
 from batonmq_server.offsets.core.ranges import EMPTY
 from batonmq_server.offsets.core.values import Acks, Instant, QueueLimits
 from batonmq_server.offsets.persistence import recover_in_steps, recover_standalone
+from batonmq_server.offsets.request_reader import STEP_RANGES, RequestReader
 from batonmq_server.testing.memory_disks import MemoryOffsetsDisk
-from tests.offsets.service_calls import TERM, Service, call, delete_topic_request, fence_item, queue
+from tests.offsets.service_calls import (
+    TERM,
+    Service,
+    call,
+    delete_topic_request,
+    fence_item,
+    queue,
+    run,
+)
 
 GROUPS = [f"group-{number}" for number in range(7)]
 NOW = Instant(0, 0)
@@ -104,3 +113,26 @@ async def test_recovery_in_steps_does_not_block_other_tasks(
     assert sorted(key for key, _ in recovered.items()) == keys
     assert {recovered.query(key).committed_offset for key in keys} == {5}
     assert turns >= len(keys) // 10
+
+
+async def test_call_with_many_ranges_does_not_block_other_tasks() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    acked = [run(2 * number, 2 * number + 1) for number in range(1_000)]
+    items = [pb.CommitItem(queue=queue(queue_id=number), acked=acked) for number in range(60)]
+    request = pb.CommitRequest(items=items)
+    reader = RequestReader((), ranges_max=1_000)
+    async with asyncio.TaskGroup() as tasks:
+        counting = tasks.create_task(count())
+        await asyncio.sleep(0)
+        before = turns
+        read = await reader.batch(request.items, lambda one: reader.commit(one, request))
+        counting.cancel()
+    assert [acks.acked.count for _, _, acks in read] == [1_000] * 60
+    assert turns - before >= 60_000 // STEP_RANGES
