@@ -60,7 +60,7 @@ from batonmq._core.retries import dead_letter_topic, retry_topic
 from batonmq._core.subscription import parse_filter
 from batonmq._producer.producer import stream_of
 from batonmq._telemetry.client_metrics import ClientMetrics, ConsumerMetrics
-from batonmq.errors import InvalidArgument, TopicNotFound
+from batonmq.errors import BatonError, InvalidArgument, TopicNotFound
 
 REPLY_FLUSH_S = 5.0
 """How long a consumer that closes waits for its replies to leave."""
@@ -82,6 +82,15 @@ class _QueueHandlers(Protocol):
     def end(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the only error; of several refusals, as of two deleted topics, the first one."""
+    only = only_error(group)
+    if isinstance(only, BaseExceptionGroup):
+        refused = all(isinstance(one, BatonError) for one in only.exceptions)
+        return only.exceptions[0] if refused else only
+    return only
 
 
 def _ignore(_: OwnershipEvent) -> None:
@@ -307,7 +316,7 @@ class Consumer:
             try:
                 await self._tasks.__aexit__(kind, error, trace)
             except BaseExceptionGroup as group:
-                if (only := only_error(group)) is not error:
+                if (only := _reason(group)) is not error:
                     raise only from None
             finally:
                 STOP_SIGNALS.remove(self)

@@ -24,6 +24,7 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message, tag_hash
 from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
 from batonmq.errors import (
     BadExpression,
     ClientIdInUse,
@@ -497,6 +498,27 @@ async def test_unknown_topic_is_refused(nameserver: str) -> None:
     with pytest.raises(TopicNotFound):
         async with Consumer(nameserver, "g", {"absent": "*"}):
             pass
+
+
+async def test_consumer_of_two_topics_that_are_deleted_together_ends_with_one_error(
+    nameserver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(nameserver) as at:
+        deleted = asyncio.Event()
+
+        async def follow(directory: Directory, topic: str, on_route: object) -> None:
+            await deleted.wait()
+            raise TopicNotFound(f"there is no topic {topic}")
+
+        monkeypatch.setattr("batonmq._consumer.consumer.follow_route", follow)
+        other = f"{at.topic}-other"
+        async with Admin(nameserver) as admin:
+            await admin.create_topic(other, 1)
+        with pytest.raises(TopicNotFound):
+            async with Consumer(nameserver, at.group, {at.topic: "*", other: "*"}, QUICK) as member:
+                await until(lambda: len(member.assignment) == 5)
+                deleted.set()
+                await asyncio.Event().wait()
 
 
 async def test_invalid_expression_is_refused_before_any_call() -> None:

@@ -462,22 +462,30 @@ async def test_idle_group_is_left_and_its_queues_go_to_native_members(tmp_path: 
                 break
 
 
-async def test_group_goes_on_when_one_of_its_topics_is_deleted(tmp_path: Path) -> None:
+async def test_group_goes_on_when_two_of_its_topics_are_deleted(tmp_path: Path) -> None:
     """A member that loses a topic ends without a hand-over: the next one waits for its leases."""
     async with scene(tmp_path, queues=1, lock_lease_ms=5_000) as at:
-        await at.admin.create_topic("refunds", 1)
-        await at.stub.receive("billing", "refunds", wait_ms=100)
-        await at.stub.receive("billing", "orders", wait_ms=100)
-        await at.admin.delete_topic("refunds")
+        for topic in ("refunds", "claims"):
+            await at.admin.create_topic(topic, 1)
+            await at.stub.receive("billing", topic, wait_ms=100)
         await at.stub.send("orders", b"a")
+        (held,) = await at.stub.receive_until("billing", "orders", 1)
+        for topic in ("refunds", "claims"):
+            await at.admin.delete_topic(topic)
+        assert await at.stub.ack("billing", "orders", [handle_of(held)]) == [pb.OK]
+        await at.stub.send("orders", b"b")
         (message,) = await at.stub.receive_until("billing", "orders", 1, wait_ms=15_000)
+        assert message.body == b"b"
         assert await at.stub.ack("billing", "orders", [handle_of(message)]) == [pb.OK]
 
-        async def is_gone() -> bool:
-            status, _ = await at.stub.receive("billing", "refunds", wait_ms=100)
-            return bool(status.code == pb.TOPIC_NOT_FOUND)
+        async def are_gone() -> bool:
+            answers = [
+                await at.stub.receive("billing", topic, wait_ms=100)
+                for topic in ("refunds", "claims")
+            ]
+            return all(status.code == pb.TOPIC_NOT_FOUND for status, _ in answers)
 
-        await until(is_gone)
+        await until(are_gone)
 
 
 async def test_hostile_requests_are_refused_and_the_gateway_goes_on(tmp_path: Path) -> None:
