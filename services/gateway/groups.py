@@ -41,8 +41,8 @@ class Groups:
         for topic, expression in subscriptions:
             found.subscribe(topic, expression, client_id)
         if known is None:
+            self._parts.spawn(self._run(found))  # before it is known: the gateway may be starting
             self._groups[group] = found
-            self._parts.spawn(self._run(found))
         return found
 
     async def stop(self) -> None:
