@@ -121,6 +121,13 @@ class RemoteClients:
             return False
         return client.open_calls > 0 or self.silent_ms(client) < self._timeout_ms
 
+    def consumes(self, group: str) -> bool:
+        """Whether a client that is alive consumes for a group; it looks at all clients."""
+        return any(
+            group in client.groups and self.is_alive(client_id)
+            for client_id, client in self._clients.items()
+        )
+
     def remove(self, client_id: str) -> frozenset[str]:
         """Forget a client that has ended; return the groups that it consumed for."""
         client = self._clients.pop(client_id, None)

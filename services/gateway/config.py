@@ -62,8 +62,9 @@ class GatewaySettings(ServiceSettings):
     """Maximum number of offsets of one queue between the committed offset and the last one
     received. It bounds the messages of a queue that clients hold."""
     group_idle_ms: int = Field(60_000, ge=100)
-    """Time without receive calls and without messages in flight after which the gateway leaves a
-    group, in milliseconds."""
+    """The gateway leaves a group after this time without receive calls and without messages that
+    clients hold, in milliseconds. Messages that clients gave back keep the group while one of its
+    clients lives."""
     drain_timeout_ms: int = Field(30_000, ge=0)
     """Time that clients have to acknowledge the messages that they hold when a queue moves to
     another member or the gateway stops, in milliseconds. Other messages are redelivered at once."""

@@ -384,9 +384,16 @@ class GroupConsumer:
                 pump.cancel()
 
     def _is_idle(self) -> bool:
+        """Whether the group may be left.
+
+        Messages that no client holds any more keep it only while a client lives that may ask for
+        them: otherwise other members would never get the queues.
+        """
         idle_ms = self._clock.monotonic_ms() - self._used_ms
-        waits = self.waiting_count or any(len(pool.leases) for pool in self._each_pool())
-        return idle_ms >= self._settings.group_idle_ms and not waits
+        if idle_ms < self._settings.group_idle_ms or self.waiting_count or self.leased_count:
+            return False
+        started = any(len(pool.leases) for pool in self._each_pool())
+        return not (started and self._parts.clients.consumes(self.group))
 
     def _lose(self, topic: str, error: BatonError) -> bool:
         """Go on without a topic that was deleted; return whether the group subscribed to it."""

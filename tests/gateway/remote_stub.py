@@ -157,6 +157,11 @@ class RemoteStub:
         answer = await self.call("AckMessage", request)
         return [entry.status.code for entry in answer.entries] or [answer.status.code]
 
+    async def end_client(self, group: str) -> None:
+        """Notify the gateway that this client ends."""
+        request = service_pb2.NotifyClientTerminationRequest(group=pb.Resource(name=group))
+        await self.call("NotifyClientTermination", request)
+
     async def change(
         self, group: str, topic: str, handle: str, invisible_ms: int
     ) -> tuple[int, str]:

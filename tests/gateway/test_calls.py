@@ -462,6 +462,21 @@ async def test_idle_group_is_left_and_its_queues_go_to_native_members(tmp_path: 
                 break
 
 
+async def test_messages_of_clients_that_are_gone_do_not_keep_an_idle_group(tmp_path: Path) -> None:
+    async with scene(tmp_path, queues=1) as at:
+        await at.stub.send("orders", b"a", b"b")
+        await at.stub.receive_until("billing", "orders", 2, invisible_ms=200)
+        await at.stub.end_client("billing")
+        settings = ConsumerSettings(consume_from="first")
+        bodies: list[bytes] = []
+        async with Consumer(at.nameserver, "billing", {"orders": "*"}, settings) as native:
+            async for message in native:
+                bodies.append(message.body)
+                if len(bodies) == 2:
+                    break
+        assert sorted(bodies) == [b"a", b"b"]
+
+
 async def test_group_goes_on_when_two_of_its_topics_are_deleted(tmp_path: Path) -> None:
     """A member that loses a topic ends without a hand-over: the next one waits for its leases."""
     async with scene(tmp_path, queues=1, lock_lease_ms=5_000) as at:

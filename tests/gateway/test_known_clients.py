@@ -38,3 +38,19 @@ async def test_groups_of_a_client_beyond_the_limit_are_not_remembered() -> None:
         client = known.note(caller("client"), f"group-{number}")
     assert len(client.groups) == GROUPS_MAX
     assert len(known.remove("client")) == GROUPS_MAX
+
+
+async def test_group_has_a_consumer_while_one_of_its_clients_lives() -> None:
+    clock = MovableClock()
+    known = RemoteClients(clock, TIMEOUT_MS)
+    client = known.note(caller("client"), "billing")
+    known.note(caller("other"), "auditing")
+    assert known.consumes("billing")
+    clock.ahead_ms += TIMEOUT_MS
+    known.note(caller("other"))
+    assert not known.consumes("billing")
+    client.open_calls += 1
+    assert known.consumes("billing")
+    known.remove("client")
+    assert not known.consumes("billing")
+    assert known.consumes("auditing")
