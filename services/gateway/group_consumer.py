@@ -29,7 +29,7 @@ from batonmq.errors import BatonError, Fenced, NotServing, TopicNotFound
 from batonmq_server.gateway.core.message_leases import LeaseTerms, MessageLease, QueueLeases
 from batonmq_server.gateway.core.receipt_handles import ReceiptHandle
 from batonmq_server.gateway.gateway_parts import GatewayParts
-from batonmq_server.gateway.statuses import Refused
+from batonmq_server.gateway.statuses import NotHeld, Refused
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ class _QueuePool:
 
     Attributes:
         ending: Acknowledgements that offsets does not have yet, by offset.
+        burials: Forwarded messages on their way to the dead letters, by offset.
         ended: Acknowledged offsets and the numbers of their deliveries, oldest first.
     """
 
@@ -89,6 +90,7 @@ class _QueuePool:
     leases: QueueLeases
     held: dict[int, HeldMessage] = field(default_factory=dict)
     ending: dict[int, _Ending] = field(default_factory=dict)
+    burials: dict[int, _Ending] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
 
     def lose(self) -> None:
@@ -291,21 +293,36 @@ class GroupConsumer:
     async def forward(self, handle: ReceiptHandle, topic: str) -> None:
         """Store a held message among the dead letters of the group, and acknowledge it.
 
+        A repeated call has the outcome of the first one.
+
         Raises:
-            Refused: The client does not hold the message by this handle.
-            Fenced: The queue was lost before that; the message is redelivered.
+            NotHeld: The client does not hold the message by this handle.
+            NotServing: The queue was lost before that; the message is redelivered.
+            Fenced: As before, but the message is stored among the dead letters.
         """
         pool = self._pool_of(handle, topic)
-        now_ms = self._clock.monotonic_ms()
-        if pool is None or not pool.leases.begin_end(handle.offset, handle.serial, now_ms):
+        if pool is None:
             raise self._not_held(handle)
+        offset, serial = handle.offset, handle.serial
+        burial = pool.burials.get(offset)
+        if burial is None or burial.serial != serial:
+            if pool.ended.get(offset) == serial:
+                return
+            if not pool.leases.begin_end(offset, serial, self._clock.monotonic_ms()):
+                raise self._not_held(handle)
+            burial = self._begin_burial(pool, offset, serial)
+        await asyncio.wait({burial.answer})
+        burial.answer.result()
+
+    def _begin_burial(self, pool: _QueuePool, offset: int, serial: int) -> _Ending:
         failure = HandlingFailure("failed", "the client forwarded it to the dead letters")
         ended = asyncio.get_running_loop().create_future()
         ended.add_done_callback(_retrieve)
+        ended.add_done_callback(lambda _: pool.burials.pop(offset, None))
         # In a task of its own: a client that goes must not leave the message without an outcome.
-        self._parts.spawn(self._bury(pool, handle.offset, handle.serial, failure, ended))
-        await asyncio.wait({ended})
-        ended.result()
+        self._parts.spawn(self._bury(pool, offset, serial, failure, ended))
+        burial = pool.burials[offset] = _Ending(serial, ended, dead=True)
+        return burial
 
     def terminated(self, client_id: str) -> None:
         """Let the renewed leases of a client that has ended expire soon."""
@@ -554,11 +571,10 @@ class GroupConsumer:
             return None
         return self._find_pool(handle.queue, topic)
 
-    def _not_held(self, handle: ReceiptHandle) -> Refused:
+    def _not_held(self, handle: ReceiptHandle) -> NotHeld:
         own = self._settings.node_id
         where = f", by gateway {handle.gateway}; this is {own}" if handle.gateway != own else ""
-        return Refused(
-            pb.INVALID_RECEIPT_HANDLE,
+        return NotHeld(
             f"the message at offset {handle.offset} of {handle.queue} is not held by this handle "
             f"any more (attempt {handle.attempt}, token {handle.token}{where}). It was "
             "acknowledged, or its invisible duration is over, and it is delivered again with a new "

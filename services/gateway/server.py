@@ -18,7 +18,7 @@ from batonmq.errors import BatonError, InvalidArgument, NotScheduled
 from batonmq_server.gateway.callers import Caller, Context
 from batonmq_server.gateway.core.long_polls import shared_wait_ms
 from batonmq_server.gateway.core.message_leases import LeaseTerms
-from batonmq_server.gateway.core.receipt_handles import BadHandle, ReceiptHandle
+from batonmq_server.gateway.core.receipt_handles import BadHandle, ForeignHandle, ReceiptHandle
 from batonmq_server.gateway.gateway_parts import GatewayParts
 from batonmq_server.gateway.group_consumer import Delivery, GroupConsumer
 from batonmq_server.gateway.groups import Groups
@@ -36,7 +36,7 @@ from batonmq_server.gateway.metrics import GatewayMetrics
 from batonmq_server.gateway.ports import port_kind
 from batonmq_server.gateway.queue_reader import PulledMessages, QueueReader
 from batonmq_server.gateway.routes import ANY_QUEUE, Routes
-from batonmq_server.gateway.statuses import OK, Refused, check_size, status_of
+from batonmq_server.gateway.statuses import OK, NotHeld, Refused, check_size, status_of
 from batonmq_server.gateway.telemetry import TelemetryStream, expression_of
 from batonmq_server.gateway.topic_types import TopicTypes, accepted_types
 from batonmq_server.gateway.transaction_checks import TransactionChecks
@@ -444,12 +444,16 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         ) -> service_pb2.ForwardMessageToDeadLetterQueueResponse:
             name, topic = caller.group(request.group), caller.topic(request.topic)
             self._parts.clients.note(caller, name)
-            handle, group = self._held(name, request.receipt_handle)
             try:
+                handle, group = self._held(name, request.receipt_handle)
                 async with timeouts.timeout(max(0.0, _left_s(context) - DEADLINE_MARGIN_S)):
                     await group.forward(handle, topic)
             except TimeoutError:
                 return kind(status=_TIMED_OUT)
+            except NotHeld as error:
+                # Most official clients repeat a refused call for ever, and hold up other messages.
+                text = f"nothing was forwarded: {error.message}"
+                return kind(status=pb.Status(code=pb.OK, message=text))
             return kind(status=OK)
 
         return await self._answer("ForwardMessageToDeadLetterQueue", context, forward, kind)
@@ -458,15 +462,17 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         try:
             return self._parts.signer.read(text)
         except BadHandle as error:
-            raise Refused(
-                pb.INVALID_RECEIPT_HANDLE, f"{error}. Use the handle of the last delivery"
-            ) from error
+            message = f"{error}. Use the handle of the last delivery"
+            if isinstance(error, ForeignHandle):
+                raise NotHeld(message) from error
+            raise Refused(pb.INVALID_RECEIPT_HANDLE, message) from error
 
     def _held(self, group: str, text: str) -> tuple[ReceiptHandle, GroupConsumer]:
         """Return a handle of the group, and its consumer.
 
         Raises:
-            Refused: The handle is not valid, is of another group, or the gateway has left it.
+            Refused: The handle is not valid, or is of another group.
+            NotHeld: It was signed with another key, or the gateway has left the group.
         """
         handle = self._handle(text)
         if handle.group != group:
@@ -475,9 +481,8 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
             )
         consumer = self._groups.find(group)
         if consumer is None:
-            raise Refused(
-                pb.INVALID_RECEIPT_HANDLE,
-                f"this gateway holds no message of group {group}; the message is delivered again",
+            raise NotHeld(
+                f"this gateway holds no message of group {group}; the message is delivered again"
             )
         return handle, consumer
 

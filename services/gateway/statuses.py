@@ -50,6 +50,13 @@ class Refused(Exception):
         self.code, self.message = code, message
 
 
+class NotHeld(Refused):
+    """The client does not hold the message by its handle, or not any more."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(pb.INVALID_RECEIPT_HANDLE, message)
+
+
 def check_size(message: Message, bytes_max: int) -> None:
     """Return if a part of a request, with fields that are not known, has at most `bytes_max`.
 

@@ -157,6 +157,17 @@ class RemoteStub:
         answer = await self.call("AckMessage", request)
         return [entry.status.code for entry in answer.entries] or [answer.status.code]
 
+    async def forward(self, group: str, topic: str, handle: str) -> pb.Status:
+        """Forward a delivery to the dead letters; return the status."""
+        request = service_pb2.ForwardMessageToDeadLetterQueueRequest(
+            group=pb.Resource(name=group),
+            topic=pb.Resource(name=topic),
+            receipt_handle=handle,
+            delivery_attempt=1,
+        )
+        status: pb.Status = (await self.call("ForwardMessageToDeadLetterQueue", request)).status
+        return status
+
     async def end_client(self, group: str) -> None:
         """Notify the gateway that this client ends."""
         request = service_pb2.NotifyClientTerminationRequest(group=pb.Resource(name=group))

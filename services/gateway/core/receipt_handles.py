@@ -56,6 +56,10 @@ class BadHandle(Exception):
     """A text is not a handle that was signed with the key."""
 
 
+class ForeignHandle(BadHandle):
+    """A text looks like a handle, and was signed with another key or changed."""
+
+
 class ReceiptSigner:
     """Writes and reads handles.
 
@@ -81,14 +85,15 @@ class ReceiptSigner:
         if len(text) > HANDLE_CHARACTERS_MAX:
             raise BadHandle(f"the handle has {len(text)} characters")
         try:
-            # The standard decoder skips what is not base64; then two texts would mean one handle.
             raw = urlsafe_b64decode(text.encode("ascii"))
         except (ValueError, binascii.Error) as error:
             raise BadHandle("the handle is not base64") from error
+        # The standard decoder skips what is not base64; then two texts would mean one handle.
+        if urlsafe_b64encode(raw).decode() != text or len(raw) <= _MAC_BYTES:
+            raise BadHandle("the text is not a receipt handle")
         mac, fields = raw[:_MAC_BYTES], raw[_MAC_BYTES:]
-        known = hmac.compare_digest(mac, self._mac(fields))
-        if not known or urlsafe_b64encode(raw).decode() != text:
-            raise BadHandle("the handle was not signed by this cluster, or was changed")
+        if not hmac.compare_digest(mac, self._mac(fields)):
+            raise ForeignHandle("the handle was not signed by this cluster, or was changed")
         gateway, group, topic, broker, *numbers = fields.decode().split(SEPARATOR)
         return ReceiptHandle(gateway, group, topic, broker, *map(int, numbers))
 
