@@ -244,11 +244,21 @@ class GroupConsumer:
         if one.attempt == 1:
             events.begun(self.group, message.topic, message.store_unix_ms)
 
-    def undo(self, deliveries: Sequence[Delivery]) -> None:
-        """Take back deliveries that did not reach their client."""
-        for one in deliveries:
+    def undo(self, deliveries: Sequence[Delivery], *, begun: bool = False) -> None:
+        """Take back deliveries that did not reach their client.
+
+        Args:
+            begun: Whether the first one was on its way. Its attempt counts: a client that can't
+                read a message, such as a large one, ends the call each time.
+        """
+        now_ms = self._clock.monotonic_ms()
+        for number, one in enumerate(deliveries):
             pool = self._find_pool(one.queue, one.message.topic)
-            if pool is not None:
+            if pool is None:
+                continue
+            if begun and not number:
+                pool.leases.lapse(one.offset, one.serial, now_ms)
+            else:
                 pool.leases.undo(one.offset, one.serial)
         self._wake()
 

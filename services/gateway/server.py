@@ -255,6 +255,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         call, language = "ReceiveMessage", "OTHER"
         group: GroupConsumer | None = None
         unsent: list[Delivery] = []
+        begun = False
         try:
             caller = Caller.of(context)
             language = caller.language
@@ -267,8 +268,10 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
             now_unix_ms = self._clock.unix_ms()
             yield service_pb2.ReceiveMessageResponse(delivery_timestamp=timestamp(now_unix_ms))
             while unsent:
+                begun = True
                 message = self._received(group.group, unsent[0], topic)
                 yield service_pb2.ReceiveMessageResponse(message=message)
+                begun = False
                 group.handed_out(unsent.pop(0))
                 self._metrics.delivered.inc()
         except (Refused, BatonError) as error:
@@ -276,7 +279,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
             yield service_pb2.ReceiveMessageResponse(status=status_of(error))
         finally:
             if unsent and group is not None:
-                group.undo(unsent)
+                group.undo(unsent, begun=begun)
 
     async def _receive(
         self, caller: Caller, request: service_pb2.ReceiveMessageRequest, context: Context

@@ -496,6 +496,27 @@ async def test_messages_of_clients_that_are_gone_do_not_keep_an_idle_group(tmp_p
         assert sorted(bodies) == [b"a", b"b"]
 
 
+async def test_message_that_its_client_can_not_read_becomes_a_dead_letter(tmp_path: Path) -> None:
+    """The client of Node.js reads no message that has 4 MiB together with its properties."""
+    async with scene(tmp_path, queues=1) as at:
+        await at.stub.receive("billing", "orders", wait_ms=500)
+        async with Producer(at.nameserver) as producer:
+            await producer.send("orders", bytes(4 << 20))
+        limit = [("grpc.max_receive_message_length", 64 * 1024)]
+        async with grpc.aio.insecure_channel(at.address, options=limit) as channel:
+            stub = RemoteStub(channel, "small@1@0@a")
+            refused = 0
+            while await at.committed("billing") == 0:
+                try:
+                    await stub.receive("billing", "orders", wait_ms=500, invisible_ms=200)
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                    refused += 1
+            assert refused == SETTINGS["delivery_attempts_max"]
+        letters = (await at.admin.describe_topic("%DLQ%billing")).queues
+        assert sum(one.next_offset or 0 for one in letters) == 1
+
+
 async def test_group_goes_on_when_two_of_its_topics_are_deleted(tmp_path: Path) -> None:
     """A member that loses a topic ends without a hand-over: the next one waits for its leases."""
     async with scene(tmp_path, queues=1, lock_lease_ms=5_000) as at:

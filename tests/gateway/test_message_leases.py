@@ -127,6 +127,18 @@ def test_delivery_that_did_not_reach_its_client_does_not_count() -> None:
     assert [one.attempt for one in leases.lease(1, 10, TERMS)] == [1]
 
 
+def test_lapsed_lease_expires_at_once_and_its_attempt_counts() -> None:
+    leases = leases_of(7)
+    (lease,) = leases.lease(1, 0, RENEWED)
+    serial = lease.serial
+    leases.lapse(7, serial + 1, 10)
+    assert leases.find(7, serial, 10) is lease, "another delivery"
+    leases.lapse(7, serial, 10)
+    assert leases.find(7, serial, 10) is None
+    leases.expire(10, alive)
+    assert [one.attempt for one in leases.lease(1, 10, TERMS)] == [2]
+
+
 def test_message_group_waits_while_its_first_message_is_in_flight_and_others_go_on() -> None:
     leases = leases_of(1, 2, message_group="a")
     leases.add(3, 0, "b")
@@ -275,6 +287,15 @@ class LeaseMachine(RuleBasedStateMachine):
         self.leases.undo(offset, serial)
         if one is not None and one.state == "leased" and one.serial == serial:
             one.state, one.attempt = "ready", one.attempt - 1
+
+    @precondition(lambda self: self.serials)
+    @rule(data=st.data())
+    def lapse(self, data: st.DataObject) -> None:
+        offset, serial = data.draw(st.sampled_from(self.serials))
+        one = self.holds(offset, serial)
+        self.leases.lapse(offset, serial, self.now_ms)
+        if one is not None:
+            one.expires_ms = self.now_ms
 
     @rule(passed_ms=st.integers(0, 40))
     def expire(self, passed_ms: int) -> None:

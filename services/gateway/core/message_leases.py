@@ -194,6 +194,13 @@ class QueueLeases:
             self._let_go(message)
             self._make_ready(message)
 
+    def lapse(self, offset: int, serial: int, now_ms: int) -> None:
+        """Let a lease expire now: the delivery did not reach its client, and its attempt counts."""
+        message = self.find(offset, serial, now_ms)
+        if message is not None and message.terms is not None:
+            message.terms = LeaseTerms(message.terms.client_id, message.terms.hold_ms)
+            self._set_expiry(message, now_ms, renumber=False)
+
     def expire_soon(self, client_id: str, at_ms: int) -> None:
         """Renew the leases of a client that ends no more; they expire at `at_ms` at the latest."""
         for message in self._leased.get(client_id, {}).values():
