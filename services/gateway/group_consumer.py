@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 from apache.rocketmq.v2 import definition_pb2 as pb
 from batonmq._common.aio import only_error, wait_until
@@ -44,6 +45,8 @@ COMMIT_INTERVAL_MS = 500
 REJOIN_MS = 1_000
 ENDED_MAX = 4_096
 """Acknowledged deliveries of one queue that are remembered, for repeated calls."""
+ATTEMPTS_MAX = 4_096
+"""Answers to receive calls that are remembered, in case that a client repeats its call."""
 EXPRESSION_AGE_MS = 60_000
 """An expression that no client has used for this long may be replaced by another one."""
 
@@ -112,6 +115,18 @@ class _Waiter:
     batch: asyncio.Future[list[Delivery]]
 
 
+class _Answered(NamedTuple):
+    """The last answer to the receive calls of a client for a topic.
+
+    Attributes:
+        attempt_id: Id of the call; a client repeats it if it got no answer.
+    """
+
+    attempt_id: str
+    deliveries: Sequence[tuple[QueueRef, int, int]]
+    """Queue, offset and number of each."""
+
+
 @dataclass(slots=True)
 class _Subscription:
     """The filter expression of one topic, and the client that used it last."""
@@ -135,6 +150,7 @@ class GroupConsumer:
         self._subscriptions: dict[str, _Subscription] = {}
         self._pools: dict[QueueRef, dict[str, _QueuePool]] = {}
         self._waiters: dict[str, deque[_Waiter]] = {}
+        self._answered: dict[tuple[str, str], _Answered] = {}
         self._held: HeldMessages | None = None
         self._failure: BatonError | None = None
         self._changed = asyncio.Event()
@@ -204,13 +220,46 @@ class GroupConsumer:
         self._changed.set()
 
     async def receive(
-        self, topic: str, count_max: int, terms: LeaseTerms, wait_ms: int
+        self, topic: str, count_max: int, terms: LeaseTerms, wait_ms: int, attempt_id: str = ""
     ) -> list[Delivery]:
         """Lease messages of a topic; wait up to `wait_ms` for the first one.
+
+        Args:
+            attempt_id: Id that the client gives to its call, and again if it has got no answer:
+                then what that answer had is leased again, one message at a time, as the client may
+                be unable to read one of them. Empty for none.
 
         Raises:
             BatonError: The gateway is no member of the group, and why.
         """
+        key = terms.client_id, topic
+        answered = self._answered.get(key)
+        if attempt_id and answered is not None and answered.attempt_id == attempt_id:
+            self._lapse(topic, answered)
+            count_max = 1
+        batch = await self._lease(topic, count_max, terms, wait_ms)
+        if attempt_id and batch:
+            self._answered.pop(key, None)
+            self._answered[key] = _Answered(
+                attempt_id, [(one.queue, one.offset, one.serial) for one in batch]
+            )
+            if len(self._answered) > ATTEMPTS_MAX:
+                del self._answered[next(iter(self._answered))]
+        return batch
+
+    def _lapse(self, topic: str, answered: _Answered) -> None:
+        """Let the leases of an answer expire that has not reached its client."""
+        now_ms = self._clock.monotonic_ms()
+        for ref, offset, serial in answered.deliveries:
+            pool = self._find_pool(ref, topic)
+            if pool is not None:
+                pool.leases.lapse(offset, serial, now_ms)
+        if self._held is not None:
+            self._expire(self._held)
+
+    async def _lease(
+        self, topic: str, count_max: int, terms: LeaseTerms, wait_ms: int
+    ) -> list[Delivery]:
         waiters = self._waiters.setdefault(topic, deque())
         if not waiters and (batch := self._collect(topic, count_max, terms)):
             return batch

@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 MESSAGES_MAX = 1_024
 """Messages of one send or receive call, and entries of one acknowledgement, at most."""
+ATTEMPT_ID_CHARACTERS_MAX = 64
+"""A longer id of a receive call is ignored."""
 ROUTE_REQUEST_BYTES_MAX = 16 * 1024
 """Greatest size of a request for a route: its endpoints and its topic are in each queue of the
 answer."""
@@ -306,7 +308,9 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         group = self._groups.subscribe(name, [(topic, expression)], caller.client_id)
         client.open_calls += 1
         try:
-            batch = await group.receive(topic, request.batch_size, terms, wait_ms)
+            known_id = len(request.attempt_id) <= ATTEMPT_ID_CHARACTERS_MAX
+            attempt_id = request.attempt_id if known_id else ""
+            batch = await group.receive(topic, request.batch_size, terms, wait_ms, attempt_id)
         finally:
             client.open_calls -= 1
         return group, batch

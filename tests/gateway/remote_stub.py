@@ -113,6 +113,7 @@ class RemoteStub:
         wait_ms: int = 5_000,
         renewed: bool = False,
         filtered: pb.FilterExpression | None = None,
+        attempt_id: str | None = None,
     ) -> tuple[pb.Status, list[pb.Message]]:
         """Receive by one call; return its status and the messages."""
         request = service_pb2.ReceiveMessageRequest(
@@ -123,6 +124,7 @@ class RemoteStub:
             invisible_duration=duration(invisible_ms),
             long_polling_timeout=duration(wait_ms),
             auto_renew=renewed,
+            attempt_id=attempt_id,
         )
         status, messages = pb.Status(), list[pb.Message]()
         frames = self.stub.ReceiveMessage(

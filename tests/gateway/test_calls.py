@@ -517,6 +517,30 @@ async def test_message_that_its_client_can_not_read_becomes_a_dead_letter(tmp_pa
         assert sum(one.next_offset or 0 for one in letters) == 1
 
 
+async def test_message_whose_answer_was_lost_comes_again_when_the_call_is_repeated(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path, queues=1) as at:
+        await at.stub.send("orders", b"a")
+
+        async def receive(attempt_id: str) -> list[pb.Message]:
+            _, messages = await at.stub.receive(
+                "billing", "orders", renewed=True, wait_ms=1_000, attempt_id=attempt_id
+            )
+            return messages
+
+        lost: list[pb.Message] = []
+        while not lost:
+            lost = await receive("first")
+        (again,) = await receive("first")
+        assert again.system_properties.delivery_attempt == 2
+        codes = await at.stub.ack("billing", "orders", [handle_of(lost[0])])
+        assert codes == [pb.INVALID_RECEIPT_HANDLE]
+        assert await receive("second") == [], "the client holds it"
+        assert await at.stub.ack("billing", "orders", [handle_of(again)]) == [pb.OK]
+        assert await receive("first") == []
+
+
 async def test_group_goes_on_when_two_of_its_topics_are_deleted(tmp_path: Path) -> None:
     """A member that loses a topic ends without a hand-over: the next one waits for its leases."""
     async with scene(tmp_path, queues=1, lock_lease_ms=5_000) as at:
