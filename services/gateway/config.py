@@ -64,7 +64,8 @@ class GatewaySettings(ServiceSettings):
     group_idle_ms: int = Field(60_000, ge=100)
     """The gateway leaves a group after this time without receive calls and without messages that
     clients hold, in milliseconds. Messages that clients gave back keep the group while one of its
-    clients lives."""
+    clients lives. A topic that no client has used for 15 times as long leaves the subscription of
+    the group."""
     drain_timeout_ms: int = Field(30_000, ge=0)
     """Time that clients have to acknowledge the messages that they hold when a queue moves to
     another member or the gateway stops, in milliseconds. Other messages are redelivered at once."""

@@ -47,6 +47,9 @@ ENDED_MAX = 4_096
 """Acknowledged deliveries of one queue that are remembered, for repeated calls."""
 ATTEMPTS_MAX = 4_096
 """Answers to receive calls that are remembered, in case that a client repeats its call."""
+TOPIC_IDLE_TIMES = 15
+"""A topic that no client has used for so many times `group_idle_ms` leaves the subscription. With
+the default it is 15 minutes: official clients send their subscriptions every 5 minutes."""
 EXPRESSION_AGE_MS = 60_000
 """An expression that no client has used for this long may be replaced by another one."""
 
@@ -406,6 +409,7 @@ class GroupConsumer:
                         continue
                     self._fail(error)
                     await wait_until(self._changed, REJOIN_MS)
+                    self._drop_unused_topics()
                     if self._is_idle():
                         self._subscriptions.clear()
         finally:
@@ -449,6 +453,7 @@ class GroupConsumer:
                 while not self._stopping and self._expressions() == wanted:
                     await wait_until(self._changed, settings.group_idle_ms // 4)
                     self._changed.clear()
+                    self._drop_unused_topics()
                     if self._is_idle():
                         log.info("group is left, no client receives group=%s", self.group)
                         self._subscriptions.clear()
@@ -458,6 +463,20 @@ class GroupConsumer:
             self._held, self.member_id = None, ""
             if pump is not None:
                 pump.cancel()
+
+    def _drop_unused_topics(self) -> None:
+        """Forget the topics that no client uses any more.
+
+        Their queues would be owned, and nobody would get their messages; and a gateway that starts
+        later, without them, would be refused as a member.
+        """
+        used_since_ms = self._clock.monotonic_ms() - TOPIC_IDLE_TIMES * self._settings.group_idle_ms
+        for topic, one in list(self._subscriptions.items()):
+            pools = (pools.get(topic) for pools in self._pools.values())
+            held = any(pool is not None and pool.leases.leased_count for pool in pools)
+            if one.used_ms < used_since_ms and not held and not self._waiters.get(topic):
+                log.info("no client uses the topic group=%s topic=%s", self.group, topic)
+                del self._subscriptions[topic]
 
     def _is_idle(self) -> bool:
         """Whether the group may be left.

@@ -53,11 +53,11 @@ class Scene:
 
 @asynccontextmanager
 async def scene(
-    folder: Path, queues: int = 2, *, lock_lease_ms: int = 30_000
+    folder: Path, queues: int = 2, *, lock_lease_ms: int = 30_000, **more: object
 ) -> AsyncIterator[Scene]:
-    locks = {"lock_lease_ms": lock_lease_ms}
+    locks, settings = {"lock_lease_ms": lock_lease_ms}, SETTINGS | more
     async with (
-        local_cluster(folder, gateways=1, gateway=SETTINGS, lockmgr=locks) as cluster,
+        local_cluster(folder, gateways=1, gateway=settings, lockmgr=locks) as cluster,
         Admin(cluster.nameserver) as admin,
         remote_client(cluster.addresses["gateway"]) as stub,
     ):
@@ -494,6 +494,23 @@ async def test_messages_of_clients_that_are_gone_do_not_keep_an_idle_group(tmp_p
                 if len(bodies) == 2:
                     break
         assert sorted(bodies) == [b"a", b"b"]
+
+
+async def test_topic_that_no_client_uses_any_more_leaves_the_subscription(tmp_path: Path) -> None:
+    async with scene(tmp_path, queues=1, group_idle_ms=400) as at:
+        await at.admin.create_topic("refunds", 1)
+        await at.stub.receive("billing", "refunds", wait_ms=100)
+
+        async def only_orders_are_left() -> bool:
+            await at.stub.receive("billing", "orders", wait_ms=200)
+            group = await at.admin.describe_group("billing")
+            topics = {one.topic for one in group.subscriptions}
+            return topics - {"%RETRY%billing"} == {"orders"}
+
+        await until(only_orders_are_left)
+        await at.stub.send("orders", b"a")
+        (message,) = await at.stub.receive_until("billing", "orders", 1, wait_ms=15_000)
+        assert await at.stub.ack("billing", "orders", [handle_of(message)]) == [pb.OK]
 
 
 async def test_message_that_its_client_can_not_read_becomes_a_dead_letter(tmp_path: Path) -> None:
