@@ -9,7 +9,7 @@ from batonmq._common.clock import Clock
 from batonmq._connection.directory import Directory
 from batonmq._core.transactions import TransactionState, broker_of
 from batonmq._producer.producer import Producer
-from batonmq.errors import InvalidArgument, TransactionEnded, TransactionNotFound
+from batonmq.errors import InvalidArgument, TransactionEnded, TransactionNotFound, Unreachable
 from batonmq_server.gateway.statuses import Refused
 
 BROKERS_INTERVAL_MS = 1_000
@@ -43,17 +43,22 @@ class Transactions:
         if state is None:
             raise Refused(pb.BAD_REQUEST, f"resolution {resolution} is unknown")
         try:
-            if not await self._is_broker(broker_of(transaction_id)):
-                raise TransactionNotFound(f"there is no transaction {transaction_id[:100]!r}")
+            broker = broker_of(transaction_id)
+            if not await self._is_broker(broker):
+                # It may be down, or the id is wrong: that is not known here.
+                raise Unreachable(
+                    f"no storage node of broker {broker[:100]!r} is registered; the transaction "
+                    "stays open until it is, and its producer is asked then"
+                )
             await self._producer.end_transaction(transaction_id, state, topic=topic)
         except (InvalidArgument, TransactionNotFound, TransactionEnded) as error:
             text = f"{error.reason}: {error.message}. {error.remedy}"
             raise Refused(pb.INVALID_TRANSACTION_ID, text) from error
 
     async def _is_broker(self, name: str) -> bool:
-        """Whether the broker exists: an id is a text of the client, and may name any.
+        """Whether the broker is known: an id is a text of the client, and may name any.
 
-        Calls at the same time wait for one look-up. A broker that is down is still one.
+        Calls at the same time wait for one look-up. A broker that was known and is down still is.
 
         Raises:
             BatonError: The brokers are not known.

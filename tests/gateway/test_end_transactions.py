@@ -73,16 +73,31 @@ async def test_broker_that_is_down_is_still_known() -> None:
     await transactions.end("orders", ID, pb.COMMIT)
     brokers.up = set()
     clock.ahead_ms += BROKERS_INTERVAL_MS
-    with pytest.raises(Refused):
+    with pytest.raises(Unreachable):
         await transactions.end("orders", "nowhere-1", pb.COMMIT)
     await transactions.end("orders", ID, pb.COMMIT)
     assert producer.ended == [ID, ID]
+
+
+async def test_transaction_of_a_broker_that_was_never_seen_may_exist() -> None:
+    """The gateway may have started after its broker went down."""
+    brokers, producer, clock = Brokers(), Ends(), MovableClock()
+    brokers.up = set()
+    transactions = Transactions(producer, brokers, clock)
+    with pytest.raises(Unreachable, match="is registered"):
+        await transactions.end("orders", ID, pb.COMMIT)
+    with pytest.raises(Refused, match="not the id"):
+        await transactions.end("orders", "broker", pb.COMMIT)
+    brokers.up = {broker_of(ID)}
+    clock.ahead_ms += BROKERS_INTERVAL_MS
+    await transactions.end("orders", ID, pb.COMMIT)
+    assert producer.ended == [ID]
 
 
 async def test_unknown_brokers_are_looked_up_at_intervals() -> None:
     brokers = Brokers()
     transactions = Transactions(Ends(), brokers, Clock())
     for number in range(5):
-        with pytest.raises(Refused, match="there is no transaction"):
+        with pytest.raises(Unreachable):
             await transactions.end("orders", f"nowhere-{number}-1", pb.COMMIT)
     assert brokers.lookups == 1

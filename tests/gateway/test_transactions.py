@@ -66,8 +66,11 @@ async def ends(stub: RemoteStub, other: RemoteStub) -> str:
     refused = await other.end("orders", committed, pb.ROLLBACK)
     assert (refused.code, "TRANSACTION_ENDED" in refused.message) == (INVALID, True)
     assert (await stub.end("orders", rolled_back, pb.COMMIT)).code == INVALID
-    for bad in ("", "x", "storage-", "nowhere-1", "storage-ffff", "storage-zz"):
+    broker = left.rpartition("-")[0]
+    for bad in ("", "x", f"{broker}-", f"{broker}-ffff", f"{broker}-zz"):
         assert (await stub.end("orders", bad, pb.COMMIT)).code == INVALID, bad
+    status = await stub.end("orders", "nowhere-1", pb.COMMIT)
+    assert status.code == pb.HA_NOT_AVAILABLE, "it may be the id of a broker that is down"
     odd = pb.TransactionResolution.ValueType(9)
     assert (await stub.end("orders", left, odd)).code == pb.BAD_REQUEST
     return left
