@@ -237,7 +237,10 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
                 )
             schedule_id, _, message_id = handle.group.partition("/")
             try:
-                await self._producer.cancel(schedule_id)
+                async with timeouts.timeout(max(0.0, _left_s(context) - DEADLINE_MARGIN_S)):
+                    await self._producer.cancel(schedule_id)
+            except TimeoutError:
+                return service_pb2.RecallMessageResponse(status=_RECALL_TIMED_OUT)
             except NotScheduled as error:
                 raise Refused(
                     pb.MESSAGE_NOT_FOUND, f"message {message_id}: {error.message}"
@@ -631,6 +634,13 @@ _SEND_TIMED_OUT = pb.Status(
     code=pb.PROXY_TIMEOUT,
     message="no outcome before the deadline of the call; the messages may be stored or not. Send "
     "them again with the same message ids: what is stored is not stored twice",
+)
+
+
+_RECALL_TIMED_OUT = pb.Status(
+    code=pb.PROXY_TIMEOUT,
+    message="no outcome before the deadline of the call; the message may be recalled. Repeat the "
+    "call",
 )
 
 

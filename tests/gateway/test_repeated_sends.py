@@ -114,6 +114,32 @@ async def test_send_that_timed_out_and_is_repeated_at_another_gateway_is_stored_
         assert bodies == Counter([b"warm", *(one.body for one in messages)])
 
 
+async def test_recall_without_an_outcome_in_time_is_answered_and_can_be_repeated(
+    tmp_path: Path,
+) -> None:
+    async with (
+        local_cluster(tmp_path, gateways=1) as cluster,
+        Admin(cluster.nameserver) as admin,
+        remote_client(cluster.addresses["gateway"]) as stub,
+    ):
+        await admin.create_topic("orders", 2)
+        due = timestamp(Clock().unix_ms() + 3_000_000)
+        later = message("d", b"later", message_type=pb.DELAY, delivery_timestamp=due)
+        (entry,) = (await send(stub, later)).entries
+        request = service_pb2.RecallMessageRequest(
+            topic=pb.Resource(name="orders"), recall_handle=entry.recall_handle
+        )
+        cluster.pause("storage")
+        try:
+            answer = await stub.call("RecallMessage", request, 0.8)
+            assert answer.status.code == pb.PROXY_TIMEOUT
+        finally:
+            cluster.resume("storage")
+        answer = await stub.call("RecallMessage", request)
+        # The first attempt may have reached storage after all.
+        assert answer.status.code in (pb.OK, pb.MESSAGE_NOT_FOUND)
+
+
 async def test_messages_of_a_message_group_after_one_that_fails_are_not_sent(
     tmp_path: Path,
 ) -> None:
