@@ -204,8 +204,13 @@ class RetrySender:
             async def schedule(items: Sequence[pb.ScheduleItem]) -> Sequence[_Outcome]:
                 return await self._request(broker, items)
 
-            batcher = self._batchers[broker] = Batcher(schedule, items_max=REQUEST_ITEMS_MAX)
-            self._spawn(batcher.run())
+            batcher = Batcher(schedule, items_max=REQUEST_ITEMS_MAX)
+            try:
+                self._spawn(batcher.run())
+            except RuntimeError as error:
+                # The consumer has ended: as a batcher that has ended, cancel its callers.
+                raise asyncio.CancelledError from error
+            self._batchers[broker] = batcher
         return batcher
 
     async def _request(self, broker: str, items: Sequence[pb.ScheduleItem]) -> list[_Outcome]:

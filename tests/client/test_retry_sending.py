@@ -8,7 +8,7 @@ Method: the sender with a nameserver and a storage node in this process that fai
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
@@ -152,6 +152,21 @@ async def test_message_of_a_lost_queue_is_not_sent_again() -> None:
         storage.failures = [NotServing("starts")] * 9
         assert not await returns.send(request_for(message(), lives=2))
         assert (storage.calls, storage.items) == (2, [])
+
+
+async def test_sender_of_a_consumer_that_has_ended_cancels_its_callers() -> None:
+    """They may be tasks of others, as in a gateway: an error would end these."""
+
+    def refuse(loop: Coroutine[object, object, None]) -> None:
+        loop.close()
+        raise RuntimeError("the task group is shutting down")
+
+    async with sending() as (storage, returns):
+        returns._spawn = refuse
+        for _ in range(2):
+            with pytest.raises(asyncio.CancelledError):
+                await returns.send(request_for(message()))
+        assert storage.items == []
 
 
 async def test_messages_that_fail_together_share_requests() -> None:
