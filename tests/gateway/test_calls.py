@@ -155,7 +155,7 @@ async def test_message_with_used_up_attempts_and_forwarded_message_are_dead_lett
 async def test_forward_of_what_the_client_no_longer_holds_ends_and_forwards_nothing(
     tmp_path: Path,
 ) -> None:
-    """The clients of Java, Go, Node.js and Python repeat any other answer than OK for ever."""
+    """The clients of Java, C#, Go, Node.js and Python repeat the call for ever otherwise."""
     async with scene(tmp_path, queues=1) as at:
         await at.stub.send("orders", b"a")
         (message,) = await at.stub.receive_until("billing", "orders", 1, invisible_ms=200)
