@@ -7,8 +7,9 @@ import json
 import re
 import subprocess
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from batonmq import Admin, Consumer, ConsumerSettings, Producer
 from batonmq._common.clock import Clock
+from batonmq.errors import GroupNotFound
 from batonmq_server.local.cluster import LocalCluster
 from tests.gateway.official_clients import (
     COMPILE_S,
@@ -27,6 +29,7 @@ from tests.gateway.official_clients import (
     OfficialClient,
     official_client,
 )
+from tests.runtime.etcd_proxies import StickingProxy
 from tests.support.cluster import local_cluster
 from tests.support.conditions import until
 
@@ -211,6 +214,43 @@ async def test_message_group_is_delivered_in_order_though_its_first_message_fail
             by_group = {g: [one["body"] for one in got if one["message_group"] == g] for g in "ab"}
             assert by_group["b"] == [f"b{n}" for n in range(6)], name
             assert by_group["a"] == ["a0", "a0", *(f"a{n}" for n in range(1, 6))], name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("language", LANGUAGES)
+async def test_messages_that_were_on_their_way_in_broken_connections_come_again(
+    tmp_path: Path, language: str
+) -> None:
+    """These clients repeat a receive call that failed with its attempt id."""
+    async with (
+        scene(tmp_path, queues=2, delivery_attempts_max=17, group_idle_ms=60_000) as at,
+        StickingProxy(at.cluster.addresses["gateway"]) as proxy,
+        Admin(at.nameserver) as admin,
+        Producer(at.nameserver) as producer,
+        asyncio.TaskGroup() as tasks,
+    ):
+
+        async def committed() -> int:
+            try:
+                rows = (await admin.group_progress("cut")).queues
+            except GroupNotFound:
+                return 0
+            return sum(row.committed_offset or 0 for row in rows if row.topic == TOPIC)
+
+        task = {"endpoints": proxy.address, "group": "cut", "count": 1_000, "seconds": 50}
+        receiving = tasks.create_task(at.run(language, "push", **task))
+        sent = [f"{number} ".ljust(20_000, "x") for number in range(8 * 30)]
+        for number, body in enumerate(sent, 1):
+            await producer.send(TOPIC, body.encode())
+            if number % 30 == 0:
+                proxy.free()  # break all connections, while messages are on their way
+                await until(partial(_exceeds, committed, number - 30))
+        got = bodies(await receiving)
+        assert set(got) == set(sent)
+
+
+async def _exceeds(count: Callable[[], Awaitable[int]], bound: int) -> bool:
+    return await count() > bound
 
 
 @pytest.mark.long
