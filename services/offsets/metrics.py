@@ -20,7 +20,10 @@ _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 
 
 class OffsetsMetrics:
-    """The metrics of one process; `show_table` and `show_leadership` bind the gauges."""
+    """The metrics of one process; `show_table` and `show_leadership` bind the gauges.
+
+    A follower has no table, so the gauges of the table are 0 there.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._commits = Counter(
@@ -89,7 +92,9 @@ class OffsetsMetrics:
             "1 while changes are rejected because the disk is full, else 0.",
             registry=registry,
         )
-        self._queues = Gauge("baton_offsets_queues", "Queues with progress.", registry=registry)
+        self._queues = Gauge(
+            "baton_offsets_queues", "Queues with progress; 0 on a follower.", registry=registry
+        )
         self._arriving = Gauge(
             "baton_offsets_arriving_groups",
             "Groups that this replica set is importing from another one.",
@@ -99,6 +104,15 @@ class OffsetsMetrics:
             "baton_offsets_gone_groups",
             "Groups that moved to another replica set and are sealed in this one.",
             registry=registry,
+        )
+        self._of_table = (
+            self._ack_ranges,
+            self._ack_window,
+            self._capped,
+            self._full,
+            self._queues,
+            self._arriving,
+            self._gone,
         )
         self._epoch = Gauge(
             "baton_offsets_epoch",
@@ -135,9 +149,10 @@ class OffsetsMetrics:
             self._lag.labels(name).set_function(partial(tracker.lag, name))
 
     def show_follower(self) -> None:
-        """Show that this node is not the leader."""
+        """Show that this node is not the leader; the table of `show_table` is released."""
         self._epoch.set(0)
-        self._in_sync.set_function(lambda: 0)
+        for gauge in (*self._of_table, self._in_sync):
+            gauge.set_function(lambda: 0)
         self._lag.clear()
 
     def show_table(self, table: ProgressTable, disk_full: Callable[[], bool]) -> None:
