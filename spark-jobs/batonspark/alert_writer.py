@@ -42,8 +42,10 @@ class AlertGauges:
             values = ["" if (value := alert[name]) is None else str(value) for name in LABELS]
             if alert["state"] == "FIRING":
                 self._gauge.labels(*values).set(1)
-            else:
-                self._gauge.remove_by_labels(dict(zip(LABELS, values, strict=True)))
+            else:  # the severity of its rule may have changed since it fired
+                same = dict(zip(LABELS, values, strict=True))
+                del same["severity"]
+                self._gauge.remove_by_labels(same)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pyspark.sql.streaming.tws_tester import TwsTester
 from baton.common.v1 import error_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonspark.alert_rules import ConflictRule, CountRule, LagRule, RuleBook
-from batonspark.alert_writer import AlertGauges, messages
+from batonspark.alert_writer import LABELS, AlertGauges, messages
 from batonspark.alerts import CHANGES, SubjectProcessor, alert_rows, signals
 from tests.spark.metric_events import NOON, event, rows
 
@@ -181,3 +181,15 @@ def test_gauge_exists_while_the_alert_fires() -> None:
     gauges.set([{**alert, "state": "RESOLVED"}])
     assert registry.get_sample_value("baton_alert", labels) is None
     gauges.set([{**alert, "state": "RESOLVED"}])
+
+
+def test_gauge_ends_with_its_alert_although_the_severity_of_the_rule_has_changed() -> None:
+    """A rule that is disabled resolves its alerts with the severity `info`."""
+    registry = CollectorRegistry()
+    gauges = AlertGauges(registry)
+    alert: dict[str, str | None] = {**dict.fromkeys(LABELS), "rule": "steals"}
+    gauges.set([{**alert, "severity": "critical", "state": "FIRING", "consumer_group": "g"}])
+    gauges.set([{**alert, "severity": "critical", "state": "FIRING", "consumer_group": "h"}])
+    gauges.set([{**alert, "severity": "info", "state": "RESOLVED", "consumer_group": "g"}])
+    (metric,) = registry.collect()
+    assert [one.labels["consumer_group"] for one in metric.samples] == ["h"]
