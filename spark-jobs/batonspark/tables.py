@@ -173,7 +173,9 @@ def compact_table(
     deleted = delta.delete(f"date < '{limits.first}'")
     filters: list[tuple[str, str, Any]] = [("date", "<", str(today))]
     delta.optimize.compact(partition_filters=filters if table.settled else None)
-    removed = delta.vacuum(limits.vacuum_hours, dry_run=False, enforce_retention_duration=False)
+    removed = delta.vacuum(
+        limits.vacuum_hours, dry_run=False, enforce_retention_duration=False, full=True
+    )
     delta.create_checkpoint()
     delta.cleanup_metadata()
     return CompactionResult(
