@@ -2,7 +2,7 @@
 
 Offsets are versions of the table, so start and end determine the rows of a micro-batch. Only rows
 that a commit adds are read: compaction adds none, and retention deletes rows that were read before.
-A table without the first commit in its log is first read as a whole.
+A table whose first commit, or a file that a commit added, was removed is first read as a whole.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class DeltaStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         newest = self._newest() if self._ceiling is None else self._ceiling
         self._seen = {"version": newest}
         begin = start["version"]
-        if not isinstance(limit, ReadMaxRows) or (begin < 0 and not self._log(0).exists()):
+        if not isinstance(limit, ReadMaxRows) or self._reads_whole(begin, newest):
             return {"version": max(begin, newest)}
         rows = 0
         while begin < newest and rows < limit.max_rows:
@@ -159,7 +159,7 @@ class DeltaStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: Offset, end: Offset) -> Sequence[AddedFiles]:
         """Return the files that commits after `start`, up to `end`, have added."""
         begin, after = start["version"] + 1, end["version"] + 1
-        if begin == 0 and not self._log(0).exists():
+        if self._reads_whole(begin - 1, end["version"]):
             files = self._all_files(end["version"])
         else:
             files = [file for version in range(begin, after) for file in self._added(version)]
@@ -171,7 +171,7 @@ class DeltaStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         assert isinstance(partition, AddedFiles)
         schema = to_arrow_schema(self._schema, timezone="UTC")
         for file in partition.files:
-            yield from _rows(Path(self._reading.path) / unquote(file.path), file.partition, schema)
+            yield from _rows(self._path(file), file.partition, schema)
 
     def _newest(self) -> int:
         if self._table is None:
@@ -179,6 +179,18 @@ class DeltaStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         else:
             self._table.update_incremental()
         return self._table.version()
+
+    def _reads_whole(self, begin: int, end: int) -> bool:
+        """Return whether the table is read as a whole: at its begin, if something was removed."""
+        if begin >= 0:
+            return False
+        if not self._log(0).exists():
+            return True
+        added = (file for version in range(end + 1) for file in self._added(version))
+        return not all(self._path(file).exists() for file in added)
+
+    def _path(self, file: AddedFile) -> Path:
+        return Path(self._reading.path) / unquote(file.path)
 
     def _log(self, version: int) -> Path:
         return Path(self._reading.path) / "_delta_log" / f"{version:020d}.json"

@@ -102,6 +102,19 @@ def test_table_with_a_truncated_log_is_read_as_a_whole(path: Path) -> None:
         read.partitions({"version": 0}, {"version": 3})
 
 
+def test_compacted_and_vacuumed_table_is_read_as_a_whole_by_a_new_stream(path: Path) -> None:
+    """The log still has the first commit, because it is kept for longer than removed files."""
+    append(path, [9], "2026-01-03")
+    table = deltalake.DeltaTable(path)
+    table.optimize.compact()
+    assert table.vacuum(0, dry_run=False, enforce_retention_duration=False)
+    append(path, [10])
+    read, newest = reader(path), deltalake.DeltaTable(path).version()
+    assert read.latestOffset({"version": -1}, ReadMaxRows(1)) == {"version": newest}
+    assert numbers(read, -1, newest) == list(range(11))
+    assert numbers(read, newest - 1, newest) == [10]
+
+
 def test_file_vacuumed_before_it_was_read_is_an_error(path: Path) -> None:
     read = reader(path)
     (part,) = read.partitions({"version": 0}, {"version": 1})
