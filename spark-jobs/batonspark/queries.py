@@ -17,6 +17,7 @@ from batonspark import alerts, bronze, rollup_writer
 from batonspark.alert_rules import load_rules
 from batonspark.alert_writer import AlertGauges, AlertWriter
 from batonspark.cluster import ClusterClient
+from batonspark.event_columns import event_time
 from batonspark.options import METRICS_TOPIC, read_options
 from batonspark.read_plan import stored_extents
 from batonspark.settings import JobSettings
@@ -69,7 +70,9 @@ def start_rollup(context: QueryContext) -> StreamingQuery:
     checkpoint = warehouse.checkpoint("rollup", ROLLUP_VERSION)
     warehouse.ensure(BRONZE, ROLLUP, LATENCY)
     beginning = _start_options(checkpoint, lambda: rollup_writer.delete_windows(warehouse))
-    events = _events(context, rollup_writer.COLUMNS, beginning)
+    events = _events(context, rollup_writer.COLUMNS, {})
+    if first_day := beginning.get("first_day"):
+        events = events.where(F.to_date(event_time()) >= F.lit(first_day).cast("date"))
     windows = rollup_writer.WindowWriter(warehouse, lambda: _query_id(checkpoint))
     writer = events.writeStream.foreachBatch(windows.write)
     return _start(writer, "rollup", checkpoint, settings)

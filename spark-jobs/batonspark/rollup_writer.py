@@ -104,14 +104,20 @@ class WindowWriter:
 
 
 def delete_windows(warehouse: Warehouse) -> dict[str, str]:
-    """Delete the windows of all days in bronze: a query without checkpoint recomputes them."""
+    """Delete the windows of all days in bronze: a query without checkpoint recomputes them.
+
+    Returns:
+        `first_day`, the first of these days, if there is one. Bronze has events of the minute
+        before it, because it is a day of store times. Their windows are kept and have them already.
+    """
     table = deltalake.DeltaTable(warehouse.table(BRONZE))
-    days = [value["date"] for value in table.partitions() if value["date"]]
-    if days:
-        for windows in WINDOWS:
-            path = warehouse.table(windows.table)
-            deltalake.DeltaTable(path).delete(f"date >= '{min(days)}'")
-    return {}
+    days = [str(value["date"]) for value in table.partitions() if value["date"]]
+    if not days:
+        return {}
+    for windows in WINDOWS:
+        path = warehouse.table(windows.table)
+        deltalake.DeltaTable(path).delete(f"date >= '{min(days)}'")
+    return {"first_day": min(days)}
 
 
 def _minutes(rows: pa.Table) -> Sequence[datetime]:

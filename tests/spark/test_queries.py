@@ -86,6 +86,16 @@ def send(cluster: RunningCluster, *batches: pb.MetricBatch) -> None:
     cluster.call(store())
 
 
+def put(context: QueryContext, of: QueueRef, one: pb.MetricBatch, store_ms: int) -> None:
+    """Add the events of a batch to bronze, as if storage had stored it at that time."""
+    context.warehouse.ensure(BRONZE)
+    body = one.SerializeToString()
+    found = metric_rows(MetricMessages(of, [body], np.arange(1), np.array([store_ms])), METRICS)
+    dated = found.append_column(DATED.field("date"), found["store_time"].cast(pa.date32()))
+    where = DeltaTarget(context.warehouse.table(BRONZE), DATED, ("date",), "zstd")
+    commit_files(where, write_files(where, iter([dated])), None)
+
+
 def lag(at_ms: int, committed: int, next_offset: int = 100) -> pb.MetricEvent:
     return event("queue_lag", at_ms, group=GROUP, topic="orders", committed_offset=committed,
                  delivered_offset=50, next_offset=next_offset)  # fmt: skip
@@ -221,17 +231,34 @@ def test_bronze_without_its_checkpoint_starts_although_a_queue_of_its_rows_is_go
     }
     settings = load(JobSettings, PREFIX, env)
     context = QueryContext(spark, settings, AlertGauges(CollectorRegistry()))
-    context.warehouse.ensure(BRONZE)
     removed = QueueRef("BATON_SYS_METRICS", "removed-broker", 0)
-    body = batch([event("member_seen", 0)]).SerializeToString()
-    found = metric_rows(MetricMessages(removed, [body], np.arange(1), np.array([NOON])), METRICS)
-    dated = found.append_column(DATED.field("date"), found["store_time"].cast(pa.date32()))
-    where = DeltaTarget(context.warehouse.table(BRONZE), DATED, ("date",), "zstd")
-    commit_files(where, write_files(where, iter([dated])), None)
+    put(context, removed, batch([event("member_seen", 0)]), NOON)
     send(cluster, batch([event("member_seen", 0)], 1, "storage/of-another-test"))
     run(start_bronze, context)
     sources = {row.source for row in table(context, BRONZE).select("source").collect()}
     assert "storage/of-another-test" in sources
+
+
+def test_rollup_without_its_checkpoint_counts_the_minute_before_its_first_day_once(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Retention has removed the day of that minute; the next day has a part of its events."""
+    env = {"BATON_SPARK_DATA_DIR": str(tmp_path), "BATON_SPARK_AVAILABLE_NOW": "true"}
+    context = QueryContext(spark, load(JobSettings, PREFIX, env), AlertGauges(CollectorRegistry()))
+    queue, midnight_ms = QueueRef("BATON_SYS_METRICS", "broker-0", 0), 12 * 3_600_000
+    for seq, (count, stored_ms) in enumerate([(3, -5_000), (4, 5_000)], 1):
+        appended = event("appended", midnight_ms - 10_000, topic="orders", message_count=count)
+        put(context, queue, batch([appended], seq), NOON + midnight_ms + stored_ms)
+
+    def appended_counts() -> list[int]:
+        run(start_rollup, context)
+        rows = table(context, ROLLUP).where("level = 'queue' AND window_s = 60")
+        return [row.appended_count for row in rows.collect()]
+
+    assert appended_counts() == [7]
+    deltalake.DeltaTable(context.warehouse.table(BRONZE)).delete("date = '2026-01-01'")
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert appended_counts() == [7]
 
 
 def test_compaction_joins_files_and_deletes_old_days_without_affecting_streams(
