@@ -22,6 +22,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from batonmq._process import logs
 from batonmq._process.config import ConfigError, load
 from batonspark.alert_writer import AlertGauges
+from batonspark.jvm import use_utc
 from batonspark.progress import ProgressListener
 from batonspark.queries import QUERIES, QueryContext
 from batonspark.session import build_session
@@ -43,7 +44,7 @@ def run(*names: str) -> NoReturn:
 
 
 def run_job(name: str, job: Callable[[JobSettings, threading.Event], bool]) -> NoReturn:
-    """Run a job in this process.
+    """Run a job in this process, whose times are UTC.
 
     Args:
         job: Takes the settings and an event that is set when the process has to stop; returns
@@ -54,6 +55,7 @@ def run_job(name: str, job: Callable[[JobSettings, threading.Event], bool]) -> N
     except ConfigError as error:
         sys.stderr.write(f"{name}: {error}\n")
         sys.exit(2)
+    use_utc()
     logs.configure(settings.log_level, settings.log_format, service="spark", job=name)
     logging.getLogger("py4j").setLevel(logging.WARNING)
     ended = threading.Event()

