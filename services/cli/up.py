@@ -167,7 +167,7 @@ def up(
         options = highly_available(options)
     defaults = global_options(click.get_current_context())
     wanted_port = _first_given(console_port, 0 if nameserver_port == 0 else CONSOLE_PORT)
-    extras = _Extras(observe, wanted_port if console else None)
+    extras = _Extras(observe, wanted_port if console else None, console_port is not None)
     try:
         session.run(
             _up(session.output, LocalCluster(data_dir, options), defaults, extras),
@@ -178,7 +178,8 @@ def up(
     except PortInUse as error:
         remedy = (
             "It may be another cluster: stop it, or start this one with --nameserver-port 0, which "
-            "takes a free port, and export the variable that it prints. Likewise --gateway-port 0."
+            "takes a free port, and export the variable that it prints. Likewise --gateway-port 0 "
+            "and --console-port 0."
         )
         _fail(session, "PORT_IN_USE", error, remedy)
     except ClusterFailed as error:
@@ -202,10 +203,16 @@ def up(
 
 @dataclass(frozen=True, slots=True)
 class _Extras:
-    """What is started beside the cluster; `console_port` is None without a console."""
+    """What is started beside the cluster.
+
+    Attributes:
+        console_port: Port of the console; None without a console.
+        port_chosen: Whether the user has given that port.
+    """
 
     observe: bool
     console_port: int | None
+    port_chosen: bool
 
 
 def _first_given(chosen: int | None, otherwise: int) -> int:
@@ -232,7 +239,7 @@ async def _up(
         variables = cluster_variables(
             cluster.nameserver, name, uses_tls=defaults.security is not None
         )
-        console_url = await _start_console(exits, cluster, extras.console_port, prometheus_url)
+        console_url = await _start_console(exits, cluster, extras, prometheus_url)
         _announce(output, cluster, name, variables, console_url)
         for address in cluster.remote_addresses:
             tls = f", with TLS; trust {cluster.security.ca_file}" if cluster.security else ""
@@ -248,12 +255,18 @@ async def _up(
 
 
 async def _start_console(
-    exits: AsyncExitStack, cluster: LocalCluster, port: int | None, prometheus: str
+    exits: AsyncExitStack, cluster: LocalCluster, extras: _Extras, prometheus: str
 ) -> str:
     """Start the console, and return its URL; empty if it is not wanted or does not start."""
-    if port is None:
+    if extras.console_port is None:
         return ""
-    console = LocalConsole(cluster, to_stderr, port=port, prometheus=prometheus)
+    console = LocalConsole(
+        cluster,
+        to_stderr,
+        port=extras.console_port,
+        chosen=extras.port_chosen,
+        prometheus=prometheus,
+    )
     try:
         await exits.enter_async_context(console)
     except NotReady as error:

@@ -31,7 +31,11 @@ class LocalConsole:
         cluster: A running cluster.
         report: Called with each message for the user.
         port: Port to use if it is free and none was used before; 0 for any.
+        chosen: Whether it has to be `port`, unless that is 0.
         prometheus: URL of a Prometheus with the alert rules; empty for none.
+
+    Raises:
+        PortInUse: another process uses the port that it has to have.
     """
 
     def __init__(
@@ -40,12 +44,15 @@ class LocalConsole:
         report: Callable[[str], None],
         *,
         port: int = PORT,
+        chosen: bool = False,
         prometheus: str = "",
     ) -> None:
         self._folder = cluster.data_dir / _NAME
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        preferred = {_NAME: port} if port else {}
-        ports = keep_ports(self._folder / "ports.json", [_NAME], preferred)
+        wanted = {_NAME: port} if port else {}
+        preferred, required = ({}, wanted) if chosen else (wanted, {})
+        path = self._folder / "ports.json"
+        ports = keep_ports(path, [_NAME], preferred, required=required)
         self.address = f"{HOST}:{ports[_NAME]}"
         """host:port of its pages."""
         self._key = ""
