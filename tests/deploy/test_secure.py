@@ -157,6 +157,18 @@ def test_existing_certificates_are_kept_and_renewed_on_request(tmp_path: Path) -
 
 
 @openssl
+def test_certificates_of_another_namespace_are_reissued(tmp_path: Path) -> None:
+    assert make_ca(tmp_path, "billing").returncode == 0
+    before = contents(tmp_path)
+    assert make_ca(tmp_path, NAMESPACE="mq").returncode == 0
+    assert "DNS:*.storage.mq.svc" in names(tmp_path / "tls-storage" / "tls.crt")
+    certs = {path: text for path, text in contents(tmp_path).items() if path.name == "tls.crt"}
+    same = {path.parent.name for path, text in certs.items() if text == before[path]}
+    assert same >= {"tls-billing", "etcd-client"}
+    assert not same & {"tls-storage", "tls-nameserver", "etcd-server"}
+
+
+@openssl
 def test_expiring_certificates_and_certificates_of_a_former_authority_are_reissued(
     tmp_path: Path,
 ) -> None:

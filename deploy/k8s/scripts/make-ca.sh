@@ -2,8 +2,8 @@
 # make-ca.sh FOLDER [CLIENT...]: make certificates for clusters without cert-manager, in one folder for each Secret,
 # such as FOLDER/tls-storage: for the services, for each CLIENT (an identity), and for etcd. etcd has an authority of
 # its own: a client with a certificate of it can read and write everything. Needs openssl 3.
-# Certificates that are valid for another 30 days are kept, so a second run adds clients and renews expiring
-# certificates; RENEW=1 renews all certificates except those of the authorities. NAMESPACE is the namespace of the
+# Certificates that are valid for another 30 days, with the same names, are kept, so a second run adds clients and renews
+# expiring certificates; RENEW=1 renews all certificates except those of the authorities. NAMESPACE is the namespace of the
 # services (default: baton), DAYS the validity (default: 365). apply-secrets.sh makes the Secrets.
 set -euo pipefail
 if [[ $# -lt 1 || $1 == -* ]]; then sed -n '2,/^set /s/^# //p' "$0" >&2 && exit 2; fi
@@ -62,14 +62,19 @@ authority() { # name
   mv "$new/$1.key" "$new/$1.crt" "$folder" # the key first: the certificate marks both as complete
 }
 
-valid() { # authority secret: whether the certificate is valid for another 30 days
-  cmp -s "$folder/$1.crt" "$folder/$2/ca.crt" &&
+names() { # certificate: print its alternative names as they are requested
+  openssl x509 -noout -ext subjectAltName -in "$1" 2>/dev/null | tail -n 1 | sed 's/ //g; s/IPAddress:/IP:/g'
+}
+
+valid() { # authority secret alternatives: whether the certificate has these names and is valid for another 30 days
+  [ "$(names "$folder/$2/tls.crt")" = "$3" ] &&
+    cmp -s "$folder/$1.crt" "$folder/$2/ca.crt" &&
     openssl x509 -checkend 2592000 -noout -in "$folder/$2/tls.crt" >/dev/null 2>&1 &&
     openssl verify -CAfile "$folder/$1.crt" "$folder/$2/tls.crt" >/dev/null 2>&1
 }
 
 issue() { # authority secret name alternatives
-  [ "${RENEW:-0}" != 1 ] && valid "$1" "$2" && return
+  [ "${RENEW:-0}" != 1 ] && valid "$1" "$2" "$4" && return
   [ -e "$folder/$1.key" ] || fail "can't issue $2: $folder/$1.key, the key of the authority, is missing"
   mkdir "$new/$2"
   request "$3" "$new/$2/tls.key" "$new/request"
