@@ -9,6 +9,7 @@ k8s` does so for every case, this file for a few.
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -158,6 +159,15 @@ def test_release_in_another_namespace_names_no_other() -> None:
     ]
     assert len(domains) == 11
     assert all(".mq" in name for name in domains)
+
+
+@helm
+def test_alert_on_pods_looks_at_the_namespace_of_the_release() -> None:
+    resources = render_chart({"monitoring": {"enabled": True}}, namespace="mq")
+    groups = named(resources, "PrometheusRule", "batonmq")["spec"]["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    (pods,) = [rule["expr"] for rule in rules if rule.get("alert") == "BatonPodsNotReady"]
+    assert set(re.findall(r'namespace="(\w+)"', pods)) == {"mq"}
 
 
 @helm
