@@ -171,6 +171,16 @@ def test_alert_on_pods_looks_at_the_namespace_of_the_release() -> None:
 
 
 @helm
+def test_names_that_look_like_numbers_stay_texts() -> None:
+    values = {
+        "cluster": "2026",
+        "monitoring": {"enabled": True, "namespace": "1"},
+        "scaler": {"enabled": True, "namespace": "2"},
+    }
+    assert ManifestChecker().problems(render_chart(values)) == []
+
+
+@helm
 def test_changed_setting_restarts_the_pods_of_its_service_only() -> None:
     settings = {"BATON_OFFSETS_LEADER_LEASE_MS": "6000"}
     before, after = render_chart({}), render_chart({"offsets": {"settings": settings}})
