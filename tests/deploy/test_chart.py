@@ -181,6 +181,30 @@ def test_names_that_look_like_numbers_stay_texts() -> None:
 
 
 @helm
+def test_grace_period_grows_with_the_settings_that_it_covers_unless_it_is_set() -> None:
+    gateway = {"DRAIN_TIMEOUT_MS": "60000", "SHUTDOWN_GRACE_MS": "10500"}
+    resources = render_chart(
+        {
+            "storage": {"settings": {"BATON_STORAGE_SHUTDOWN_GRACE_MS": "120000"}},
+            "offsets": {"settings": {"BATON_OFFSETS_SHUTDOWN_GRACE_MS": "1000"}},
+            "lockmgr": {"terminationGracePeriodSeconds": 300},
+            "gateway": {
+                "enabled": True,
+                "settings": {f"BATON_GATEWAY_{name}": value for name, value in gateway.items()},
+            },
+        }
+    )
+    seconds = {
+        one["metadata"]["name"]: one["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+        for one in resources
+        if one["kind"] == "StatefulSet"
+    }
+    others = {"nameserver": 60, "etcd": 30}
+    storage = {"storage-a": 170, "storage-b": 170}
+    assert seconds == {**others, **storage, "offsets": 60, "lockmgr": 300, "gateway": 106}
+
+
+@helm
 def test_changed_setting_restarts_the_pods_of_its_service_only() -> None:
     settings = {"BATON_OFFSETS_LEADER_LEASE_MS": "6000"}
     before, after = render_chart({}), render_chart({"offsets": {"settings": settings}})

@@ -67,6 +67,7 @@ def pods(**others: Any) -> dict[str, Any]:
             "nodeSelector": {"type": "object", "additionalProperties": {"type": "string"}},
             "tolerations": {"type": "array", "items": {"type": "object"}},
             "priorityClassName": NAME,
+            "terminationGracePeriodSeconds": POSITIVE,
             **others,
         }
     )

@@ -51,6 +51,21 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
 
+{{/*
+The grace period of a pod in seconds: a dict of root, service and graceS, the period with the default settings. It grows
+with the settings that it covers, unless the user has chosen it.
+*/}}
+{{- define "batonmq.grace" -}}
+{{- $values := index .root.Values .service -}}
+{{- $settings := $values.settings | default dict -}}
+{{- $moreMs := 0 -}}
+{{- range $name, $defaultMs := dict "SHUTDOWN_GRACE_MS" 10000 "DRAIN_TIMEOUT_MS" 30000 -}}
+{{- $ms := get $settings (printf "BATON_%s_%s" (upper $.service) $name) | default $defaultMs | int64 -}}
+{{- $moreMs = add $moreMs (max 0 (sub $ms $defaultMs)) -}}
+{{- end -}}
+{{- $values.terminationGracePeriodSeconds | default (add .graceS (div (add $moreMs 999) 1000)) | int64 -}}
+{{- end }}
+
 {{/* Pods with these labels on different machines and in different zones: a dict of labels and machines. */}}
 {{- define "batonmq.spread" -}}
 affinity:

@@ -8,7 +8,7 @@ The StatefulSet of a service, and its disruption budget: a dict of
   domain     the headless Service of its pods
   ports      by name
   env        settings of this StatefulSet only
-  graceS     terminationGracePeriodSeconds
+  graceS     terminationGracePeriodSeconds with the default settings
 */}}
 {{- define "batonmq.node" -}}
 {{- $root := .root -}}
@@ -46,7 +46,7 @@ spec:
       automountServiceAccountToken: false
       enableServiceLinks: false
       # For preStop, then the drain and the calls in progress, then the last writes.
-      terminationGracePeriodSeconds: {{ .graceS }}
+      terminationGracePeriodSeconds: {{ include "batonmq.grace" . }}
       securityContext: {{ include "batonmq.podSecurity" . | nindent 8 }}
         fsGroupChangePolicy: OnRootMismatch
       {{- include "batonmq.spread" (dict "labels" .labels "machines" $root.Values.machines) | nindent 6 }}
