@@ -22,6 +22,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from batonmq._process import logs
 from batonmq._process.config import ConfigError, load
 from batonspark.alert_writer import AlertGauges
+from batonspark.compaction import compact_regularly
 from batonspark.jvm import use_utc
 from batonspark.progress import ProgressListener
 from batonspark.queries import QUERIES, QueryContext
@@ -100,6 +101,11 @@ def _stream(names: Sequence[str], settings: JobSettings, ended: threading.Event)
                 for name, start in QUERIES.items()
                 if name in names and not ended.is_set()
             ]
+            if settings.compact_hours:
+                work = threading.Thread(
+                    target=compact_regularly, args=(settings, ended), name="compaction", daemon=True
+                )
+                work.start()
             return _wait(queries, ended)
     finally:
         server.shutdown()

@@ -37,6 +37,15 @@ def compact(settings: JobSettings, ended: threading.Event) -> bool:
     return True
 
 
+def compact_regularly(settings: JobSettings, ended: threading.Event) -> None:
+    """Compact all tables every `compact_hours`, until the process has to end; for a thread."""
+    while not ended.wait(settings.compact_hours * 3600):
+        try:
+            compact(settings, ended)
+        except Exception:
+            log.warning("tables are not compacted", exc_info=True)
+
+
 def _days(settings: JobSettings, table: Table) -> int:
     return {
         "bronze": settings.bronze_retention_days,

@@ -66,6 +66,8 @@ class JobSettings(Settings):
     """Days that alerts are kept."""
     vacuum_hours: int = Field(24, ge=1)
     """Hours that files removed from a table are kept for queries that still read them."""
+    compact_hours: int = Field(0, ge=0)
+    """Hours between two compactions of all tables beside the queries; 0 for none."""
 
     @field_validator("spark")
     @classmethod

@@ -129,6 +129,7 @@ def test_schema_has_the_settings_of_the_services() -> None:
 def test_schema_refuses_each_setting_that_the_chart_sets_and_offers_the_others() -> None:
     """But for those that a user may set otherwise."""
     may_differ = {"LOG_FORMAT", "MEMORY_WINDOW_BYTES", "MIN_IN_SYNC", "CHANGES", "MASTER"}
+    may_differ |= {"COMPACT_HOURS"}
     properties = chart_schema.schema()["properties"]
     offered = {
         name

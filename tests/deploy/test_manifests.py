@@ -31,6 +31,8 @@ from batonmq_server.scaler.config import PREFIX as SCALER_PREFIX
 from batonmq_server.scaler.config import ScalerSettings
 from batonmq_server.scaler.core.trigger import trigger_of
 from batonmq_server.storage.config import StorageSettings
+from batonspark.settings import PREFIX as SPARK_PREFIX
+from batonspark.settings import JobSettings
 from tools.containers.pods import K8S, REPO, Pod, deployments, pods
 from tools.manifests import prometheus_rules as rules
 from tools.manifests.check import (
@@ -193,6 +195,17 @@ def test_authority_keeps_its_key_and_its_certificates_get_new_keys() -> None:
 
 def test_prometheus_rule_has_the_rules_of_the_prometheus_files() -> None:
     assert rules.RULES.read_text() == rules.rendered(), "python -m tools.manifests.prometheus_rules"
+
+
+@kubectl
+def test_jobs_of_spark_compact_their_tables_so_that_the_volume_does_not_fill_up() -> None:
+    resources = render_combination(("spark", "etcd", "insecure"))
+    (config,) = [
+        one["data"]
+        for one in resources
+        if one["kind"] == "ConfigMap" and one["metadata"]["name"].startswith("spark")
+    ]
+    assert load(JobSettings, SPARK_PREFIX, config).compact_hours
 
 
 def test_images_have_the_version_of_the_project() -> None:

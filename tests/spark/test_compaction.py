@@ -10,11 +10,15 @@ import os
 import shutil
 from datetime import date
 from pathlib import Path
+from threading import Event
 
 import deltalake
 import pyarrow as pa
 import pytest
 
+from batonmq._process.config import load
+from batonspark import compaction
+from batonspark.settings import PREFIX, JobSettings
 from batonspark.tables import BRONZE, RetentionLimits, compact_table
 
 DAY = date(2026, 1, 1)
@@ -65,3 +69,32 @@ def test_files_that_left_the_table_lately_are_kept_for_its_readers(path: Path) -
     left = compact(path, 1)
     assert left > before
     assert not committed(path) & before
+
+
+class Hours(Event):
+    """An event that is set after some hours, which pass at once."""
+
+    def __init__(self, hours: int) -> None:
+        super().__init__()
+        self.left_s = hours * 3600
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout
+        self.left_s -= int(timeout)
+        return self.left_s < 0
+
+
+def test_process_compacts_regularly_although_one_compaction_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Event] = []
+
+    def fail(settings: JobSettings, ended: Event) -> bool:
+        made.append(ended)
+        raise OSError("no space")
+
+    monkeypatch.setattr(compaction, "compact", fail)
+    ended = Hours(7)
+    settings = load(JobSettings, PREFIX, {"BATON_SPARK_COMPACT_HOURS": "3"})
+    compaction.compact_regularly(settings, ended)
+    assert made == [ended, ended]
