@@ -95,14 +95,15 @@ spec:
               containerPort: 9464
             - name: health
               containerPort: 9465
-          # Time to read the stored data, up to a day: without its indexes, a node reads the whole log again.
+          # Time to read the stored data, up to a day: without its indexes, a node reads the whole log again. A gateway waits
+          # for a nameserver.
           startupProbe:
             grpc:
               port: 9465
               service: started
             periodSeconds: 2
             timeoutSeconds: 5
-            failureThreshold: {{ hasKey $values "volume" | ternary 43200 150 }}
+            failureThreshold: {{ or (hasKey $values "volume") (eq .service "gateway") | ternary 43200 150 }}
           # Ready: registered, and in sync with its leader; a node without replicas has read its state from etcd.
           readinessProbe:
             grpc:
