@@ -107,6 +107,12 @@ def _stream(names: Sequence[str], settings: JobSettings, ended: threading.Event)
                 )
                 work.start()
             return _wait(queries, ended)
+    except Exception:
+        if not ended.is_set():
+            raise
+        # The supervisor has stopped the JVM too; the next start continues at the checkpoints.
+        log.warning("Spark ended before its queries were stopped", exc_info=True)
+        return True
     finally:
         server.shutdown()
         server.server_close()
@@ -132,7 +138,10 @@ def _start_query(
 
 
 def _wait(queries: Sequence[StreamingQuery], ended: threading.Event) -> bool:
-    """Wait until the process has to stop, a query fails, or all end; whether none failed."""
+    """Wait until the process has to stop, a query fails, or all end; return False if one failed.
+
+    A query that fails while the process stops does not count: its JVM may have been stopped too.
+    """
     while not ended.wait(_POLL_S):
         running = [query for query in queries if query.isActive]
         failed = [query for query in queries if query.exception() is not None]
@@ -141,4 +150,4 @@ def _wait(queries: Sequence[StreamingQuery], ended: threading.Event) -> bool:
     failed = [query for query in queries if query.exception() is not None]
     for query in queries:
         query.stop()
-    return not failed
+    return ended.is_set() or not failed

@@ -15,9 +15,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -26,10 +28,12 @@ from batonmq._process.config import ConfigError, load
 from batonmq_server.demo.demo_run import DemoResult, run_demo
 from batonmq_server.demo.flights import load_flights
 from batonmq_server.local.prometheus import Prometheus, scrape_targets
+from batonspark import app
 from batonspark.alert_rules import RuleBook
 from batonspark.alerts import ALERTS
 from batonspark.latency import LATENCY
 from batonspark.progress import gauge_values
+from batonspark.queries import QueryContext
 from batonspark.rollup import ROLLUP
 from batonspark.settings import PREFIX, JobSettings
 from tests.deploy.live_prometheus import (
@@ -223,6 +227,29 @@ def test_settings_come_from_the_environment_and_unknown_names_are_rejected() -> 
     for text in ("{", "[]", '{"a": {}}'):
         with pytest.raises(ConfigError, match="BATON_SPARK_SPARK"):
             load(JobSettings, PREFIX, {"BATON_SPARK_SPARK": text})
+
+
+@pytest.mark.parametrize("stops", [True, False], ids=["signal", "no signal"])
+def test_end_of_the_jvm_is_a_failure_unless_the_process_has_to_stop(
+    stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Systemd sends the signal to all processes of a service, so the JVM may end first."""
+    settings = load(JobSettings, PREFIX, {})
+    ended, query = Event(), Mock(isActive=not stops)
+    query.exception.side_effect = OSError("the JVM has ended")
+
+    def start(context: QueryContext) -> Mock:
+        if stops:
+            ended.set()
+        return query
+
+    monkeypatch.setattr(app, "session", lambda name, settings: nullcontext(Mock()))
+    monkeypatch.setattr(app, "QUERIES", {"bronze": start})
+    if stops:
+        assert app._stream(("bronze",), settings, ended)
+    else:
+        with pytest.raises(OSError, match="the JVM has ended"):
+            app._stream(("bronze",), settings, ended)
 
 
 def test_times_of_a_job_are_utc_in_any_time_zone() -> None:
