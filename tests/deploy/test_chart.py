@@ -182,6 +182,17 @@ def test_names_that_look_like_numbers_stay_texts() -> None:
 
 
 @helm
+@pytest.mark.parametrize(
+    ("size", "quota"),
+    [("2Gi", 1 << 30), ("512Mi", 256 << 20), ("100Gi", 8 << 30), ("4G", 1 << 30)],
+)
+def test_space_quota_of_etcd_is_half_of_its_volume(size: str, quota: int) -> None:
+    etcd = named(render_chart({"etcd": {"volume": {"size": size}}}), "StatefulSet", "etcd")
+    (container,) = etcd["spec"]["template"]["spec"]["containers"]
+    assert f"--quota-backend-bytes={quota}" in container["args"]
+
+
+@helm
 def test_grace_period_grows_with_the_settings_that_it_covers_unless_it_is_set() -> None:
     gateway = {"DRAIN_TIMEOUT_MS": "60000", "SHUTDOWN_GRACE_MS": "10500"}
     resources = render_chart(

@@ -198,6 +198,15 @@ def test_prometheus_rule_has_the_rules_of_the_prometheus_files() -> None:
     assert rules.RULES.read_text() == rules.rendered(), "python -m tools.manifests.prometheus_rules"
 
 
+def test_space_quota_of_etcd_leaves_half_of_its_volume_free() -> None:
+    """Without room on the disk a member ends, instead of the alarm NOSPACE."""
+    (etcd,) = [one for name, one in NAMED_PODS if name == "etcd-etcd"]
+    (claim,) = etcd["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "2Gi"
+    (container,) = etcd["spec"]["template"]["spec"]["containers"]
+    assert f"--quota-backend-bytes={1 << 30}" in container["args"]
+
+
 @kubectl
 def test_jobs_of_spark_compact_their_tables_so_that_the_volume_does_not_fill_up() -> None:
     resources = render_combination(("spark", "etcd", "insecure"))

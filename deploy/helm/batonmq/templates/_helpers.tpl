@@ -151,6 +151,21 @@ etcd-0.etcd:2379,etcd-1.etcd:2379,etcd-2.etcd:2379
 {{- end -}}
 {{- end }}
 
+{{/*
+The space quota of etcd in bytes: half of the volume, because its log and a defragmentation need the rest, and at most
+8 GiB; 1 GiB if the size is no whole number of Mi or Gi.
+*/}}
+{{- define "batonmq.etcdQuota" -}}
+{{- $unit := dict "Mi" 1048576 "Gi" 1073741824 -}}
+{{- $number := regexFind "^[0-9]+" .Values.etcd.volume.size -}}
+{{- $suffix := trimPrefix $number .Values.etcd.volume.size -}}
+{{- if hasKey $unit $suffix -}}
+{{- min (div (mul (int64 $number) (index $unit $suffix)) 2) 8589934592 -}}
+{{- else -}}
+1073741824
+{{- end -}}
+{{- end }}
+
 {{/* 40 % of the limit of memory of storage, in bytes; the service's default is a share of the machine's memory. */}}
 {{- define "batonmq.memoryWindow" -}}
 {{- $limit := .Values.storage.resources.limits.memory -}}
