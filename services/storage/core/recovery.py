@@ -172,12 +172,15 @@ class Recovery:
             except DataLoss as error:
                 return header.position, str(error)
         for key, floor in self._floors.items():
-            if key not in self.store.queues:
+            queue = self.store.queues.get(key)
+            if queue is not None and queue.next_offset >= floor.next_offset:
+                continue
+            if queue is None:
                 self.store.add_queue(key, floor.topic, floor.next_offset)
             self.store.skip_to(key, floor.next_offset, scan.position)
-        if scan.position == log.first_position:  # an empty copy, with the floors of its leader
-            dropped = {key: floor.next_offset for key, floor in self._floors.items()}
-            self._dropped = self.store.dropped = dropped
+            # The log was cut before messages that the queue has dropped, or begins with them.
+            self._dropped[key] = floor.next_offset
+        self.store.dropped = self._dropped
         return scan.position, scan.reason
 
     def reset_indexes(self, saved: Checkpoint | None) -> None:
@@ -261,8 +264,9 @@ class Recovery:
     def _is_dropped(self, header: Header) -> bool:
         """Return whether the queue of a batch has dropped it.
 
-        The checkpoint says so, or the floors of the leader from which this copy begins. The file
-        `floors` may be ahead: retention writes it before it removes segments.
+        The checkpoint says so, or the floors do: of the leader from which this copy begins, or of
+        this copy when it was cut. For a batch that the log has had all the time, the file `floors`
+        may be ahead: retention writes it before it removes segments.
         """
         return header.next_offset <= self._dropped.get((header.topic_id, header.queue_id), 0)
 
@@ -283,6 +287,8 @@ class Recovery:
         store.transactions.restore(saved.transactions)
         store.outputs.restore(saved.outputs)
         self._indexed_to = saved.position
+        # A copy that a follower completes may still lack messages that its queues have dropped.
+        self._dropped = {queue[1:3]: queue.first_offset for queue in saved.queues}
         for key, section in saved.sections:
             store.compacted.put(key, section)
 
