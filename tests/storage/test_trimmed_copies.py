@@ -119,3 +119,22 @@ def test_copy_that_begins_with_dropped_messages_is_completed(restarts: bool) -> 
         with opened(disk) as follower:
             follow(leader, follower)
             check_alike(leader, follower)
+
+
+def test_copy_that_has_forgotten_a_queue_of_a_deleted_topic_is_completed() -> None:
+    """Retention has removed all messages of the queue that the copy had; the leader has more."""
+    disk = MemoryDisk()
+    with opened(MemoryDisk(), replicated=False) as leader:
+        stored(leader.store, *(batch(bytes(600), queue_id=number) for number in (0, 1, 1)))
+        with opened(disk) as follower:
+            follow(leader, follower)
+            follower.checkpointing.run()
+        stored(leader.store, batch(bytes(600), queue_id=0))
+        first = leader.store.log.sealed()[0][1]
+        with opened(disk.killed()) as follower:
+            for node in (leader, follower):
+                node.store.queues[KEY].trim_before(first)
+                node.store.log.drop_before(first)
+            follower.store.forget_queue(KEY)
+            follow(leader, follower)
+            check_alike(leader, follower)

@@ -331,7 +331,11 @@ class Recovery:
             raise BadIndex(f"queue {state.queue_id} of {state.topic} points to a wrong batch")
 
     def _first_offset(self, key: QueueKey, first_offset: int) -> int:
-        """Return the first offset of a new queue with a first batch at offset `found`."""
-        if self._indexes_reset and self.store.log.first_position > 0:
+        """Return the first offset of a new queue of which the first batch has `first_offset`.
+
+        If the log has lost its begin, it may have had the queue before: a queue of a deleted topic
+        is forgotten when it loses its last message, and a follower may not have all of them yet.
+        """
+        if self.store.log.first_position > 0:
             return first_offset
         return self._dropped.get(key, 0)  # or the first batches were trimmed
