@@ -17,6 +17,7 @@ from batonmq.errors import Overloaded
 from batonmq_server.runtime.descriptors import open_descriptors
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.core.files import Disk, File, FileCache
+from batonmq_server.storage.core.fsck import Fsck
 from batonmq_server.storage.disk import RealDisk
 from batonmq_server.storage.flusher import Flusher, waiting_for_descriptors
 from batonmq_server.storage.node import StorageNode, recover_directory
@@ -147,11 +148,29 @@ def test_node_starts_with_fewer_descriptors_than_segments(tmp_path: Path, free: 
     with opened(disk) as node:
         for _ in range(count):
             stored(node.store, batch(bytes(600)))
+    with few_descriptors(free), opened(disk) as node:
+        assert node.store.log.synced_position == node.store.log.next_position
+        assert len(bodies(node.store)) == count
+
+
+def test_indexes_are_rebuilt_with_fewer_descriptors_than_segments(tmp_path: Path) -> None:
+    disk, count = RealDisk(tmp_path), 100
+    with opened(disk) as node:
+        for _ in range(count):
+            stored(node.store, batch(bytes(600)))
+    with few_descriptors(free=32):
+        fsck = Fsck(disk, 0)
+        assert fsck.run().batches == count
+        assert fsck.repair()
+    assert Fsck(disk, 0).run().problem_count == 0
+
+
+@contextmanager
+def few_descriptors(free: int) -> Iterator[None]:
+    """Let the process open `free` more files, at most, in the body."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + free, hard))
     try:
-        with opened(disk) as node:
-            assert node.store.log.synced_position == node.store.log.next_position
-            assert len(bodies(node.store)) == count
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

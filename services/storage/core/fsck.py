@@ -13,12 +13,13 @@ from functools import partial
 
 from batonmq._core.records import Header
 from batonmq.errors import BatonError, DataLoss
+from batonmq_server.runtime.descriptors import descriptors_max
 from batonmq_server.storage.core import checkpoint
 from batonmq_server.storage.core.checkpoint import Checkpoint
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.commitlog import FOLDER as LOG_FOLDER
 from batonmq_server.storage.core.commitlog import CommitLog
-from batonmq_server.storage.core.files import Disk, File, FileCache
+from batonmq_server.storage.core.files import FILES_MAX, Disk, File, FileCache
 from batonmq_server.storage.core.keyindex import FOLDER as KEYINDEX_FOLDER
 from batonmq_server.storage.core.keyindex import KeyIndex, open_path
 from batonmq_server.storage.core.producers import ProducerTable
@@ -219,6 +220,7 @@ class Fsck:
         store, recovery = _fresh(disk)
         recovery.reset_indexes(self._checkpoint)
         store.log.next_position, _ = recovery.scan(store.log.first_position)
+        store.log.sync_closed()
         unsynced = store.log.unsynced()
         for file in unsynced.files:
             file.sync()
@@ -395,7 +397,7 @@ class _ComparingFile(File):
 
 
 def _fresh(disk: Disk) -> tuple[MessageStore, Recovery]:
-    cache = FileCache(disk)
+    cache = FileCache(disk, min(FILES_MAX, descriptors_max() // 4))  # the rest is for other uses
     log = CommitLog(disk, cache, _ANY_SEGMENT_BYTES)
     keys = KeyIndex(disk, cache, log.segment_end, log.first_position)
     store = MessageStore(log, cache, ProducerTable(), 0, keys)
