@@ -15,16 +15,12 @@ class DamageTracker:
 
     Args:
         on_damage: Called once for each damaged batch or index.
-
-    Attributes:
-        first_damaged_position: Position of the first batch that the scrub found damaged on the
-            disk; None if there is none.
     """
 
     def __init__(self, on_damage: Callable[[], None]) -> None:
         self._on_damage = on_damage
         self._reported: set[int | str] = set()
-        self.first_damaged_position: int | None = None
+        self._batches: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._reported)
@@ -38,12 +34,16 @@ class DamageTracker:
 
     def report_batch(self, position: int, detail: str) -> None:
         """Record that the batch at `position` is damaged on the disk."""
-        self.first_damaged_position = (
-            position
-            if self.first_damaged_position is None
-            else min(self.first_damaged_position, position)
-        )
+        self._batches.add(position)
         self._report(position, detail)
+
+    def first_damaged_from(self, position: int) -> int | None:
+        """Return the position of the first batch that is damaged on the disk; None without any.
+
+        Args:
+            position: First position of the log: earlier batches were removed meanwhile.
+        """
+        return min((at for at in self._batches if at >= position), default=None)
 
     def _report(self, position: int, detail: str) -> None:
         if self._is_new(position):

@@ -134,8 +134,8 @@ class LogFollower:
     ) -> None:
         log_, position = components.node.store.log, answer.position
         segment = (answer.segment_position, answer.segment_position + answer.segment_bytes)
-        damaged_from = components.damage.first_damaged_position
-        if damaged_from is not None and damaged_from >= log_.first_position:
+        damaged_from = components.damage.first_damaged_from(log_.first_position)
+        if damaged_from is not None:
             # A leader has answered, so the damaged part can be fetched again.
             await self._copy.cut(damaged_from, damaged=True)
         elif answer.HasField("floors"):

@@ -276,12 +276,9 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
                 self._metrics.replica_lag_bytes.labels(name).set(tracker.lag(name))
                 lag_ms = tracker.lag_ms(name, now_ms)
                 self._metrics.replica_lag_seconds.labels(name).set(lag_ms / 1000)
-            damaged_from = components.damage.first_damaged_position
-            if (
-                damaged_from is not None
-                and damaged_from >= components.node.store.log.first_position
-                and self._others_have_all(leadership)
-            ):
+            first_position = components.node.store.log.first_position
+            damaged_from = components.damage.first_damaged_from(first_position)
+            if damaged_from is not None and self._others_have_all(leadership):
                 self.step_back(f"its log is damaged at position {damaged_from}")
                 return
 

@@ -142,6 +142,15 @@ async def no_repair(repair: QueueRepair) -> None:
     pytest.fail(f"an undamaged consume queue is rebuilt: {repair}")
 
 
+def test_damage_that_retention_has_removed_does_not_hide_a_later_one() -> None:
+    damage = DamageTracker(lambda: None)
+    assert damage.first_damaged_from(0) is None
+    for position in (2_000, 500, 9_000):
+        damage.report_batch(position, "damaged")
+    found = [damage.first_damaged_from(position) for position in (0, 500, 501, 2_001, 9_001)]
+    assert found == [500, 500, 2_000, 9_000, None]
+
+
 def test_scrub_keeps_its_maximum_read_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log of 60,000 bytes takes 6 s at 10,000 bytes/s, and each range its share."""
     monkeypatch.setattr(scrub_core, "RANGE_BYTES", 5_000)

@@ -35,7 +35,7 @@ from batonmq_server.storage.log_copy import LogCopy
 from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.replica import StorageReplica
 from tests.storage.batches import batch
-from tests.storage.replicas import BROKER, Replica, Scene
+from tests.storage.replicas import BROKER, SEGMENT_BYTES, Replica, Scene
 from tests.support.conditions import until
 from tests.support.replica_nodes import LEASE_MS
 
@@ -663,6 +663,43 @@ async def test_leader_with_a_damaged_log_stays_if_no_other_member_has_it(
     with pytest.raises(BatonError) as refused:
         await leader.bodies()
     assert refused.value.reason == "DATA_LOSS"
+
+
+async def test_leader_resigns_for_damage_although_retention_has_removed_an_earlier_one(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrub, "ROUND_INTERVAL_S", 0.05)
+    scene.settings |= {"retention_bytes": 4 * SEGMENT_BYTES, "disk_interval_ms": 50}
+    leader = await three(scene)
+    receipts = await leader.append(*numbered(0, 50))
+    late = others(scene, leader)
+    for name in late:
+        await scene.nodes[name].stop()
+    await scene.wait_in_sync(leader.name)
+    rot(leader, receipts[20].position)
+
+    async def damage_found() -> bool:
+        return (await leader.describe()).damaged_batch_count > 0
+
+    await until(damage_found)
+    stored = [(await leader.append(batch(bytes(20_000))))[0] for _ in range(40)]
+
+    async def removed() -> bool:
+        return (await leader.describe()).first_position > receipts[20].position
+
+    await until(removed)
+    await scene.start(*late)
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
+    first_position = (await leader.describe()).first_position
+    rot(leader, next(at for one in stored if (at := one.position - first_position) >= 0))
+    assert (await scene.set_record()).leader == leader.name
+
+    async def resigned() -> bool:
+        return (await scene.set_record()).leader != leader.name
+
+    await until(resigned)
+    await scene.wait_equal()
 
 
 async def test_follower_that_receives_only_damaged_bytes_reports_it(
