@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -409,3 +410,25 @@ def test_checkpoint_is_decoded_as_it_was_encoded(
         damaged[at] ^= 1
         assert checkpoint.decode(bytes(damaged)) is None
     assert checkpoint.decode(raw[:-1]) is checkpoint.decode(b"") is None
+
+
+def test_large_checkpoint_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other thread runs during a call of numpy, so each call gets few rows."""
+    counts: list[int] = []
+    array = np.array
+
+    def counted(rows: list[tuple[int, ...]], dtype: np.dtype[np.void]) -> np.ndarray:
+        counts.append(len(rows))
+        return array(rows, dtype)
+
+    monkeypatch.setattr(np, "array", counted)
+    receipt = StoreReceipt(0, 1, 2, 3)
+    producers = [
+        ProducerState(number, 1, NOW, {(TOPIC_ID, 0): ((0, 1, receipt, 5),) * 5})
+        for number in range(3_000)
+    ]
+    decoded = checkpoint.decode(checkpoint.of_producers(9, producers))
+    assert decoded is not None
+    assert decoded.producers == producers
+    assert sum(counts) == len(producers) * (1 + 1 + 5)
+    assert max(counts) <= checkpoint.ROWS_AT_ONCE
