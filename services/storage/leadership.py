@@ -22,6 +22,7 @@ from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.commitlog import PositionRange
 from batonmq_server.storage.core.epochs import EpochHistory, common_point
 from batonmq_server.storage.core.log_transfer import read_whole_batches
+from batonmq_server.storage.core.producers import states_below
 from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.metric_stream import REPLICATION, StorageMetricStream
 
@@ -58,6 +59,7 @@ class StorageLeadership(Leadership):
 
     Args:
         components: The components of this node's copy; nothing else writes to it meanwhile.
+        in_thread: Runs blocking calls outside the event loop.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class StorageLeadership(Leadership):
         components: StorageComponents,
         clock: Clock,
         stream: StorageMetricStream,
+        in_thread: InThread,
     ) -> None:
         super().__init__(in_sync_set, clock)
-        self.components = components
+        self.components, self._in_thread = components, in_thread
         self._stream, self._synced_s = stream, deque[tuple[int, float]]()
         self._node, self._log = components.node, components.node.store.log
         self._ended = False
@@ -78,14 +81,14 @@ class StorageLeadership(Leadership):
         """Epoch history of the log."""
         return self._node.history
 
-    async def begin(self, in_thread: InThread) -> None:
+    async def begin(self) -> None:
         """Record the start of the epoch on this node's disk.
 
         Raises:
             OSError: the disk has failed; it is unknown whether the epoch is recorded.
         """
         begin: Callable[[Any], None] = lambda _: self._node.begin_epoch(self.epoch)  # noqa: E731
-        await in_thread(begin, None)
+        await self._in_thread(begin, None)
 
     async def wait_settled(self) -> None:
         """Wait until the in-sync set has this epoch and everything before it, and etcd says so."""
@@ -121,7 +124,7 @@ class StorageLeadership(Leadership):
         point = log_.cut_position(common_point(mine, log_.next_position, theirs, end))
         if point < log_.first_position:
             self._follower_resets(name)
-            return self._reset_result()
+            return await self._reset_result()
         if point < end:
             self._follower_resets(name)
             return FetchResult(point, b"", (0, 0))
@@ -130,8 +133,7 @@ class StorageLeadership(Leadership):
         new_data = self._new_data
         if has_epoch and end >= log_.synced_position:
             await wait_until(new_data, limits.hold_ms)
-            if self._ended:  # a new leader may have the log cut meanwhile
-                raise NotLeader("this node is no longer the leader", retry_after_ms=200)
+            self._check_not_ended()
         try:
             data = await self.components.tier.reading(
                 lambda: read_whole_batches(log_, self.history, end, limits.bytes_max)
@@ -139,21 +141,31 @@ class StorageLeadership(Leadership):
         except DataLoss as error:
             self.components.damage.report_error(error)
             raise
-        if self._ended:  # while the object store was read
-            raise NotLeader("this node is no longer the leader", retry_after_ms=200)
+        self._check_not_ended()  # while the object store was read
         return FetchResult(end, data, self._segment(end))
 
-    def _reset_result(self) -> FetchResult:
+    async def _reset_result(self) -> FetchResult:
         store = self._node.store
-        position = store.log.first_position
-        known = store.producers.below(position, PRODUCER_QUEUES_MAX)
-        return FetchResult(
-            position,
-            b"",
-            self._segment(position),
-            floors.encode(store.floors()),
-            checkpoint.of_producers(position, known),
-        )
+        position, known = store.log.first_position, store.producers.snapshot()
+        segment, kept = self._segment(position), floors.encode(store.floors())
+        encoded: list[bytes] = []
+
+        def encode(_: object) -> None:  # with many producers it takes seconds
+            below = states_below(known, position, PRODUCER_QUEUES_MAX)
+            encoded.append(checkpoint.of_producers(position, below))
+
+        await self._in_thread(encode, None)
+        self._check_not_ended()
+        return FetchResult(position, b"", segment, kept, encoded[0])
+
+    def _check_not_ended(self) -> None:
+        """Check that the leadership goes on; else a new leader may have the log cut.
+
+        Raises:
+            NotLeader: it has ended.
+        """
+        if self._ended:
+            raise NotLeader("this node is no longer the leader", retry_after_ms=200)
 
     def _segment(self, position: int) -> PositionRange:
         if position >= self._log.end_position:

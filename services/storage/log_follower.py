@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -26,9 +27,11 @@ from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.core import checkpoint
+from batonmq_server.storage.core.checkpoint import Checkpoint
 from batonmq_server.storage.core.commitlog import NO_SPACE, PositionRange
 from batonmq_server.storage.core.epochs import EpochHistory, read_history
 from batonmq_server.storage.core.log_transfer import check_received
+from batonmq_server.storage.core.producers import ProducerState
 from batonmq_server.storage.log_copy import LogCopy
 from batonmq_server.storage.node import LogStart
 
@@ -139,9 +142,9 @@ class LogFollower:
             # A leader has answered, so the damaged part can be fetched again.
             await self._copy.cut(damaged_from, damaged=True)
         elif answer.HasField("floors"):
+            known = await self._decoded_producers(answer.producers)
             await self._copy.reset(LogStart(answer.floors, segment, theirs.truncated(position)))
-            if (known := checkpoint.decode(answer.producers)) is not None:
-                self._copy.components.node.store.producers.load(known.producers)
+            self._copy.components.node.store.producers.load(known)
         elif position < log_.first_position:
             await self._copy.reset(LogStart())
         elif position < log_.next_position:
@@ -161,6 +164,12 @@ class LogFollower:
                 await self._adopt(components, theirs)
             components.flusher.confirmed(min(answer.confirmed_position, log_.next_position))
             await self._clear_damage(components, answer)
+
+    async def _decoded_producers(self, raw: bytes) -> Sequence[ProducerState]:
+        """Decode the producers of a fetch, in a thread: there may be 100,000."""
+        found: list[Checkpoint | None] = []
+        await self._copy.in_thread(lambda _: found.append(checkpoint.decode(raw)), None)
+        return found[0].producers if found[0] is not None else ()
 
     async def _adopt(self, components: StorageComponents, theirs: EpochHistory) -> None:
         """Adopt those epochs of the leader that begin at or before the end of this log."""

@@ -260,8 +260,10 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         in_sync_set = self._in_sync_set(term, position, self._settings.replica_policy)
         if self._lost_data(in_sync_set):
             return None
-        leadership = StorageLeadership(in_sync_set, components, self._runtime.clock, self._stream)
-        await leadership.begin(self._in_thread)
+        leadership = StorageLeadership(
+            in_sync_set, components, self._runtime.clock, self._stream, self._in_thread
+        )
+        await leadership.begin()
         return leadership
 
     async def _watch(self, leadership: StorageLeadership) -> None:

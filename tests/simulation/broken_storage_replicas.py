@@ -14,7 +14,7 @@ from batonmq_server.storage import node
 from batonmq_server.storage.components import StorageComponents, build_components
 from batonmq_server.storage.core.epochs import EpochHistory, common_point
 from batonmq_server.storage.core.producers import ProducerTable
-from batonmq_server.storage.flusher import Flusher, InThread
+from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.leadership import StorageLeadership
 from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.replica import StorageReplica
@@ -100,9 +100,9 @@ def forget_the_producers(patch: pytest.MonkeyPatch) -> None:
     """A new leader starts without the producer sequences of the previous leader."""
     real = StorageLeadership.begin
 
-    async def begin(self: StorageLeadership, in_thread: InThread) -> None:
+    async def begin(self: StorageLeadership) -> None:
         self.components.node.store.producers = ProducerTable()
-        await real(self, in_thread)
+        await real(self)
 
     patch.setattr(StorageLeadership, "begin", begin)
 

@@ -5,6 +5,7 @@ Method: the table is called with headers that the test builds.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,8 +17,11 @@ from batonmq_server.storage.core.producers import (
     BATCHES_KEPT,
     IDLE_MS_MAX,
     SEQUENCES,
+    ProducerState,
     ProducerTable,
+    StoredBatch,
     StoreReceipt,
+    states_below,
 )
 from tests.storage.batches import batch
 
@@ -209,9 +213,10 @@ def test_state_below_a_position_comes_only_from_batches_before_it() -> None:
     record(table, header(10, producer_id=5), receipt(3))
     record(table, header(0, producer_id=7), receipt(4))
     position = receipt(3).position
-    states = table.below(position, queues_max=10)
+    states = states_below(table.snapshot(), position, queues_max=10)
     assert [one.producer_id for one in states] == [6, 5], "longest silent first"
-    assert [one.producer_id for one in table.below(position, queues_max=1)] == [5]
+    (kept,) = states_below(table.snapshot(), position, queues_max=1)
+    assert kept.producer_id == 5
     fresh.load(states)
     record(fresh, header(10, producer_id=5), receipt(3))
     record(fresh, header(0, producer_id=7), receipt(4))
@@ -309,3 +314,17 @@ def test_producer_from_before_access_control_keeps_its_sequences_in_each_queue()
     record(table, header(0, epoch=2, owner=VICTIM), receipt(5))
     with pytest.raises(ProducerFenced):
         table.check(header(20, owner=VICTIM), other)
+
+
+def test_state_below_a_position_leaves_out_the_oldest_of_the_largest_shares() -> None:
+    table = ProducerTable()
+    kept = {(1, 7): 2, (1, 8): 2, (2, 7): 1}
+    for (owner, topic_id), count in {(1, 7): 5, (1, 8): 3, (2, 7): 1}.items():
+        batches: tuple[StoredBatch, ...] = ((0, 1, receipt(1), 5),)
+        queues = {(topic_id, 0): batches}
+        numbers = range(10 * topic_id, 10 * topic_id + count)
+        table.load(ProducerState(number, 1, 1, queues, owner) for number in numbers)
+    states = states_below(table.snapshot(), receipt(2).position, queues_max=5)
+    shares = Counter((one.owner, next(iter(one.queues))[0]) for one in states)
+    assert shares == kept
+    assert [one.producer_id for one in states] == [73, 74, 81, 82, 70]

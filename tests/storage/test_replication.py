@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from typing import Any
 
 import grpc.aio
@@ -30,6 +31,7 @@ from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.replication.position import NO_POSITION
 from batonmq_server.runtime.replication.replica_set import ReplicaSetStore
 from batonmq_server.storage import scrubber as scrub
+from batonmq_server.storage.core import checkpoint
 from batonmq_server.storage.core.epochs import EpochHistory, decode
 from batonmq_server.storage.log_copy import LogCopy
 from batonmq_server.storage.log_follower import LogFollower
@@ -303,6 +305,39 @@ async def test_empty_node_starts_at_the_first_position_of_the_leader(scene: Scen
     assert (repeated.duplicate, repeated.first_offset) == (True, 6)
     (receipt,) = await late.append(batch(b"next", queue_id=3))
     assert receipt.first_offset == 7
+
+
+async def test_leader_serves_while_it_prepares_the_begin_of_a_new_copy(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many producers that takes seconds, as long as a lease."""
+    scene.settings |= {"retention_bytes": 4 * SEGMENT_BYTES, "disk_interval_ms": 50}
+    leader = await three(scene)
+    late = scene.nodes[others(scene, leader)[0]]
+    await late.stop()
+    await scene.wait_in_sync(*(name for name in scene.nodes if name != late.name))
+    for _ in range(40):
+        await leader.append(batch(bytes(20_000)))
+
+    async def removed() -> bool:
+        return (await leader.describe()).first_position > 0
+
+    await until(removed)
+    begun, served, blocked = threading.Event(), threading.Event(), list[bool]()
+    of_producers = checkpoint.of_producers
+
+    def slow(position: int, producers: Any) -> bytes:
+        begun.set()
+        blocked.append(not served.wait(5))
+        return of_producers(position, producers)
+
+    monkeypatch.setattr(checkpoint, "of_producers", slow)
+    await scene.start(late.name)
+    await until(begun.is_set)
+    await leader.append(batch(b"meanwhile"))
+    served.set()
+    await scene.wait_in_sync("a", "b", "c")
+    assert not any(blocked)
 
 
 async def test_stopped_follower_continues_from_its_checkpoint(scene: Scene) -> None:

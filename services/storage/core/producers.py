@@ -20,7 +20,7 @@ others. An id in one table is another producer than the same id in the other.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
@@ -152,26 +152,8 @@ class ProducerTable:
             lasting.owners + once.owners,
         )
 
-    def below(self, position: int, queues_max: int) -> list[ProducerState]:
-        """Return the state from batches below `position` only, in the order of `snapshot`.
-
-        Args:
-            queues_max: Maximum number of pairs of producer and queue in each of the two tables;
-                the others are left out by the rule of the module.
-        """
-        table = ProducerTable(queues_max, queues_max)
-        for one in self.snapshot().states():
-            queues = {
-                queue: old
-                for queue, batches in one.queues.items()
-                if (old := tuple(b for b in batches if b[2].position < position))
-            }
-            if queues:
-                table.load([one._replace(queues=queues)])
-        return table.snapshot().states()
-
     def load(self, producers: Iterable[ProducerState]) -> None:
-        """Load what `snapshot` or `below` has returned, into empty tables."""
+        """Load what `snapshot` or `states_below` has returned, into empty tables."""
         for one in producers:
             table = self._of(one.epoch)
             for topic_id in dict.fromkeys(queue[0] for queue in one.queues):
@@ -351,6 +333,53 @@ class _ProducerSubtable:
             owner = self._owners.largest()
             share = owner, self._topics[owner].largest()
             self._forget(share, next(iter(self._shares[share])))
+
+
+def states_below(columns: ProducerColumns, position: int, queues_max: int) -> list[ProducerState]:
+    """Return the state from batches below `position` only, in the order of `columns`.
+
+    It may take a second; another thread may call it.
+
+    Args:
+        queues_max: Maximum number of pairs of producer and queue in each of the two tables; the
+            others are left out by the rule of the module.
+    """
+    lasting: list[ProducerState] = []
+    once: list[ProducerState] = []
+    for one in map(ProducerState._make, zip(*columns, strict=True)):
+        queues = {
+            queue: old
+            for queue, batches in one.queues.items()
+            if (old := tuple(b for b in batches if b[2].position < position))
+        }
+        if queues:
+            table = once if one.epoch == ONE_BATCH_EPOCH else lasting
+            table.append(one._replace(queues=queues))
+    return _without_excess(lasting, queues_max) + _without_excess(once, queues_max)
+
+
+def _without_excess(states: list[ProducerState], queues_max: int) -> list[ProducerState]:
+    """Remove producers of the largest shares until `queues_max` pairs are left at most."""
+    count = sum(len(one.queues) for one in states)
+    if count <= queues_max:
+        return states
+    shares: dict[Share, deque[ProducerState]] = {}
+    for one in states:
+        share = one.owner, next(iter(one.queues))[0]
+        shares.setdefault(share, deque()).append(one)
+    owners, topics = _Sizes[int](), dict[int, _Sizes[int]]()
+    for (owner, topic_id), members in shares.items():
+        size = sum(len(one.queues) for one in members)
+        owners.add(owner, size)
+        topics.setdefault(owner, _Sizes()).add(topic_id, size)
+    while count > queues_max:
+        owner = owners.largest()
+        topic_id = topics[owner].largest()
+        removed = len(shares[owner, topic_id].popleft().queues)
+        owners.add(owner, -removed)
+        topics[owner].add(topic_id, -removed)
+        count -= removed
+    return [one for members in shares.values() for one in members]
 
 
 def _share(header: Header, queue: QueueKey) -> Share:
