@@ -3,7 +3,7 @@
 Each fetch tells the leader the end of the follower's log. Where the two logs differ, the follower
 cuts its own log. If the leader has already removed what the follower needs, the follower discards
 its copy and starts at the leader's first position. It never returns to an older epoch. Received
-bytes are checked like a log at recovery before any of them is written.
+bytes are checked like a log at recovery before they are written, piece by piece.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from batonmq_server.storage.core import checkpoint
 from batonmq_server.storage.core.checkpoint import Checkpoint
 from batonmq_server.storage.core.commitlog import NO_SPACE, PositionRange
 from batonmq_server.storage.core.epochs import EpochHistory, read_history
-from batonmq_server.storage.core.log_transfer import check_received
+from batonmq_server.storage.core.log_transfer import check_received, split
 from batonmq_server.storage.core.producers import ProducerState
 from batonmq_server.storage.log_copy import LogCopy
 from batonmq_server.storage.node import LogStart
@@ -201,14 +201,26 @@ class LogFollower:
         """Write the bytes that the leader sent, and update everything derived from the log.
 
         Raises:
-            DataLoss, DiskFull: nothing was written.
+            DataLoss, DiskFull: nothing from the faulty piece on was written.
             OSError: the disk has failed.
         """
+        log_ = components.node.store.log
+        try:
+            for number, piece in enumerate(split(data, log_.next_position, segment[1])):
+                if number:
+                    await asyncio.sleep(0)
+                self._write_piece(components, piece, segment)
+        finally:  # the next fetch tells the leader that all that is written is on the disk
+            await components.flusher.sync()
+
+    def _write_piece(
+        self, components: StorageComponents, piece: bytes, segment: PositionRange
+    ) -> None:
         components.flusher.check()
         recovery, log_ = components.node.recovery, components.node.store.log
-        batches, end = check_received(recovery, log_.next_position, data, segment)
+        batches, end = check_received(recovery, log_.next_position, piece, segment)
         try:
-            log_.copy(data, segment, end)
+            log_.copy(piece, segment, end)
         except OSError as error:
             components.flusher.fail(error)
             raise
@@ -218,4 +230,3 @@ class LogFollower:
         except Exception as error:
             components.flusher.fail(error)  # log and indexes may differ: only recovery can tell
             raise
-        await components.flusher.sync()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batonmq.errors import DataLoss
-from batonmq_server.storage.core import floors
+from batonmq_server.storage.core import floors, log_transfer
 from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC
 from batonmq_server.storage.core.epochs import EpochHistory
 from batonmq_server.storage.core.floors import QueueFloor
@@ -21,6 +21,7 @@ from batonmq_server.storage.core.log_transfer import (
     check_received,
     count_whole_bytes,
     read_whole_batches,
+    split,
 )
 from batonmq_server.storage.core.recovery import Recovery
 from batonmq_server.storage.core.store import MessageStore
@@ -79,6 +80,48 @@ def test_transferred_log_is_the_same_log(batches: list[tuple[int, int]], bytes_m
     assert pair.log(0) == pair.log(1)
     for queue_id in range(4):
         assert bodies(pair.follower, queue_id) == bodies(pair.leader, queue_id)
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.integers(0, 1_500), min_size=1, max_size=20),
+    st.integers(1, 6_000),
+    st.integers(1, 3_000),
+)
+def test_bytes_are_taken_in_pieces_of_whole_batches(
+    sizes: list[int], bytes_max: int, piece_bytes: int
+) -> None:
+    pair = Pair()
+    ends = [stored(pair.leader, batch(bytes(size)))[0].next_position for size in sizes]
+    while data := pair.next_piece(bytes_max):
+        position = pair.follower.log.next_position
+        segment_end = pair.leader.log.segment_end(position)
+        for piece in split(data, position, segment_end, piece_bytes):
+            first = next(end for end in ends if end > pair.follower.log.next_position)
+            longest = max(piece_bytes, first - pair.follower.log.next_position)
+            assert 0 < len(piece) <= longest
+            pair.take(piece)
+    assert pair.follower.log.next_position == pair.leader.log.next_position
+    assert pair.log(0) == pair.log(1)
+
+
+def test_leader_sends_a_bounded_number_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_transfer, "BATCHES_MAX", 3)
+    pair = Pair()
+    receipts = stored(pair.leader, *(batch(b"%d" % number) for number in range(7)))
+    for last in (2, 5, 6):
+        pair.take(pair.next_piece(10_000))
+        assert pair.follower.log.next_position == receipts[last].next_position
+
+
+def test_pieces_of_bytes_that_can_not_be_right_end() -> None:
+    pair = Pair()
+    stored(pair.leader, batch(b"one"), batch(b"two"))
+    data = pair.next_piece(10_000)
+    assert b"".join(split(data[:-1], 0, SEGMENT_BYTES, 10)) == data[:-1]
+    assert list(split(data, SEGMENT_BYTES - 9, SEGMENT_BYTES, 10)) == [data]
+    with pytest.raises(DataLoss):
+        list(split(data[1:], 0, SEGMENT_BYTES, 10))
 
 
 @pytest.mark.parametrize("rest", range(20))

@@ -30,9 +30,12 @@ from batonmq_server.runtime.election import Candidacy
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.replication.position import NO_POSITION
 from batonmq_server.runtime.replication.replica_set import ReplicaSetStore
+from batonmq_server.storage import log_follower
 from batonmq_server.storage import scrubber as scrub
 from batonmq_server.storage.core import checkpoint
 from batonmq_server.storage.core.epochs import EpochHistory, decode
+from batonmq_server.storage.core.log_transfer import PIECE_BYTES, check_received
+from batonmq_server.storage.core.recovery import decode_synced
 from batonmq_server.storage.log_copy import LogCopy
 from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.replica import StorageReplica
@@ -305,6 +308,44 @@ async def test_empty_node_starts_at_the_first_position_of_the_leader(scene: Scen
     assert (repeated.duplicate, repeated.first_offset) == (True, 6)
     (receipt,) = await late.append(batch(b"next", queue_id=3))
     assert receipt.first_offset == 7
+
+
+async def test_follower_takes_what_it_lacks_in_pieces(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its readers wait for one piece at most, and damage does not undo the pieces before it."""
+    scene.members, scene.settings = ("a", "b"), {"segment_bytes": 1 << 20}
+    await scene.start("a", "b")
+    leader = await scene.leader()
+    late = scene.nodes[others(scene, leader)[0]]
+    await scene.wait_in_sync("a", "b")
+    await late.stop()
+    await scene.wait_in_sync(leader.name)
+    receipts = await leader.append(*(batch(bytes(5_000), queue_id=n % 8) for n in range(100)))
+    rot(leader, receipts[60].position)
+    sizes: list[int] = []
+
+    def check(recovery: Any, position: int, data: bytes, segment: Any) -> Any:
+        sizes.append(len(data))
+        return check_received(recovery, position, data, segment)
+
+    monkeypatch.setattr(log_follower, "check_received", check)
+    await scene.start(late.name)
+
+    async def state() -> Any:
+        return next(one for one in (await leader.replicas()).replicas if not one.leader)
+
+    async def has_problem() -> bool:
+        return bool((await state()).problem)
+
+    await until(has_problem)
+    reported = (await state()).position
+    assert receipts[60].position - PIECE_BYTES < reported <= receipts[60].position
+    assert decode_synced((late.folder / "synced").read_bytes()) == reported
+    rot(leader, receipts[60].position)  # a second flip repairs it
+    await scene.wait_in_sync("a", "b")
+    await scene.wait_equal()
+    assert 5_000 < max(sizes) <= PIECE_BYTES
 
 
 async def test_leader_serves_while_it_prepares_the_begin_of_a_new_copy(

@@ -5,6 +5,8 @@ Of a filler, only its first 8 bytes are sent: the rest of the segment is zeros.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from batonmq._core.records import MAGIC, Header
 from batonmq.errors import DataLoss, DataLossDetail
 from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC, CommitLog, PositionRange
@@ -16,6 +18,10 @@ from batonmq_server.storage.core.scan import END_OF_LOG, LogScan
 _MAGIC, _FILLER_MAGIC = MAGIC.to_bytes(4, "big"), FILLER_MAGIC.to_bytes(4, "big")
 _LENGTH_FROM = {_MAGIC: 8, _FILLER_MAGIC: 4}
 _HEAD_BYTES = 12
+BATCHES_MAX = 4_096
+"""Batches that a leader looks at without an await: 5 ms."""
+PIECE_BYTES = 64 * 1024
+"""Bytes that a follower takes without an await: 5 ms, if each message is a small batch."""
 
 
 def read_whole_batches(
@@ -24,7 +30,7 @@ def read_whole_batches(
     """Read the synced log from `position` on: whole batches and fillers of one segment and epoch.
 
     Args:
-        bytes_max: Approximate maximum; one batch always fits.
+        bytes_max: Approximate maximum; one batch always fits. There are at most BATCHES_MAX.
 
     Raises:
         DataLoss: there is neither a batch nor a filler at `position`.
@@ -49,11 +55,14 @@ def read_whole_batches(
 def count_whole_bytes(raw: bytes, position: int, segment_end: int) -> tuple[int, int]:
     """Return how many bytes of `raw` are whole batches, and the length of the next batch.
 
+    No more than BATCHES_MAX are counted.
+
     Raises:
         DataLoss: there is neither a batch nor a filler at one of the positions.
     """
-    at = 0
-    while at < len(raw):
+    at = count = 0
+    while at < len(raw) and count < BATCHES_MAX:
+        count += 1
         room = segment_end - position - at
         if room < FILLER.size:
             return (at + room, 0) if len(raw) - at >= room else (at, room)
@@ -75,6 +84,33 @@ def count_whole_bytes(raw: bytes, position: int, segment_end: int) -> tuple[int,
             return at, length
         at += length
     return at, 0
+
+
+def split(
+    data: bytes, position: int, segment_end: int, piece_bytes: int = PIECE_BYTES
+) -> Iterator[bytes]:
+    """Yield the bytes that a leader sent at `position` in pieces of whole batches.
+
+    Args:
+        piece_bytes: Approximate size of a piece; one batch always fits.
+
+    Raises:
+        DataLoss: there is neither a batch nor a filler where one must be.
+    """
+    if position + len(data) > segment_end:
+        yield data  # `check_received` says what is wrong
+        return
+    at = 0
+    while at < len(data):
+        size = piece_bytes
+        while True:  # at most three times, as in `read_whole_batches`
+            piece = data[at : at + size]
+            whole, wanted = count_whole_bytes(piece, position + at, segment_end)
+            if whole or at + size >= len(data):
+                break
+            size = wanted
+        yield piece[: whole or len(piece)]
+        at += whole or len(piece)
 
 
 def check_received(
