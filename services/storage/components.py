@@ -223,7 +223,7 @@ def build_components(
                     cleaner=cleaner,
                     metrics=metrics.tier,
                     clock=runtime.clock,
-                    in_thread=in_thread,
+                    in_thread=patient,
                     in_store_thread=environment.tier.in_thread,
                 ),
                 settings.tier_policy(),

@@ -7,6 +7,7 @@ the local disk at once. A process that kills itself between two steps of a move.
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from batonmq._common.clock import Clock
 from batonmq._connection.channels import connect
 from batonmq._core.records import Message, check_batch, decode_records
 from batonmq.errors import DataLoss, Unreachable
+from batonmq_server.storage.core.tier_upload import SegmentComparison
 from tests.storage.batches import TOPIC, batch
 from tests.storage.replicas import BROKER, Replica, Scene
 from tests.storage.running_node import TIMEOUT_S, RunningNode, running_node
@@ -107,6 +109,26 @@ async def pulled(node: RunningNode, offset: int = 0) -> list[bytes]:
             header = check_batch(raw, stamped=True)
             bodies += [one.body for one in decode_records(raw, header, range(header.count))]
         offset = answer.next_offset
+
+
+async def test_mover_waits_for_a_free_descriptor(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batonmq_server.storage.flusher.SHORTAGE_PAUSE_S", 0)
+    shortages = iter(range(3))
+    compare_next = SegmentComparison.compare_next
+
+    def compare(comparison: SegmentComparison) -> bool:
+        if next(shortages, None) is not None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return compare_next(comparison)
+
+    monkeypatch.setattr(SegmentComparison, "compare_next", compare)
+    data = tmp_path / "data"
+    async with running_node(etcd_endpoint, data, **tier(tmp_path / "store")) as node:
+        await fill(node.append)
+        await until(lambda: moved(data) == 9)
+    assert next(shortages, None) is None
 
 
 async def test_readers_read_what_is_only_in_the_store(etcd_endpoint: str, tmp_path: Path) -> None:
