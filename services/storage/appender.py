@@ -93,6 +93,23 @@ class Appender:
         self.flusher.notify_written()
         return positions
 
+    def roll(self) -> None:
+        """Close the current segment of the log unless it is empty.
+
+        Raises:
+            NotServing: the disk has failed.
+            NotLeader, NoQuorum, NotEnoughReplicas: this node may not write.
+        """
+        self.flusher.check()
+        if (rejection := self.role.rejection(1)) is not None:
+            raise rejection
+        try:
+            self.store.log.roll()
+        except OSError as error:
+            self.flusher.fail(error)
+            self.flusher.check()
+        self.flusher.notify_written()
+
     def count_appended(
         self, batches: Sequence[CheckedBatch], outcomes: Sequence[StoreReceipt | BatonError]
     ) -> None:

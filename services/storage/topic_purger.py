@@ -122,17 +122,10 @@ class TopicPurger:
 
     async def _seal(self, queues: list[tuple[QueueKey, ConsumeQueue]]) -> None:
         """Close the current segment if it has messages of `queues`; wait until all is safe."""
-        flusher = self._appender.flusher
-        flusher.check()
         position = max(queue.last_position for _, queue in queues)
         if self._log.segment_end(position) > self._log.next_position:
-            try:
-                self._log.roll()
-            except OSError as error:
-                flusher.fail(error)
-                flusher.check()
-            flusher.notify_written()
-        await flusher.wait_until_safe(self._log.next_position)
+            self._appender.roll()
+        await self._appender.flusher.wait_until_safe(self._log.next_position)
 
     async def _bytes_by_segment(
         self, queues: list[tuple[QueueKey, ConsumeQueue]]

@@ -7,6 +7,9 @@ Method: real nodes in one process (tests/storage/replicas.py). Tests wait for st
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Collection
+
 import grpc.aio
 import pytest
 
@@ -16,7 +19,8 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, TopicExists
 from batonmq_server.storage import checkpointer, topic_purger
-from batonmq_server.storage.core.commitlog import purged_head
+from batonmq_server.storage.core.commitlog import CommitLog, purged_head
+from batonmq_server.storage.topic_cache import TopicCache
 from tests.storage.batches import batch
 from tests.storage.replicas import BROKER, SEGMENT_BYTES, Replica, Scene
 from tests.support.conditions import until
@@ -151,3 +155,44 @@ async def test_purge_is_carried_out_after_the_leader_has_crashed(
     await scene.start(leader.name)
     await scene.wait_equal()
     assert await successor.bodies() == [b"first", b"last"]
+
+
+async def test_purge_of_a_former_leader_writes_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leadership ends while the purge waits for etcd: its log is that of a follower then."""
+    await scene.start("a", "b", "c")
+    leader = await scene.leader()
+    await scene.wait_in_sync("a", "b", "c")
+    await put(scene)
+    await write(leader)
+    await delete(scene)
+    waits, goes_on = asyncio.Event(), asyncio.Event()
+    wait_until_gone = TopicCache.wait_until_gone
+
+    async def late(topics: TopicCache, name: str, topic_ids: Collection[int]) -> None:
+        await wait_until_gone(topics, name, topic_ids)
+        waits.set()
+        await goes_on.wait()
+
+    monkeypatch.setattr(TopicCache, "wait_until_gone", late)
+    rolls: list[int] = []
+    monkeypatch.setattr(CommitLog, "roll", lambda log: rolls.append(log.next_position))
+
+    async def refused() -> BatonError:
+        with pytest.raises(BatonError) as error:
+            await purge(leader)
+        return error.value
+
+    async with asyncio.TaskGroup() as tasks:
+        purging = tasks.create_task(refused())
+        await waits.wait()
+        epoch = (await scene.set_record()).epoch
+        leader.session.lose()
+        await scene.wait_epoch_above(epoch)
+        leader.session.restore()
+        await scene.leader()
+        await scene.wait_in_sync("a", "b", "c")
+        goes_on.set()
+    assert purging.result().reason == "UNREACHABLE", "its outcome is not known to the node"
+    assert not rolls

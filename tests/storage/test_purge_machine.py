@@ -133,6 +133,10 @@ class PlainAppender:
         self.flusher.notify_written()
         return outcomes
 
+    def roll(self) -> None:
+        self.store.log.roll()
+        self.flusher.notify_written()
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
