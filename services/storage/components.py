@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +37,7 @@ from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import StorageNode
 from batonmq_server.storage.node_role import NodeRole
 from batonmq_server.storage.output_server import OutputServicer
+from batonmq_server.storage.producer_expiry import expire_producers
 from batonmq_server.storage.query_server import QueryServicer
 from batonmq_server.storage.queue_repairer import QueueRepairer
 from batonmq_server.storage.retention_losses import RetentionLosses
@@ -57,7 +57,6 @@ from batonmq_server.storage.topic_trimmer import TopicTrimmer
 from batonmq_server.storage.transaction_checker import TransactionChecker, TransactionLimits
 from batonmq_server.storage.transaction_server import TransactionServicer
 
-EXPIRE_INTERVAL_S = 600
 DELIVER = "/baton.storage.v1.StorageService/Deliver"
 
 
@@ -294,11 +293,6 @@ def build_components(
         )
     )
 
-    async def expire_producers() -> None:
-        while True:
-            await asyncio.sleep(EXPIRE_INTERVAL_S)
-            store.producers.expire(runtime.clock.unix_ms())
-
     return StorageComponents(
         node=node,
         flusher=flusher,
@@ -367,7 +361,7 @@ def build_components(
             checkpointer.run,
             scrubber.run,
             cleaner.run,
-            expire_producers,
+            partial(expire_producers, store.producers, runtime.clock),
             *(mover.run for mover in movers),
         ),
     )
