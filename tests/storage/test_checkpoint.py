@@ -22,7 +22,7 @@ from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.checkpoint import Checkpoint, QueueState
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.checks import check
-from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
+from batonmq_server.storage.core.consumequeue import ENTRIES_PER_FILE, ENTRY, folder_of
 from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.keyindex import OpenRun, RunExtent
 from batonmq_server.storage.core.producers import ProducerState, StoreReceipt
@@ -261,6 +261,29 @@ def test_crash_after_any_step_of_a_checkpoint_loses_nothing() -> None:
         again = reopened(state)
         assert again.report.rebuilt == ""
         assert served(again.store) == shown
+
+
+def test_index_files_that_a_crash_has_left_are_removed_at_the_next_start() -> None:
+    """The checkpoint does not need them: it was written before their removal began."""
+    opened = fresh()
+    fill(opened)
+    opened.store.add_queue((TOPIC_ID, 7), TOPIC, 2 * ENTRIES_PER_FILE)
+    stored(opened.store, batch(b"last", queue_id=7))
+    take(opened)
+    before = indexes(opened.disk)
+    folder = folder_of(TOPIC, TOPIC_ID, 7)
+    for path in (
+        f"{folder}/{0:020d}",
+        f"{folder}/{ENTRIES_PER_FILE * ENTRY.itemsize:020d}",
+        f"{folder_of(TOPIC, TOPIC_ID, 6)}/{0:020d}",
+        f"{folder_of('gone', 3, 0)}/{0:020d}",
+    ):
+        opened.disk.open(path, create=True)
+    again = reopened(opened.disk)
+    assert again.report.rebuilt == ""
+    assert indexes(again.disk) == before
+    assert served(again.store) == served(opened.store)
+    assert bodies(again.store, 7) == [b"last"]
 
 
 def test_batches_appended_during_a_checkpoint_belong_to_the_next_one() -> None:

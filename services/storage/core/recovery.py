@@ -16,6 +16,7 @@ That file is written after each sync and is not synced itself: an old value only
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from batonmq._core.checksum import crc32c
@@ -291,6 +292,31 @@ class Recovery:
         self._dropped = {queue[1:3]: queue.first_offset for queue in saved.queues}
         for key, section in saved.sections:
             store.compacted.put(key, section)
+        self._remove_leftovers(
+            {
+                queue.folder: queue.paths(state.first_offset, state.first_offset + 1)[0]
+                for state, (_, queue) in zip(saved.queues, queues, strict=True)
+            }
+        )
+
+    def _remove_leftovers(self, first_paths: Mapping[str, str]) -> None:
+        """Remove index files that a crash has left, because it interrupted their removal.
+
+        Args:
+            first_paths: The first file of each queue of the checkpoint, by folder. The entries of
+                later queues are written again from the log.
+        """
+        disk = self._disk
+        for topic in disk.names(CONSUMEQUEUE_FOLDER):
+            path = f"{CONSUMEQUEUE_FOLDER}/{topic}"
+            folders = [f"{path}/{queue_id}" for queue_id in disk.names(path)]
+            known = [folder for folder in folders if folder in first_paths]
+            for gone in [one for one in folders if one not in first_paths] if known else [path]:
+                disk.remove(gone)
+            for folder in known:
+                for file in (f"{folder}/{name}" for name in disk.names(folder)):
+                    if file < first_paths[folder]:
+                        disk.remove(file)
 
     def _queue(self, state: QueueState, position: int) -> tuple[QueueKey, ConsumeQueue]:
         """Return a queue of a checkpoint at `position`, after a check of its files."""
