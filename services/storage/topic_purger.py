@@ -146,8 +146,8 @@ class TopicPurger:
                     counted = int(entries.positions[-1])
                 except DataLoss as error:  # these bytes are not counted
                     log.warning("consume queue is damaged error=%s", error)
-                offset = next_offset
                 await asyncio.sleep(0)
+                offset = max(next_offset, queue.first_offset)  # retention may go on meanwhile
         return {
             segment: count for segment, count in zip(segments, sums.tolist(), strict=True) if count
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from typing import cast
 
 import grpc.aio
 import pytest
@@ -19,10 +20,14 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, TopicExists
 from batonmq_server.storage import checkpointer, topic_purger
+from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.commitlog import CommitLog, purged_head
 from batonmq_server.storage.topic_cache import TopicCache
-from tests.storage.batches import batch
+from batonmq_server.storage.topic_purger import TopicPurger
+from tests.storage.batches import NOW, TOPIC_ID, batch
 from tests.storage.replicas import BROKER, SEGMENT_BYTES, Replica, Scene
+from tests.storage.test_log_cleaner import at_once, fill, new_scene
+from tests.storage.test_purge_machine import DeletedTopics, PlainAppender
 from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
@@ -196,3 +201,26 @@ async def test_purge_of_a_former_leader_writes_nothing(
         goes_on.set()
     assert purging.result().reason == "UNREACHABLE", "its outcome is not known to the node"
     assert not rolls
+
+
+async def test_purge_counts_on_while_retention_removes_messages_of_the_topic() -> None:
+    with new_scene() as scene:
+        receipts = fill(scene.store, 9)
+        purger = TopicPurger(
+            scene.disk,
+            cast(Appender, PlainAppender(scene.store, scene.flusher)),
+            cast(TopicCache, DeletedTopics({})),
+            scene.checkpointer,
+            lambda _: NOW,
+            age_ms_max=0,
+            in_thread=at_once,
+        )
+        queue = scene.store.queues[TOPIC_ID, 0]
+        async with asyncio.TaskGroup() as tasks:
+            counting = tasks.create_task(purger._bytes_by_segment([((TOPIC_ID, 0), queue)]))
+            await asyncio.sleep(0)  # it has counted two messages
+            queue.trim_before(receipts[6].position)
+        counted = [*receipts[:2], *receipts[6:]]
+        assert sum(counting.result().values()) == sum(
+            one.next_position - one.position for one in counted
+        )
