@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from batonmq_server.storage.core.queue_repair import QueueRepair
 from batonmq_server.storage.core.queue_scrub import QueueScrub
 from batonmq_server.storage.core.scrub import LogScrub, ScrubRange
+from batonmq_server.storage.core.tier_file import StoreUnreadable
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.flusher import InThread, in_thread
 from batonmq_server.storage.node import StorageNode
@@ -66,7 +67,7 @@ class Scrubber:
         """Check one range of the log and its entries in the consume queues."""
         try:
             await self._in_thread(self._scrub.check, range_)
-        except FileNotFoundError:  # retention has removed the segment meanwhile
+        except (FileNotFoundError, StoreUnreadable):  # removed, or moved to the store, meanwhile
             range_.position = range_.segment_end_position
         for position, detail in range_.damaged.items():
             self._damage.report_batch(position, detail)

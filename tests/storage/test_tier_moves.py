@@ -25,11 +25,15 @@ from batonmq_server.storage.core.commitlog import segment_path
 from batonmq_server.storage.core.delay_queue import DelayedBatch, DelayQueue, DelaySnapshot
 from batonmq_server.storage.core.purge import PurgeOrder, encode_order
 from batonmq_server.storage.core.queue_reader import ReadSpec
+from batonmq_server.storage.core.queue_repair import QueueRepair
+from batonmq_server.storage.core.scrub import LogScrub
 from batonmq_server.storage.core.tier import TierPolicy
+from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.flusher import in_thread
 from batonmq_server.storage.node import StorageNode, recover_directory
 from batonmq_server.storage.node_role import NodeRole, StandaloneRole
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
+from batonmq_server.storage.scrubber import Scrubber
 from batonmq_server.storage.tier_mover import TierMover, TierMoverParts
 from batonmq_server.storage.tier_reader import TierReader, in_store_thread
 from batonmq_server.storage.tier_store import SegmentStore
@@ -745,3 +749,25 @@ async def test_crash_before_any_step_loses_nothing_and_is_made_good() -> None:
         step += 1
     assert step == 4 * 3 + 1 + 4 * 2  # per segment: part, manifest, file; then the removals
     assert first_offsets == {0, 12}
+
+
+async def test_scrub_passes_over_a_segment_that_has_moved_out_and_can_not_be_read() -> None:
+    objects = MemoryObjects()
+    async with tier_scene(objects) as scene:
+        await filled(scene)
+        scrub = LogScrub(scene.node.disk, scene.store.log)
+        range_ = scrub.next_range()
+        assert range_ is not None
+        scene.later(2)
+        await scene.move()
+        objects.before = _refusing(lambda operation, name: "parts" in name)
+        scrubber = Scrubber(
+            scene.node, DamageTracker(lambda: None), _no_rebuild, bytes_per_s=1, in_thread=at_once
+        )
+        await scrubber.check(range_)
+        assert not range_.damaged
+        assert range_.position == SEGMENT_BYTES
+
+
+async def _no_rebuild(repair: QueueRepair) -> None:
+    raise AssertionError(repair)
