@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from operator import index
 
 from batonmq.errors import InvalidArgument, LimitExceeded
 
@@ -63,7 +64,7 @@ def deliver_time(
     now. A level above the last one counts as the last one. A time in the past is allowed.
 
     Raises:
-        InvalidArgument: Several arguments are given, or one is negative.
+        InvalidArgument: Several arguments are given, or one is negative or not an integer.
         LimitExceeded: The time is more than 40 days ahead.
     """
     given = {
@@ -80,6 +81,7 @@ def deliver_time(
             f"{' and '.join(given)} are given together", remedy="Give one of them."
         )
     for name, value in given.items():
+        check_integer(name, value)
         if value < (name == "deliver_at_unix_ms"):
             raise InvalidArgument(
                 f"{name} must not be negative, got {value}", facts={"field": name}
@@ -89,6 +91,18 @@ def deliver_time(
     if deliver_at_unix_ms is None:
         deliver_at_unix_ms = now_unix_ms + (delay_ms or 0)
     return check_deliver_time(deliver_at_unix_ms, now_unix_ms)
+
+
+def check_integer(name: str, value: int) -> None:
+    """Raise InvalidArgument if the value is no integer: `1.5 * 1000` is a float."""
+    try:
+        index(value)
+    except TypeError:
+        raise InvalidArgument(
+            f"{name} must be an integer, got {value!r:.100}",
+            remedy="Round it: int(...).",
+            facts={"field": name},
+        ) from None
 
 
 def check_deliver_time(deliver_unix_ms: int, now_unix_ms: int) -> int:

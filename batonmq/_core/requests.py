@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from batonmq._core.delays import check_integer
 from batonmq.errors import InvalidArgument, LimitExceeded
 
 REPLY_TO: Final = "baton.reply_to"
@@ -89,6 +90,7 @@ def request_header(properties: Mapping[str, str]) -> RequestHeader | None:
 
 def check_request(timeout_ms: int, properties: Mapping[str, str]) -> None:
     """Raise InvalidArgument unless the arguments of a request are valid."""
+    check_integer("timeout_ms", timeout_ms)
     if not 0 < timeout_ms <= REQUEST_TIMEOUT_MS_MAX:
         raise InvalidArgument(
             f"timeout_ms must be from 1 to {REQUEST_TIMEOUT_MS_MAX} (24 h), got {timeout_ms}",

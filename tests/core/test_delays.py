@@ -5,6 +5,8 @@ Method: plain values; the table of levels is RocketMQ's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from batonmq._core.delays import (
@@ -54,6 +56,14 @@ def test_time_delay_and_level_give_a_delivery_time() -> None:
 def test_contradicting_or_negative_values_are_rejected(values: dict[str, int]) -> None:
     with pytest.raises(InvalidArgument):
         deliver_time(NOW, **values)
+
+
+@pytest.mark.parametrize("name", ["deliver_at_unix_ms", "delay_ms", "delay_level"])
+def test_value_that_is_no_integer_is_rejected(name: str) -> None:
+    values: dict[str, Any] = {name: 2.0}
+    with pytest.raises(InvalidArgument, match=f"{name} must be an integer, got 2.0") as refused:
+        deliver_time(NOW, **values)
+    assert refused.value.facts == {"field": name}
 
 
 def test_delay_of_more_than_40_days_is_rejected() -> None:

@@ -332,6 +332,23 @@ def test_send_to_a_topic_that_is_no_name_fails_alone() -> None:
     run_virtual(scene())
 
 
+def test_times_that_are_no_integers_fail_their_own_calls() -> None:
+    """`1.5 * 1000` is a float."""
+
+    async def scene() -> None:
+        seconds: Any = 1.5
+        async with MemoryBroker() as broker, broker.producer() as producer:
+            await broker.create_topic(TOPIC, queues=1)
+            async with responding(broker, price_of):
+                with pytest.raises(InvalidArgument, match="delay_ms must be an integer"):
+                    await producer.send(TOPIC, b"1", delay_ms=seconds * 1000)
+                with pytest.raises(InvalidArgument, match="timeout_ms must be an integer"):
+                    await producer.request(TOPIC, b"2", timeout_ms=seconds * 1000)
+                assert (await producer.request(TOPIC, b"3")).body == b"3=1"
+
+    run_virtual(scene())
+
+
 def test_reply_that_is_too_large_is_refused_in_the_handler() -> None:
     with pytest.raises(LimitExceeded, match="the limit is 1048576"):
         Reply(bytes(1024 * 1024 + 1))
