@@ -74,7 +74,7 @@ def failure_of(result: object) -> HandlingFailure | None:
     """Return the failure that a result means; any value but the two above is a success: None."""
     match result:
         case RetryLater(delay_ms=delay_ms, reason=reason):
-            return HandlingFailure("asked", reason, delay_ms)
+            return HandlingFailure("asked", _text_of(reason), delay_ms)
         case Suspend(delay_ms=delay_ms):
             return HandlingFailure("asked", "suspended", delay_ms)
     return None
@@ -83,7 +83,7 @@ def failure_of(result: object) -> HandlingFailure | None:
 def failure_by(error: BaseException, message_count: int) -> HandlingFailure:
     """Return the failure of each of the messages with which a handler has raised."""
     final = message_count == 1 and isinstance(error, BadBody)
-    return HandlingFailure("failed", f"{type(error).__name__}: {error}", final=final)
+    return HandlingFailure("failed", f"{type(error).__name__}: {_text_of(error)}", final=final)
 
 
 def reply_of(result: object) -> Reply | None:
@@ -95,6 +95,14 @@ def reply_of(result: object) -> Reply | None:
     if isinstance(result, Reply):
         return result
     return Reply(result) if isinstance(result, bytes) else None
+
+
+def _text_of(reason: object) -> str:
+    """Return the text of an error or a reason, which an application may give as any object."""
+    try:
+        return str(reason)
+    except Exception as error:  # noqa: BLE001  as of a __str__ that returns a number
+        return f"<its text raised {type(error).__name__}>"
 
 
 def _check_delay(delay_ms: int | None) -> None:

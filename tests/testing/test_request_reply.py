@@ -22,6 +22,7 @@ from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_batch import MessageBatch
 from batonmq._core.requests import Reply
+from batonmq._core.retries import dead_letter_topic
 from batonmq._producer.producer import Producer
 from batonmq._producer.requester import RequestFailed, RequestTimedOut
 from batonmq._producer.send_buffer import ProducerClosed
@@ -184,6 +185,34 @@ def test_error_with_a_lone_surrogate_and_a_body_of_a_wrong_type_do_not_end_the_c
                 assert (await producer.request(TOPIC, b"next")).body == b"1"
 
     run_virtual(scene())
+
+
+class TextlessError(Exception):
+    """An error that has no text."""
+
+    def __str__(self) -> str:
+        raise AttributeError("code")
+
+
+def test_error_without_text_and_reason_that_is_no_text_do_not_end_the_consumer() -> None:
+    async def handle(message: ReceivedMessage) -> RetryLater | None:
+        if message.body == b"error":
+            raise TextlessError
+        reason: Any = ValueError("not yet")
+        return RetryLater(delay_ms=10, reason=reason) if message.body == b"reason" else None
+
+    async def scene() -> list[str]:
+        async with MemoryBroker() as broker, broker.producer() as producer:
+            await broker.create_topic(TOPIC, queues=1)
+            async with responding(broker, handle, ONE_RETRY):
+                for body in (b"error", b"reason", b"next"):
+                    await producer.send(TOPIC, body)
+                await broker.settled("quotes", timeout_s=3_600)
+            letters = await broker.messages(dead_letter_topic("quotes"))
+            return sorted(letter.properties["baton.error"] for letter in letters)
+
+    errors = run_virtual(scene())
+    assert errors == ["TextlessError: <its text raised AttributeError>", "not yet"]
 
 
 def test_batch_handler_replies_to_each_request() -> None:
