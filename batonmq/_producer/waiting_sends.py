@@ -163,7 +163,7 @@ class WaitingSends:
             return
         try:
             send.placed.set_result(send.place(known))
-        except BatonError as error:
+        except Exception as error:  # noqa: BLE001  also a wrong argument fails this send only
             send.placed.set_exception(error)
 
     def _waits_for_key(self, known: TopicQueues, topic: str, key: str) -> bool:

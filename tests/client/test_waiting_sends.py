@@ -201,6 +201,27 @@ async def test_refused_message_fails_its_sender_only() -> None:
     assert scene.batches.placed == [b"0", b"2"]
 
 
+@pytest.mark.parametrize("wait", ["route", "room"])
+async def test_send_with_a_wrong_argument_fails_alone(wait: str) -> None:
+    scene = Scene([] if wait == "route" else ["t"])
+
+    def place(_: TopicQueues) -> int:
+        raise TypeError("unhashable type: 'list'")
+
+    if wait == "room":
+        scene.send(b"full", BYTES_MAX)
+    wrong = WaitingSend("t", None, 1, 1_000, place)
+    scene.waiting.add(wrong)
+    following = scene.send(b"1")
+    if wait == "route":
+        scene.open()
+    else:
+        await scene.settle(BYTES_MAX)
+    assert isinstance(wrong.placed.exception(), TypeError)
+    assert following.placed.done()
+    assert not scene.delays()
+
+
 async def test_messages_fail_at_their_own_deadline() -> None:
     scene = Scene()
     early, late = scene.send(b"1", deadline_ms=10), scene.send(b"2", deadline_ms=20)
