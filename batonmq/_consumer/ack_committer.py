@@ -59,6 +59,7 @@ class AckCommitter:
                 failures = 0
             except BatonError as error:
                 log.debug("commit failed error=%s", error)
+                session.commit_soon.set()  # the queues and callers that wait do not ask again
                 await session.directory.pause(error, failures)
                 failures += 1
 

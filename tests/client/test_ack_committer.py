@@ -135,6 +135,17 @@ async def test_positions_are_stated_again_after_a_failed_commit(
     assert commits.queues[:2] == [{0, 1, 2}, {0, 1, 2}]
 
 
+async def test_failed_commit_is_repeated_without_new_acks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that is full until its acks are committed has no new ones."""
+    commits = HeldCommits(monkeypatch)
+    async with owning(2, **BY_CALLS) as (at, _):
+        await commit_all(at)
+        commits.failures = 2
+        at.storage.send(1, *"abcd")
+        await until(lambda: at.committed(1) == 4)
+    assert commits.queues[1:4] == [{1}] * 3
+
+
 async def test_filtered_messages_alone_do_not_keep_a_queue_full() -> None:
     settings = BY_CALLS | {"span_max": 4}
     async with twins(1) as at, running_consumer(at, expression="x", **settings) as running:
