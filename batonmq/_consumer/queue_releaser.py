@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import grpc.aio
 
@@ -35,13 +36,22 @@ class QueueReleaser:
         self._key = session.key(queue)
 
     async def drain(self, drained: Condition) -> None:
-        """Wait until `drained` holds, or the drain times out."""
-        timeout_ms = self._session.drain_timeout_ms
-        try:
-            async with timeouts.timeout(None if timeout_ms is None else timeout_ms / 1000):
-                await drained.wait()
-        except TimeoutError:
-            log.info("drain timed out queue=%s", self._queue)
+        """Wait until `drained` holds, or the drain times out.
+
+        If `Consumer.close` sets another timeout meanwhile, that counts from then on.
+        """
+        while not drained:
+            timeout_ms = self._session.drain_timeout_ms
+            due = drained.either(partial(self._has_other_timeout, timeout_ms))
+            try:
+                async with timeouts.timeout(None if timeout_ms is None else timeout_ms / 1000):
+                    await due.wait()
+            except TimeoutError:
+                log.info("drain timed out queue=%s", self._queue)
+                return
+
+    def _has_other_timeout(self, timeout_ms: int | None) -> bool:
+        return self._session.drain_timeout_ms != timeout_ms
 
     async def release(self, content: CloseContent, lease_ms: int) -> None:
         """Close the token and release the lock."""

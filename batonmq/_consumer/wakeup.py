@@ -36,6 +36,14 @@ class Condition:
     def __bool__(self) -> bool:
         return self._holds()
 
+    def either(self, holds: Callable[[], bool]) -> Condition:
+        """Return the condition that this fact or another one is true.
+
+        Args:
+            holds: Whether the other one is true now.
+        """
+        return Condition(self._wakeup, lambda: self._holds() or holds())
+
     async def wait(self) -> None:
         """Wait until the fact is true; return at once if it is."""
         while not self._holds():

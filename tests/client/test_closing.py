@@ -130,6 +130,25 @@ async def test_close_waits_for_its_drain_time_and_leaves_the_rest_to_other_membe
         assert (message.body, message.redelivered) == (b"hangs", True)
 
 
+async def test_second_close_shortens_the_drain_of_the_first(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(["hangs"])
+        begun = asyncio.Event()
+
+        async def hang(_: ReceivedMessage) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        async with at.consumer("a") as consumer, asyncio.TaskGroup() as tasks:
+            tasks.create_task(consumer.run(hang))
+            await begun.wait()
+            first = tasks.create_task(consumer.close(drain_ms=None))
+            await until(lambda: "draining" in [event.kind for _, event in at.events])
+            async with asyncio.timeout(15):
+                await consumer.close(drain_ms=0)
+                await first
+
+
 async def test_two_concurrent_closes_act_as_one(nameserver: str) -> None:
     async with scene(nameserver, queue_count=2) as at, at.consumer("a") as consumer:
         await until(lambda: len(consumer.assignment) == 2)
