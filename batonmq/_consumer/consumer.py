@@ -585,10 +585,11 @@ class Consumer:
     def _rebalance(self) -> None:
         """Revoke the queues that are not assigned any more, and begin with those that are new.
 
-        The queues that stay are not touched: their pulls and handlers continue.
+        The queues that stay are not touched: their pulls and handlers continue. A consumer that has
+        stopped begins with none.
         """
-        view, ended = self._session.view, self._stopped.is_set() or self._session.leaving
-        if ended or not view.member or not self._loops:
+        view = self._session.view
+        if self._session.leaving or not view.member or not self._loops:
             return
         assigned = view.assigned.union(*self._routes.values())
         for ref, queue in self._queues.items():
@@ -598,7 +599,7 @@ class Consumer:
                 queue.wakeup.notify()
             else:
                 queue.revoke()
-        for ref in sorted(assigned - self._queues.keys()):
+        for ref in () if self._stopped.is_set() else sorted(assigned - self._queues.keys()):
             self._add_queue(ref)
 
     def _add_queue(self, ref: QueueRef) -> None:

@@ -165,6 +165,19 @@ async def test_handler_continues_during_a_rebalance_that_keeps_its_queue() -> No
         assert running.kinds(0) == ["granted"]
 
 
+async def test_stopped_consumer_releases_a_queue_of_another_member_and_acquires_none() -> None:
+    """It may be long until its block ends."""
+    async with owning(2) as (at, running):
+        running.consumer.stop()
+        at.nameserver.assign("b", [1])
+        await until(lambda: at.lockmgr.releases == [1])
+        assert running.kinds(0) == ["granted"]
+        at.nameserver.assign("a", [1])
+        at.nameserver.assign("b", [0])
+        await until(lambda: at.lockmgr.releases == [1, 0])
+        assert [queue_id for queue_id, _ in at.lockmgr.acquires] == [0, 1]
+
+
 async def test_record_of_an_older_generation_changes_nothing() -> None:
     async with owning(1) as (at, running):
 
