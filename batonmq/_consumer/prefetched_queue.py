@@ -110,6 +110,7 @@ class PrefetchedQueue:
         self.paused = False
         self.lost_count, self.end_offset = 0, -1
         self.error: BatonError | None = None
+        self._error_raised = False
         self.changed, self.known = asyncio.Event(), asyncio.Event()
         self._moved = asyncio.Event()
         self._buffer: deque[ReceivedMessage] = deque()
@@ -134,6 +135,16 @@ class PrefetchedQueue:
             self.changed.set()
         self._pass_filtered()
         return taken
+
+    def raise_error(self, *, again: bool) -> None:
+        """Raise the error, if there is one, and the messages before it were taken.
+
+        Args:
+            again: Whether to raise it also if it was raised before.
+        """
+        if self.error is not None and not self._buffer and (again or not self._error_raised):
+            self._error_raised = True
+            raise self.error.with_traceback(None)
 
     def end(self) -> None:
         """Stop: a caller that waits for the position gets an error."""
@@ -255,7 +266,7 @@ class PrefetchedQueue:
             self.position = self._next_offset
 
     def _fail(self, error: BatonError) -> None:
-        self.error = error
+        self.error, self._error_raised = error, False
         self.known.set()
         self._arrived()
 

@@ -304,7 +304,8 @@ class Puller:
     ) -> dict[QueueRef, list[ReceivedMessage]]:
         """Return the next messages by queue, in order per queue; empty if none arrived in time.
 
-        Returns as soon as there is at least one message.
+        Returns as soon as there is at least one message. The error of a queue is raised once, and
+        then again whenever no other queue has a message.
 
         Args:
             timeout_ms: How long to wait for the first message; 0 returns only fetched messages.
@@ -327,6 +328,8 @@ class Puller:
         return messages
 
     def _take(self, count_max: int) -> dict[QueueRef, list[ReceivedMessage]]:
+        # An error is raised at once: other queues may have messages for ever.
+        self._raise_errors(again=False)
         messages: dict[QueueRef, list[ReceivedMessage]] = {}
         for queue, assigned in list(self._queues.items()):
             if count_max and not assigned.paused and (taken := assigned.take(count_max)):
@@ -335,11 +338,14 @@ class Puller:
                 self._queues[queue] = self._queues.pop(queue)  # behind the others in the next poll
         if messages:
             self._notify_queues()
-            return messages
+        else:
+            self._raise_errors(again=True)
+        return messages
+
+    def _raise_errors(self, *, again: bool) -> None:
         for assigned in self._queues.values():
-            if assigned.error is not None and not assigned.paused:
-                raise assigned.error.with_traceback(None)
-        return {}
+            if not assigned.paused:
+                assigned.raise_error(again=again)
 
     def _notify_queues(self) -> None:
         for assigned in self._queues.values():

@@ -2,7 +2,8 @@
 
 Goal: messages are returned in order from the chosen offset, once, within the limits; progress
 moves only when it is committed; an error says why a queue can't be read and what to do.
-Method: pullers on a real cluster; for removed messages one prefetched queue, fed by the test.
+Method: pullers on a real cluster, or on `MemoryBroker`; for removed messages one prefetched queue,
+fed by the test.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from batonmq.errors import (
     QueueNotFound,
     TopicNotFound,
 )
+from batonmq_server.testing import MemoryBroker, run_virtual
 from tests.client.group import Scene, handle_all, scene
 from tests.client.test_group_settings import reset
 from tests.support.conditions import until
@@ -305,6 +307,29 @@ async def test_deleted_topic_and_unknown_queue_are_errors_of_poll(
             await admin.delete_topic(at.topic)
         with pytest.raises(TopicNotFound):
             await pulling.poll(20_000)
+
+
+def test_error_of_a_queue_is_raised_although_others_have_messages() -> None:
+    async def polled() -> list[str]:
+        async with MemoryBroker() as broker, broker.producer() as producer:
+            await broker.create_topic("t", queues=1)
+            for number in range(3):
+                await producer.send("t", b"%d" % number)
+            async with broker.puller(settings=FIRST) as pulling:
+                (queue,) = await pulling.queues("t")
+                none = QueueRef("t", queue.broker, 9)
+                await pulling.assign([queue, none])
+                messages = await poll_messages(pulling, 1, count_max=1)
+                with pytest.raises(QueueNotFound):
+                    await pulling.position(none)
+                with pytest.raises(QueueNotFound):
+                    await pulling.poll(count_max=1)
+                messages += await poll_messages(pulling, 2, count_max=1)
+                with pytest.raises(QueueNotFound):
+                    await pulling.poll()
+        return bodies(messages)
+
+    assert run_virtual(polled()) == numbers(3)
 
 
 @pytest.mark.e2e
