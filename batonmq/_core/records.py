@@ -96,6 +96,7 @@ _COMPRESSION_MASK, _OUTPUT_HEAD_SHIFT = 0xF, 4
 OUTPUT_HEAD_BYTES = range(40, 229)
 """Possible lengths of an output head: the names of group and broker have 2 to 190 characters."""
 OUTPUT_ROW_BYTES = 16
+EXTRA_KEY_BYTES = 8
 _NO_COMPRESSION = RecordCompressor()
 
 Raw = TypeVar("Raw", bytes, memoryview, bytes | memoryview)
@@ -315,6 +316,7 @@ class BatchBuilder:
         index, keys = self.count, message.keys
         if len(keys) > 1:
             self._extra_keys += [(index, key_hash(key)) for key in keys[1:]]
+            self.bytes_count += EXTRA_KEY_BYTES * (len(keys) - 1)
         self._records.append(record)
         self._tag_hashes.append(tag_hash(message.tag) if message.tag else 0)
         self._key_hashes.append(key_hash(keys[0]) if keys else 0)
@@ -369,11 +371,9 @@ class BatchBuilder:
             raise BadBatch("the batch has no record", facts={"field": "count"})
         name = topic.encode("ascii")
         count = self.count
-        columns_bytes = 12 * count + 8 * len(self._extra_keys)
-        columns_bytes += sum(map(len, outputs))
-        records_bytes = self.bytes_count - 12 * count
+        outputs_bytes = sum(map(len, outputs))
         check_limit(
-            "batch", HEADER_BYTES + len(name) + columns_bytes + records_bytes, BATCH_BYTES_MAX
+            "batch", HEADER_BYTES + len(name) + self.bytes_count + outputs_bytes, BATCH_BYTES_MAX
         )
         compression, records = Compression.NONE, self._records
         if self._compressor.compression:

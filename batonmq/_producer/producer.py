@@ -567,9 +567,7 @@ class Producer:
         placed: list[tuple[BatchOutcome, int, int, int]] = []
         begin = 0
         while begin < len(columns):
-            piece = columns.piece(
-                begin, self._settings.batch_bytes_max, self._settings.batch_messages_max
-            )
+            piece = columns.piece(begin, *self._buffer.batch_limits)
             count = len(piece.records)
             try:
                 batch = await self._place_many(topic, options, piece)

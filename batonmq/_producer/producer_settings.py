@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._connection.security import Security
 from batonmq._core.compression import Compression, RecordCompressor
+from batonmq._core.records import BATCH_BYTES_MAX, RECORDS_MAX
 from batonmq.errors import InvalidArgument
 
 
@@ -32,8 +33,9 @@ class ProducerSettings:
         linger_ms: Time that a batch waits for more messages before it is sent. With 0 it is sent
             at once, unless a request is in flight: then a request below 16 KiB waits for its
             answer, at most 2 ms.
-        batch_bytes_max: Largest size of a batch, in bytes. A batch is for one queue.
-        batch_messages_max: Maximum number of messages in a batch, up to 65,535.
+        batch_bytes_max: Largest size of a batch, in bytes. A batch is for one queue. A value of
+            8 MiB or more counts as a little less: storage accepts no larger batch.
+        batch_messages_max: Maximum number of messages in a batch. A greater value counts as 65,535.
         in_flight_requests_max: Most requests in flight to one broker.
         in_flight_bytes_max: Most bytes of messages that are buffered or in flight; `send` waits
             at this limit.
@@ -61,6 +63,25 @@ class ProducerSettings:
     compression_bytes_min: int = 1_024
     metrics_stream: bool = False
     security: Security | None = None
+
+
+class BatchLimits(NamedTuple):
+    """Limits of the batches that a producer fills: bytes, and messages."""
+
+    bytes_max: int
+    messages_max: int
+
+
+_BATCH_ROOM_BYTES = 8 * 1024
+"""Room for the header of a batch, and for the columns of the message that fills it."""
+
+
+def batch_limits_of(settings: ProducerSettings) -> BatchLimits:
+    """Return the limits that the settings mean, none above those of storage."""
+    return BatchLimits(
+        min(settings.batch_bytes_max, BATCH_BYTES_MAX - _BATCH_ROOM_BYTES),
+        min(settings.batch_messages_max, RECORDS_MAX),
+    )
 
 
 class CompressionSettings(Protocol):

@@ -15,7 +15,11 @@ from batonmq._core.records import Message
 from batonmq._producer.broker_sender import BrokerSender
 from batonmq._producer.message_columns import MessagePiece
 from batonmq._producer.one_way_failures import OneWayFailures
-from batonmq._producer.producer_settings import ProducerSettings, compressor_of
+from batonmq._producer.producer_settings import (
+    ProducerSettings,
+    batch_limits_of,
+    compressor_of,
+)
 from batonmq._producer.receipts import ANY_QUEUE, BatchOutcome, PendingReceipt, SendOptions
 from batonmq._producer.topic_queues import TopicQueues
 from batonmq._telemetry.client_metrics import ProducerMetrics
@@ -42,6 +46,7 @@ class SendBuffer:
 
     Attributes:
         topics: The open topics, by name.
+        batch_limits: Limits of each batch.
         broker_health: Recent failures and latencies of brokers.
         one_way_failures: Counts one-way messages that failed.
         free_bytes: Bytes of messages that may still be added before the limit.
@@ -61,7 +66,7 @@ class SendBuffer:
         self._settings, self._directory = settings, directory
         self._metrics, self._event_counter = metrics, event_counter
         self._clock, self._random, self._start = environment.clock, environment.random, start
-        self._packing = compressor_of(settings)
+        self._packing, self.batch_limits = compressor_of(settings), batch_limits_of(settings)
         self.topics: dict[str, TopicQueues] = {}
         self.broker_health = BrokerHealth()
         self.one_way_failures = OneWayFailures()
@@ -277,8 +282,7 @@ class SendBuffer:
             sender = self._senders[queue] = QueueSender(
                 queue,
                 self._random.getrandbits(63) or 1,
-                self._settings.batch_bytes_max,
-                self._settings.batch_messages_max,
+                *self.batch_limits,
                 self._packing,
             )
             if queue.broker not in self._brokers:

@@ -179,6 +179,21 @@ async def test_limit_of_a_compressed_batch_is_its_uncompressed_size() -> None:
         assert max(header.count for header in at.storage.headers) == 2
 
 
+async def test_batches_stay_within_the_limits_of_storage_whatever_the_settings_say() -> None:
+    settings = ProducerSettings(batch_bytes_max=1 << 30, batch_messages_max=1_000_000)
+    gate = Gate()
+    async with twins(orders=1) as at, Producer(at.address, settings) as producer:
+        at.storage.before = gate
+        for _ in range(12):
+            await producer.send_one_way("orders", bytes(1_000_000))
+        gate.open()
+        await producer.flush()
+        assert producer.one_way_failures == 0
+        ranges = await producer.send_many("orders", [b"x"] * 70_000)
+        assert sum(one.message_count for one in ranges) == 70_000
+        assert max(header.count for header in at.storage.headers) == 65_535
+
+
 def test_unknown_compression_is_refused() -> None:
     settings = ProducerSettings(compression="gzip")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="gzip") as refused:
