@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
@@ -70,6 +70,8 @@ class _LoopThread:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` in the loop and return its result.
 
+        If the caller is interrupted, as by Ctrl-C, `work` is cancelled.
+
         Raises:
             Unreachable: the loop does not run, or ends before there is a result.
             InvalidArgument: the caller runs in the loop, which would wait for itself.
@@ -86,20 +88,25 @@ class _LoopThread:
                 "a call that waits is not possible in the client's own thread",
                 remedy="Call it in another thread, as in a plain handler without inline=True.",
             )
-        with self._lock:  # a call that the loop gets when it has ended would wait for ever
-            if self._loop is None or not self._takes_calls:
-                work.close()
-                raise Unreachable(
-                    "the client is not open", remedy="Use the client inside of its with block."
-                )
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future: Future[T] | None = None
         try:
+            with self._lock:  # a call that the loop gets when it has ended would wait for ever
+                if self._loop is None or not self._takes_calls:
+                    work.close()
+                    raise Unreachable(
+                        "the client is not open", remedy="Use the client inside of its with block."
+                    )
+                future = asyncio.run_coroutine_threadsafe(work, self._loop)
             return future.result()
         except CancelledError:
             raise Unreachable(
                 "the client was closed during the call",
                 remedy="Let calls in other threads end before you leave the with block.",
             ) from None
+        except BaseException:
+            if future is not None:
+                future.cancel()  # the caller was interrupted: a poll must take no messages for it
+            raise
 
     def do(self, work: Callable[[], T]) -> T:
         """Call `work`, which does not wait for anything, in the loop and return its result.

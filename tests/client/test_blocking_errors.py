@@ -7,6 +7,7 @@ Method: a real server whose storage never answers, and blocks in threads of the 
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -105,6 +106,40 @@ def test_call_that_is_under_way_when_the_block_ends_fails() -> None:
         thread.stop()
         with pytest.raises(Unreachable, match="closed during the call"):
             call.result(10)
+
+
+def test_call_whose_caller_is_interrupted_is_cancelled() -> None:
+    """A `poll` that went on would take messages that nobody gets."""
+    thread, main = _LoopThread(), threading.main_thread()
+    assert threading.current_thread() is main
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(3_600)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def interrupt() -> None:
+        assert begun.wait(10)
+        assert main.ident is not None
+        signal.pthread_kill(main.ident, signal.SIGUSR1)
+
+    def on_signal(*_: object) -> None:
+        raise OnPurpose
+
+    before = signal.signal(signal.SIGUSR1, on_signal)
+    thread.start()
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(OnPurpose):
+            thread.call(wait())
+        assert cancelled.wait(10)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        thread.stop()
 
 
 def raise_with_cause() -> None:
