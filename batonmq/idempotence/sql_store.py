@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from contextvars import copy_context
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -59,6 +61,7 @@ class SqlStore:
         if self._dialect == "postgresql":
             made = made.execution_options(isolation_level="READ COMMITTED")
         self._engine, self._namespace = made, namespace
+        self._writing: dict[tuple[str, str], asyncio.Future[str]] = {}
         self._until_purge = PURGE_EVERY
 
     async def __aenter__(self) -> Self:
@@ -80,10 +83,17 @@ class SqlStore:
         if self._until_purge <= 0:
             self._until_purge = PURGE_EVERY
             await self.purge()
-        return await asyncio.to_thread(self._put, key, owner, value, keep_ms)
+        call = partial(copy_context().run, self._put, key, owner, value, keep_ms)
+        writing = asyncio.get_running_loop().run_in_executor(None, call)
+        self._writing[key, owner] = writing
+        writing.add_done_callback(partial(self._written, (key, owner)))
+        await asyncio.wait({writing})  # which does not cancel it
+        return writing.result()
 
     async def remove(self, key: str, owner: str) -> None:
-        """See `Store.remove`."""
+        """See `Store.remove`. A cancelled `put` still writes in its thread: this waits for it."""
+        if (writing := self._writing.get((key, owner))) is not None:
+            await asyncio.wait({writing})
         mine = sa.delete(CLAIMS).where(self._is(key), CLAIMS.c.value == owner)
         await asyncio.to_thread(self._run, mine)
 
@@ -94,6 +104,12 @@ class SqlStore:
             The number of deleted rows, at most twice `PURGE_EVERY`.
         """
         return await asyncio.to_thread(self._run, purge_statement(self._dialect))
+
+    def _written(self, claim: tuple[str, str], writing: asyncio.Future[str]) -> None:
+        if self._writing.get(claim) is writing:
+            del self._writing[claim]
+        if not writing.cancelled():
+            writing.exception()  # retrieved here, as the caller may be gone
 
     def _put(self, key: str, owner: str, value: str, keep_ms: int) -> str:
         row = {"namespace": self._namespace, "key": key, "value": value}

@@ -8,8 +8,10 @@ steps of minutes, so that the seconds of the run itself do not matter.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -263,6 +265,33 @@ async def test_expired_rows_are_deleted_by_later_claims(
             assert sorted(keys) == ["live", "next"]
         engine.dispose()
         assert aged.store._until_purge == PURGE_EVERY
+
+
+async def test_cancelled_claim_in_sql_does_not_outlive_its_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of a cancelled call goes on, and writes when the database answers."""
+    begun, answers, put = asyncio.Event(), threading.Event(), SqlStore._put
+    loop = asyncio.get_running_loop()
+
+    def slow(store: SqlStore, key: str, owner: str, value: str, keep_ms: int) -> str:
+        loop.call_soon_threadsafe(begun.set)
+        answers.wait()
+        return put(store, key, owner, value, keep_ms)
+
+    async with SqlStore(f"sqlite:///{tmp_path}/claims", "group") as store:
+        monkeypatch.setattr(SqlStore, "_put", slow)
+        async with asyncio.TaskGroup() as tasks:
+            claim = tasks.create_task(store.put("k", "ann", "ann", MINUTE_MS))
+            await begun.wait()
+            claim.cancel()
+            await asyncio.wait({claim})
+            removal = tasks.create_task(store.remove("k", "ann"))
+            await asyncio.wait({removal}, timeout=0.1)  # it would end by now if it did not wait
+            answers.set()
+            await removal
+        assert not store._writing
+        assert await store.put("k", "bob", "bob", MINUTE_MS) == "bob"
 
 
 async def test_stores_that_start_at_once_share_one_table(shared_url: str) -> None:
