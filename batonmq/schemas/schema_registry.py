@@ -54,7 +54,7 @@ class SchemaRegistry:
         self._security, self._environment = security, environment
         self._admin = Admin(nameserver, security=security, environment=environment)
         self._schemas: dict[bytes, ParsedSchema | None] = {}
-        self._next_offset = 0
+        self._topic_id = self._next_offset = 0
         self._reading = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -119,12 +119,15 @@ class SchemaRegistry:
                 remedy="Give the registry a topic of its own.",
                 facts={"field": "topic", "topic": self._topic},
             )
-        self._queue = topic.queues[0]
 
     async def _read_new(self) -> None:
         """Read what was stored since the last time; callers that come meanwhile wait for it."""
         async with self._reading:
-            (extent,) = (await self._admin.describe_topic(self._topic)).queues
+            described = await self._admin.describe_topic(self._topic)
+            if described.topic.topic_id != self._topic_id:  # at first, or it was created again
+                self._topic_id, self._next_offset = described.topic.topic_id, 0
+            (extent,) = described.queues
+            self._queue = extent.queue
             if extent.next_offset is None:
                 raise Unreachable(
                     f"the broker {extent.queue.broker} of topic {self._topic} does not answer",

@@ -333,6 +333,21 @@ def test_reader_learns_a_schema_that_was_stored_after_it_began() -> None:
     assert run_virtual(run()) == [{"number": 7}, {"number": 7}]
 
 
+def test_reader_learns_the_schemas_of_a_topic_that_was_created_again() -> None:
+    async def scene() -> object:
+        async with MemoryBroker() as broker, broker.admin() as admin:
+            async with registry_of(broker) as before:
+                await before.avro(FIRST)
+            async with registry_of(broker) as reading:
+                reader = await reading.avro(FIRST)
+                await admin.delete_topic("schemas")
+                async with registry_of(broker) as writing:
+                    body = (await writing.avro(SECOND)).encode({"number": 1, "state": "paid"})
+                return await reader.decode(body)
+
+    assert run_virtual(scene()) == {"number": 1}
+
+
 def test_schema_is_stored_once_and_outlives_its_registry() -> None:
     async def run() -> int:
         async with MemoryBroker() as broker:
