@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 SILENCE_S_MAX = 12.0
 """A stream that brings nothing for so long is given up: a leader sends something every 5 s."""
 BROKERS_INTERVAL_S = 10.0
+FAILURES_MAX = 60
+"""After so many failures in a row, about a minute, a broker that is not listed is removed."""
 
 
 class CheckWatcher:
@@ -43,23 +45,24 @@ class CheckWatcher:
         self._directory, self._start = directory, start
         self._group, self._take = group, take
         self._watched: set[str] = set()
+        self._listed: set[str] = set()
 
     async def run(self) -> None:
         """Keep a stream open to each broker until cancelled; run it as one task."""
         while True:
             try:
-                brokers = await self._directory.brokers()
+                self._listed = await self._directory.brokers()
             except BatonError as error:
                 log.info("brokers not known error=%s", error)
-                brokers = set()
-            for broker in sorted(brokers - self._watched):
+            for broker in sorted(self._listed - self._watched):
                 self._watched.add(broker)
                 self._start(self._follow(broker))
             await asyncio.sleep(BROKERS_INTERVAL_S if self._watched else 1.0)
 
     async def _follow(self, broker: str) -> None:
+        """Watch a broker until it is removed; if it is listed later, `run` watches it again."""
         failures = 0
-        while True:
+        while failures <= FAILURES_MAX or broker in self._listed:
             opened = asyncio.Event()
             try:
                 await self._watch(broker, opened)
@@ -67,9 +70,12 @@ class CheckWatcher:
             except BatonError as failure:
                 error = failure
             failures = 0 if opened.is_set() else failures
-            log.info("stream of checks lost broker=%s error=%s", broker, error)
+            level = logging.DEBUG if failures else logging.INFO
+            log.log(level, "stream of checks lost broker=%s error=%s", broker, error)
             await self._directory.pause(error, failures)
             failures += 1
+        log.info("broker is watched no more broker=%s", broker)
+        self._watched.discard(broker)
 
     async def _watch(self, broker: str, opened: asyncio.Event) -> None:
         """Open a stream, and answer its checks until it ends."""
