@@ -53,6 +53,9 @@ CALL_TIMEOUT_S = 5.0
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 _ROUTE_AGE_S = 1.0
 """Callers of `has_leader` share an answer of the nameserver for this time."""
+UNLISTED_S = 60.0
+"""A channel is closed when no node was listed at its address for so long. A node that has lost its
+lease for a moment may still serve."""
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=1_000)
 _THROTTLED_INTERVAL_S = 0.05
 """Minimum time between two retries of throttled calls of a client. A consumer of many queues would
@@ -137,6 +140,7 @@ class Directory:
         self._current_address = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._storage_stubs: dict[str, storage_grpc.StorageServiceAsyncStub] = {}
+        self._unlisted_s: dict[str, float] = {}
         self._nodes: list[pb.Node] = []
         self._refreshed_s, self._outdated = 0.0, True
         self._throttled_s = 0.0
@@ -145,10 +149,10 @@ class Directory:
 
     async def close(self) -> None:
         """Close every channel; calls in flight end."""
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
         self._storage_stubs.clear()
+        while self._channels:  # a call may still add one
+            _, channel = self._channels.popitem()
+            await channel.close()
 
     @property
     def nameserver_address(self) -> str:
@@ -494,7 +498,30 @@ class Directory:
             )
             self._nodes = with_reachable_addresses(answer.nodes, nameserver)
             self._refreshed_s, self._outdated = asyncio.get_running_loop().time(), False
+            await self._close_unlisted(self._refreshed_s)
             return self._nodes
+
+    async def _close_unlisted(self, now_s: float) -> None:
+        """Close the channels to addresses at which nodes were, such as those of replaced pods.
+
+        A channel that is connected may have calls in flight, so it stays until it is not.
+        """
+        listed = {*self._addresses, *(node.address for node in self._nodes)}
+        self._unlisted_s = {
+            address: self._unlisted_s.get(address, now_s)
+            for address in self._channels
+            if address not in listed
+        }
+        gone = [
+            self._channels.pop(address)
+            for address, since_s in self._unlisted_s.items()
+            if now_s - since_s >= UNLISTED_S
+            and self._channels[address].get_state() is not grpc.ChannelConnectivity.READY
+        ]
+        for address in self._storage_stubs.keys() - self._channels.keys():
+            del self._storage_stubs[address]
+        for channel in gone:
+            await channel.close()
 
     def invalidate(self, error: BatonError) -> None:
         """Look leaders up again if the error means that a service may have another address."""

@@ -43,6 +43,9 @@ class Nameserver(nameserver_grpc.NameserverServiceServicer):
     """A nameserver with one node of the offsets service."""
 
     def __init__(self, address: str) -> None:
+        self.list(address)
+
+    def list(self, address: str) -> None:
         self._node = pb.Node(service=pb.SERVICE_KIND_OFFSETS, address=address, leader=True)
 
     async def DescribeCluster(
@@ -133,4 +136,31 @@ async def test_pause_after_a_failed_call_connects_idle_channels() -> None:
             async with asyncio.timeout(20):
                 while (state := channel.get_state()) is not grpc.ChannelConnectivity.READY:
                     await channel.wait_for_state_change(state)
+            await directory.close()
+
+
+async def test_channel_is_closed_when_its_address_is_not_listed_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    channels: dict[str, grpc.aio.Channel] = {}
+
+    def connect_once(address: str) -> grpc.aio.Channel:
+        return channels.setdefault(address, connect(address))
+
+    monkeypatch.setattr("batonmq._connection.directory.UNLISTED_S", 0.0)
+    async with serving_at() as connected:
+        servicer = Nameserver(connected)  # type: ignore[abstract]
+        async with serving_at(
+            lambda server: nameserver_grpc.add_NameserverServiceServicer_to_server(servicer, server)
+        ) as nameserver:
+            directory = Directory(nameserver, Random(1), connect_once)
+            await directory.offsets("drivers")
+            await channels[connected].channel_ready()
+            for number in range(3):
+                servicer.list(f"127.0.0.1:{number + 1}")
+                await directory.refresh()
+                await directory.offsets("drivers")
+            assert directory._channels.keys() == {nameserver, connected, "127.0.0.1:3"}
+            closed = channels["127.0.0.1:1"]
+            assert closed.get_state() is grpc.ChannelConnectivity.SHUTDOWN
             await directory.close()
