@@ -10,6 +10,7 @@ from typing import Literal
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._connection.security import Security
 from batonmq._core.retries import RETRIES_MAX, RetryPolicy
+from batonmq._core.setting_checks import check_choice, check_positive
 from batonmq._core.start_offset import ConsumeFrom
 from batonmq.errors import InvalidArgument
 
@@ -107,7 +108,8 @@ class ConsumerSettings:
 
     Raises:
         InvalidArgument: `offsets_file` is missing in a broadcasting group, or given in another; or
-            `send_back` is set together with `order`, or in a broadcasting group.
+            `send_back` is set together with `order`, or in a broadcasting group; or a value is not
+            possible, such as a limit of 0.
     """
 
     model: Literal["clustering", "broadcasting"] = "clustering"
@@ -140,7 +142,23 @@ class ConsumerSettings:
     security: Security | None = None
 
     def __post_init__(self) -> None:
-        """Check the settings that depend on each other."""
+        """Check the settings, also those that depend on each other."""
+        check_choice("model", self.model, MODELS)
+        check_choice("consume_from", self.consume_from, CONSUME_FROM)
+        check_choice("order", self.order, ORDERS)
+        check_choice("exhausted", self.exhausted, ("dead_letter", "stop", "skip"))
+        check_positive(
+            self,
+            "concurrency",
+            "queue_concurrency",
+            "buffer_messages_max",
+            "buffer_bytes_max",
+            "pull_messages_max",
+            "pull_bytes_max",
+            "span_max",
+            "commit_interval_ms",
+            "keep_alive_ms",
+        )
         if bool(self.offsets_file) != (self.model == "broadcasting"):
             raise InvalidArgument(
                 f"offsets_file is {str(self.offsets_file)!r} and model is {self.model!r}",
@@ -153,10 +171,6 @@ class ConsumerSettings:
                 "every member would get the message again",
                 remedy="Do not set send_back.",
                 facts={"field": "send_back"},
-            )
-        if self.order not in ORDERS:
-            raise InvalidArgument(
-                f"order must be none, queue or key, got {self.order!r}", facts={"field": "order"}
             )
         if self.order != "none" and self.send_back:
             raise InvalidArgument(

@@ -26,6 +26,7 @@ from batonmq._consumer.reader_calls import FetchLimits, ReaderCalls, ReadProgres
 from batonmq._core.flow_control import ByteBudget, FlowLimits
 from batonmq._core.names import check_group
 from batonmq._core.queues import QueueRef
+from batonmq._core.setting_checks import check_choice, check_positive
 from batonmq._core.start_offset import TIMESTAMP_AGE_MS, ConsumeFrom, start_offset
 from batonmq._core.subscription import Filter, TagFilter, parse_filter
 from batonmq.errors import (
@@ -79,6 +80,9 @@ class PullerSettings:
         read_idle_ms: How long a puller without a group waits at the end of a queue before the next
             fetch.
         security: TLS settings; None for plain connections.
+
+    Raises:
+        InvalidArgument: A value is not possible, such as a limit of 0.
     """
 
     consume_from: ConsumeFrom = "last"
@@ -91,6 +95,20 @@ class PullerSettings:
     pull_hold_ms: int = 15_000
     read_idle_ms: int = 100
     security: Security | None = None
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_choice("consume_from", self.consume_from, ("last", "first", "timestamp"))
+        check_choice("out_of_range", self.out_of_range, ("earliest", "latest", "error"))
+        check_positive(
+            self,
+            "prefetch_messages_max",
+            "prefetch_bytes_max",
+            "pull_messages_max",
+            "pull_bytes_max",
+            "pull_hold_ms",
+            "read_idle_ms",
+        )
 
 
 class _RepeatedCalls:

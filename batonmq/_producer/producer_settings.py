@@ -10,6 +10,7 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._connection.security import Security
 from batonmq._core.compression import Compression, RecordCompressor
 from batonmq._core.records import BATCH_BYTES_MAX, RECORDS_MAX
+from batonmq._core.setting_checks import check_positive
 from batonmq.errors import InvalidArgument
 
 
@@ -49,6 +50,9 @@ class ProducerSettings:
         metrics_stream: Publish counts and latencies of sends once a second to the topic
             BATON_SYS_METRICS.
         security: TLS and credentials; None for a connection without TLS.
+
+    Raises:
+        InvalidArgument: A limit or a timeout is less than 1.
     """
 
     durability: Durability = Durability.FSYNCED
@@ -63,6 +67,18 @@ class ProducerSettings:
     compression_bytes_min: int = 1_024
     metrics_stream: bool = False
     security: Security | None = None
+
+    def __post_init__(self) -> None:
+        """Check the limits."""
+        check_positive(
+            self,
+            "batch_bytes_max",
+            "batch_messages_max",
+            "in_flight_requests_max",
+            "in_flight_bytes_max",
+            "delivery_timeout_ms",
+            "request_timeout_ms",
+        )
 
 
 class BatchLimits(NamedTuple):
