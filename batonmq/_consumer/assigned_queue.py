@@ -318,6 +318,16 @@ class AssignedQueue:
         """Whether the result of handling messages still matters."""
         return self.progress is not None and messages.lineage == self.lineage
 
+    def is_acknowledged(self, message: ReceivedMessage) -> bool:
+        """Whether offsets has the acknowledgement of a message that was started here.
+
+        Another owner has handled it then, while this consumer was cut off.
+        """
+        progress = self.progress
+        return (
+            progress is not None and self.counts(message) and progress.is_confirmed(message.offset)
+        )
+
     def finish(self, messages: MessageBatch | Sequence[ReceivedMessage]) -> None:
         """Note that messages that were taken together are handled."""
         if isinstance(messages, MessageBatch):

@@ -364,6 +364,8 @@ class Transformer:
         """
         queue = state.queue
         while queue.counts(message) and queue.progress is not None:
+            if queue.is_acknowledged(message):
+                return ()  # another owner has stored its outputs
             sent = sent or message.redelivered or queue.progress.is_redelivered(message.offset)
             if not sent:
                 return outputs

@@ -126,6 +126,35 @@ def test_member_that_is_cut_off_after_its_outputs_were_stored_leaves_no_duplicat
     run_virtual(main())
 
 
+@pytest.mark.parametrize("ends", ["while it is cut off", "when it is back"])
+def test_handler_of_a_member_that_was_cut_off_stores_nothing_that_is_stored(ends: str) -> None:
+    """Another member has handled its input, which is below the committed offset then."""
+
+    async def main() -> None:
+        begun, end = asyncio.Event(), asyncio.Event()
+
+        async def handle(message: ReceivedMessage) -> list[Output]:
+            begun.set()
+            await end.wait()
+            return await double(message)
+
+        async with orders(1) as broker, broker.producer() as producer:
+            async with transforming(broker, handle) as first:
+                await begun.wait()
+                with broker.cut_off(first):
+                    if ends == "while it is cut off":
+                        end.set()
+                    async with transforming(broker, double):
+                        await broker.settled(GROUP)
+                await until(lambda: len(first.assignment) == 4)
+                end.set()
+                await producer.send(IN, b"1")
+                await broker.settled(GROUP)
+            assert await found(broker) == once(2)
+
+    run_virtual(main())
+
+
 def test_member_that_acquires_its_queue_again_compares_what_it_has_sent() -> None:
     """The first outputs are stored, and their receipt is lost; the others join the next batch."""
 
