@@ -281,10 +281,13 @@ class MessageDispatcher:
     ) -> RetryInPlace | bool:
         """Return how to handle the message again; else whether it is finished.
 
-        A message is finished when it was sent back or skipped.
+        A message is finished when it was sent back or skipped, or if another owner has handled it
+        since it was started here.
         """
         if not queue.counts(message):
             return False
+        if queue.is_acknowledged(message):
+            return True
         decision = self._policy.decide(message.attempts, failure.delay_ms, final=failure.final)
         if isinstance(decision, RetryInPlace):
             self._count_failed(message, dead=False)

@@ -255,6 +255,49 @@ def test_disconnected_member_loses_its_queues_and_messages_in_flight() -> None:
     assert run_virtual(run()) == [(b"1", True)]
 
 
+@pytest.mark.parametrize("send_back", [False, True])
+def test_failure_of_a_message_that_another_member_has_handled_causes_no_retry(
+    send_back: bool,
+) -> None:
+    """Its handler began before its member was cut off, and ends when that is back."""
+
+    async def run() -> list[tuple[str, int, bool]]:
+        handled: list[tuple[str, int, bool]] = []
+        begun, end = asyncio.Event(), asyncio.Event()
+
+        async def fail(message: ReceivedMessage) -> None:
+            handled.append(("first", message.attempts, message.redelivered))
+            begun.set()
+            await end.wait()
+            raise ValueError("too late")
+
+        async def take(message: ReceivedMessage) -> None:
+            handled.append(("second", message.attempts, message.redelivered))
+
+        settings = ConsumerSettings(consume_from="first", send_back=send_back)
+        async with MemoryBroker() as broker, broker.producer() as producer:
+            await broker.create_topic("orders", queues=1)
+            await producer.send("orders", b"1")
+            async with (
+                broker.consumer("billing", {"orders": "*"}, settings) as first,
+                asyncio.TaskGroup() as tasks,
+            ):
+                tasks.create_task(first.run(fail))
+                await begun.wait()
+                with broker.cut_off(first):
+                    async with broker.consumer("billing", {"orders": "*"}, settings) as second:
+                        tasks.create_task(second.run(take))
+                        await broker.settled("billing")
+                        second.stop()
+                await until(lambda: len(first.assignment) == 1 + send_back)
+                end.set()
+                await asyncio.sleep(60)
+                first.stop()
+        return handled
+
+    assert run_virtual(run()) == [("first", 1, False), ("second", 1, True)]
+
+
 async def started_anew(way: str, name: str) -> None:
     """Stop and restart a service while messages are sent and handled."""
     handled: list[bytes] = []
