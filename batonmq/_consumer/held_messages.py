@@ -108,6 +108,8 @@ class HeldMessages:
             return lost
         future = queue.commit_waiters.add(message.offset)
         queue.finish([message])
+        if queue.progress is not None and queue.is_acknowledged(message):
+            queue.commit_waiters.settle(queue.progress)  # no commit follows
         queue.commit_soon()
         return future
 
@@ -141,7 +143,7 @@ class HeldMessages:
         progress = queue.progress
 
         def still_owned() -> bool:
-            return queue.counts(message) and queue.held
+            return queue.counts(message) and queue.held and not queue.is_acknowledged(message)
 
         reset_epoch = progress.reset_epoch if progress is not None else 0
         return await self._retry_sender.send(
