@@ -86,7 +86,8 @@ class ConsumerSettings:
             broadcasting, else without limit.
         exhausted: What happens then. `dead_letter`: the message is sent to the group's dead-letter
             topic, `%DLQ%<group>`; a broadcasting member only logs and skips it, as other members
-            get it too. `stop`: the consumer stops and `run` raises MessageFailed.
+            get it too. `skip`: the message is logged and acknowledged. `stop`: the consumer stops
+            and `run` raises MessageFailed.
         handle_timeout_ms: How long a handler may take; None for no limit. A handler that takes
             longer has failed: it is cancelled and its result is ignored. A thread can't be
             cancelled; it counts in `concurrency` until it ends. The same holds for handlers that
@@ -132,7 +133,7 @@ class ConsumerSettings:
     order: MessageOrder = "none"
     send_back: bool | None = None
     retries_max: int | None = None
-    exhausted: Literal["dead_letter", "stop"] = "dead_letter"
+    exhausted: Literal["dead_letter", "skip", "stop"] = "dead_letter"
     handle_timeout_ms: int | None = 15 * 60_000
     retry_first_ms: int = 1_000
     retry_ms_max: int = 30_000
@@ -146,7 +147,7 @@ class ConsumerSettings:
         check_choice("model", self.model, MODELS)
         check_choice("consume_from", self.consume_from, CONSUME_FROM)
         check_choice("order", self.order, ORDERS)
-        check_choice("exhausted", self.exhausted, ("dead_letter", "stop", "skip"))
+        check_choice("exhausted", self.exhausted, ("dead_letter", "skip", "stop"))
         check_positive(
             self,
             "concurrency",

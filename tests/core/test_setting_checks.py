@@ -20,7 +20,7 @@ from batonmq.errors import InvalidArgument
     [
         (ConsumerSettings, "consume_from", "latest", "first, last or timestamp"),
         (ConsumerSettings, "model", "broadcast", "clustering or broadcasting"),
-        (ConsumerSettings, "exhausted", "drop", "dead_letter, stop or skip"),
+        (ConsumerSettings, "exhausted", "drop", "dead_letter, skip or stop"),
         (PullerSettings, "consume_from", "latest", "last, first or timestamp"),
         (PullerSettings, "out_of_range", "first", "earliest, latest or error"),
     ],
