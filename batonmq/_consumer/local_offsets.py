@@ -70,8 +70,14 @@ class LocalOffsets:
                 be read or written.
             DataLoss: the file is damaged.
         """
+        opening = asyncio.get_running_loop().run_in_executor(None, self._open)
         try:
-            await asyncio.to_thread(self._open)
+            await asyncio.wait({opening})
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._opened_late)  # the thread goes on, and may lock it yet
+            raise
+        try:
+            opening.result()
         except BaseException:
             self._unlock()
             raise
@@ -158,6 +164,11 @@ class LocalOffsets:
                 remedy="Give each consumer a file of its own.",
                 facts={"field": "offsets_file"},
             ) from error
+
+    def _opened_late(self, opening: asyncio.Future[None]) -> None:
+        if not opening.cancelled():
+            opening.exception()  # retrieved here: the caller is gone
+        self._unlock()
 
     def _unlock(self) -> None:
         if self._lock_file is not None:

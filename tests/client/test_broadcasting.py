@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +107,34 @@ async def test_file_in_use_is_refused_until_it_is_closed(tmp_path: Path) -> None
     with pytest.raises(InvalidArgument, match="in use"):
         await second.open()
     await first.close()
+    await second.open()
+    await second.close()
+
+
+async def test_cancelled_start_leaves_the_file_unlocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread goes on, and locks the file when the disk answers."""
+    begun, answers, lock = asyncio.Event(), threading.Event(), LocalOffsets._lock
+    locked, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def slow(offsets: LocalOffsets) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        answers.wait()
+        lock(offsets)
+        loop.call_soon_threadsafe(locked.set)
+
+    monkeypatch.setattr(LocalOffsets, "_lock", slow)
+    first = LocalOffsets(tmp_path / "f", "g")
+    async with asyncio.TaskGroup() as tasks:
+        opening = tasks.create_task(first.open())
+        await begun.wait()
+        opening.cancel()
+        await asyncio.wait({opening})
+        answers.set()
+        await locked.wait()
+    await until(lambda: first._lock_file is None)
+    second = LocalOffsets(tmp_path / "f", "g")
     await second.open()
     await second.close()
 
