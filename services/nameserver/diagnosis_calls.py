@@ -31,13 +31,16 @@ class DiagnosisCalls:
                 group includes the state of the topics that it subscribes to, and of no others.
         """
         group = await self.groups.group(request.group)
-        if request.topic not in ("", *(one.topic for one in group.terms.subscriptions)):
+        subscribed = {one.topic for one in group.terms.subscriptions}
+        if request.topic not in ("", *subscribed):
             require(use_topic(request.topic))
         if request.topic:
             topic = await self.topics.topic(request.topic)
             queues = tuple(self.inspector.queues_of_topic(topic.name))
         else:
             queues = await self.inspector.queues_to_inspect(group)
+            for name in sorted({queue.topic for queue in queues} - subscribed):
+                require(use_topic(name))
         selected = tuple(
             queue
             for queue in queues

@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._core.queues import QueueRef
 from batonmq.errors import PermissionDenied
 from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
 from batonmq_server.nameserver.inspector import QueueInspector
@@ -65,21 +66,28 @@ async def test_topic_without_subscription_requires_a_permission_of_its_own(
         raise PermissionDenied("it may not")
 
     class NoQueues:
-        def queues_of(self, _: object) -> tuple[()]:
+        with_progress: tuple[QueueRef, ...] = ()
+
+        def queues_of_topic(self, _: object) -> tuple[()]:
             return ()
 
-        queues_of_topic = queues_of
+        async def queues_to_inspect(self, _: object) -> tuple[QueueRef, ...]:
+            return self.with_progress
 
         async def inspect(self, *_: object, **__: object) -> tuple[()]:
             return ()
 
-    calls = DiagnosisCalls(direct.groups, direct.topics, cast("QueueInspector", NoQueues()))
+    inspector = NoQueues()
+    calls = DiagnosisCalls(direct.groups, direct.topics, cast("QueueInspector", inspector))
     for topic in ("", "flights"):
         await calls.why_stuck(pb.WhyStuckRequest(group="g", topic=topic), require)
     for topic in ("orders", "nothing"):
         with pytest.raises(PermissionDenied):
             await calls.why_stuck(pb.WhyStuckRequest(group="g", topic=topic), require)
-    assert required == [use_topic("orders"), use_topic("nothing")]
+    inspector.with_progress = (QueueRef("flights", "broker-a", 0), QueueRef("old", "broker-a", 0))
+    with pytest.raises(PermissionDenied):
+        await calls.why_stuck(pb.WhyStuckRequest(group="g"), require)
+    assert required == [use_topic("orders"), use_topic("nothing"), use_topic("old")]
 
 
 @pytest.mark.parametrize(
