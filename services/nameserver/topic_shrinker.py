@@ -20,8 +20,10 @@ from batonmq_server.nameserver.topic_store import TopicStore
 log = logging.getLogger(__name__)
 
 PAUSE_FACTOR = 10
-"""A topic is not checked again for this many times the time that its last check took: offsets is
-asked for the progress of every group."""
+"""The pause after a round of checks is this many times as long as the round: offsets is asked for
+the progress of every group."""
+PAUSE_S_MAX = 60.0
+"""Longest such pause, after a round that took long because a service did not answer."""
 
 
 class TopicShrinker:
@@ -33,22 +35,21 @@ class TopicShrinker:
         self._catalog, self._store, self._reader = catalog, store, reader
         self._interval_ms = interval_ms
         self._logged: dict[str, str] = {}
-        self._not_before_s: dict[str, float] = {}
 
     async def run(self) -> None:
         """Check until cancelled; to be run as one task."""
         await self._catalog.ready()
+        now_s = asyncio.get_running_loop().time
         while True:
             shrinking = [topic.name for topic in self._catalog.topics.values() if topic.shrinking]
             self._logged = {
                 name: reason for name, reason in self._logged.items() if name in shrinking
             }
-            now_s = asyncio.get_running_loop().time()
-            paused = {name: at for name, at in self._not_before_s.items() if at > now_s}
-            self._not_before_s = paused
-            if due := [name for name in shrinking if name not in paused]:
-                await self._check(due)
-            await asyncio.sleep(self._interval_ms / 1000)
+            begin_s = now_s()
+            if shrinking:
+                await self._check(shrinking)
+            pause_s = min(PAUSE_FACTOR * (now_s() - begin_s), PAUSE_S_MAX)
+            await asyncio.sleep(max(self._interval_ms / 1000, pause_s))
 
     async def _check(self, names: Sequence[str]) -> None:
         """Remove the retiring queues of each topic, if nothing in them or for them is needed.
@@ -58,15 +59,12 @@ class TopicShrinker:
         """
         shared = SharedHeld()
         read: list[tuple[Topic, int]] = []
-        now_s = asyncio.get_running_loop().time
         for name in names:
-            begin_s = now_s()
             try:
                 entry = await self._store.read(name)
                 if entry is None or not entry[0].shrinking:
                     continue
                 obstacle = await self._reader.first_unread(*entry, shared)
-                self._not_before_s[name] = now_s() + PAUSE_FACTOR * (now_s() - begin_s)
                 if obstacle is not None:
                     self._log_reason(name, obstacle.message)
                 elif any(part.closed for part in entry[0].spread):
