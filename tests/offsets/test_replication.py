@@ -356,10 +356,10 @@ async def test_change_too_large_for_an_answer_is_copied_in_parts(
         request = pb.DeleteTopicRequest(topic="news", topic_id=7)
         answer = await leader.stub.DeleteTopic(request, timeout=TIMEOUT_S)
     assert answer.queue_count == 50
-    assert caplog.text.count("replaces everything by the leader's copy") == 2
+    assert caplog.text.count("replaces all its progress by that of the leader") == 2
     await hold(leader, 50)
     await scene.wait_equal("a", "b", "c")
-    assert caplog.text.count("replaces everything by the leader's copy") == 2
+    assert caplog.text.count("replaces all its progress by that of the leader") == 2
     assert (await scene.set_record()).in_sync == {"a", "b", "c"}
 
 
