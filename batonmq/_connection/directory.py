@@ -53,6 +53,12 @@ CALL_TIMEOUT_S = 5.0
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 _ROUTE_AGE_S = 1.0
 """Callers of `has_leader` share an answer of the nameserver for this time."""
+_WITHOUT_CALLS = (
+    grpc.ChannelConnectivity.IDLE,
+    grpc.ChannelConnectivity.TRANSIENT_FAILURE,
+    grpc.ChannelConnectivity.SHUTDOWN,
+)
+"""States in which a channel has no call in flight."""
 UNLISTED_S = 60.0
 """A channel is closed when no node was listed at its address for so long. A node that has lost its
 lease for a moment may still serve."""
@@ -504,7 +510,8 @@ class Directory:
     async def _close_unlisted(self, now_s: float) -> None:
         """Close the channels to addresses at which nodes were, such as those of replaced pods.
 
-        A channel that is connected may have calls in flight, so it stays until it is not.
+        A channel that is connected, or connects, may have calls in flight, which a close would
+        cancel. So it stays until it is neither.
         """
         listed = {*self._addresses, *(node.address for node in self._nodes)}
         self._unlisted_s = {
@@ -516,7 +523,7 @@ class Directory:
             self._channels.pop(address)
             for address, since_s in self._unlisted_s.items()
             if now_s - since_s >= UNLISTED_S
-            and self._channels[address].get_state() is not grpc.ChannelConnectivity.READY
+            and self._channels[address].get_state() in _WITHOUT_CALLS
         ]
         for address in self._storage_stubs.keys() - self._channels.keys():
             del self._storage_stubs[address]

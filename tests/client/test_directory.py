@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -163,4 +164,26 @@ async def test_channel_is_closed_when_its_address_is_not_listed_any_more(
             assert directory._channels.keys() == {nameserver, connected, "127.0.0.1:3"}
             closed = channels["127.0.0.1:1"]
             assert closed.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+            await directory.close()
+
+
+async def test_channel_that_connects_stays_because_calls_may_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("batonmq._connection.directory.UNLISTED_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        servicer = Nameserver(address)  # type: ignore[abstract]
+        async with serving_at(
+            lambda server: nameserver_grpc.add_NameserverServiceServicer_to_server(servicer, server)
+        ) as nameserver:
+            directory = Directory(nameserver, Random(1), connect)
+            await directory.offsets("drivers")
+            channel = directory._channels[address]
+            channel.get_state(try_to_connect=True)
+            await channel.wait_for_state_change(grpc.ChannelConnectivity.IDLE)
+            servicer.list("127.0.0.1:1")
+            await directory.refresh()
+            await directory.refresh()
+            assert directory._channels[address].get_state() is grpc.ChannelConnectivity.CONNECTING
             await directory.close()
