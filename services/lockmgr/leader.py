@@ -40,6 +40,7 @@ from batonmq_server.lockmgr.handover_executor import (
     handover_pending,
 )
 from batonmq_server.lockmgr.lock_proto import WatchNotice
+from batonmq_server.lockmgr.lock_remover import LockRemover
 from batonmq_server.lockmgr.queue_notifier import QueueNotifier
 from batonmq_server.lockmgr.queue_observer import QueueObserver
 from batonmq_server.lockmgr.queue_releaser import QueueReleaser
@@ -84,11 +85,13 @@ class Leader:
         self.releaser = QueueReleaser(
             term, members, self._observer, self._notifier, self._changes, self._executor
         )
+        remover = LockRemover(term, self._observer, self._notifier, self._changes)
         for loop in (
             self._notifier.observe_held,
             self._notifier.follow_groups,
             self._notifier.follow_gates,
             self.releaser.clear_draining_groups,
+            remover.run,
             self._keep_house,
         ):
             tasks.create_task(loop())

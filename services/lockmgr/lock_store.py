@@ -32,12 +32,13 @@ class LockWrite:
     """One lock to write.
 
     Attributes:
+        lock: None to remove the entry.
         revision: Modification revision that etcd must have; 0 for a queue without an entry.
         gate: A condition on the group's gate; None if any gate will do.
     """
 
     key: GroupQueue
-    lock: LockRecord
+    lock: LockRecord | None
     revision: int
     gate: Compare | None = None
 
@@ -94,7 +95,7 @@ class LockStore:
         """Write one lock, and return once it is known whether it was written.
 
         Returns:
-            The new revision of the entry, or the conflict.
+            The revision of the write, or the conflict.
         """
         return await self._writes.call(write)
 
@@ -122,13 +123,18 @@ class LockStore:
         a repetition was applied or rejected, they never hold again.
         """
         compare = self._compares(writes)
-        put = [Put(_key(w.key), lock_to_pb(w.key, w.lock).SerializeToString()) for w in writes]
+        put = [
+            Put(_key(w.key), lock_to_pb(w.key, w.lock).SerializeToString())
+            for w in writes
+            if w.lock is not None
+        ]
+        delete = [_key(w.key) for w in writes if w.lock is None]
         tries = 0
         while True:
             try:
-                return await self._session.txn(compare=compare, put=put)
+                return await self._session.txn(compare=compare, put=put, delete=delete)
             except NoQuorum as error:
-                log.warning("outcome of the write not known locks=%d error=%s", len(put), error)
+                log.warning("outcome of the write not known locks=%d error=%s", len(writes), error)
             await self._pause(tries)
             tries += 1
 

@@ -158,7 +158,7 @@ class _SetClient:
             raise offsets_unreachable(error) from error
         if isinstance(outcome, UnknownQueue):
             token = outcome.detail.token
-            return Observation(token=token, closed=True, topic_recreated=token > 0)
+            return Observation(token=token, closed=True, deleted=token > 0)
         if isinstance(outcome, BatonError):
             raise offsets_unreachable(outcome)
         return outcome

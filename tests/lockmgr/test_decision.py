@@ -34,14 +34,18 @@ from batonmq_server.lockmgr.core.decision import (
     WaitDecision,
     decide,
     decide_clear,
+    is_removable,
     markdown,
 )
 from batonmq_server.lockmgr.core.lock_entry import (
+    ChangeStep,
     LockEntry,
     LockPolicy,
     LockRecord,
     Observation,
+    PendingChange,
     Requester,
+    Waiter,
 )
 
 KEY = GroupQueue("g", "t", "broker-a", 0)
@@ -60,7 +64,7 @@ IN_FLIGHT = Observation(token=7, committed=10, delivered=14, unacked_count=3)
 CLOSED = Observation(token=7, closed=True, committed=10, delivered=10)
 PHANTOM = Observation(token=8, committed=10, delivered=10)
 PHANTOM_IN_FLIGHT = replace(PHANTOM, delivered=12, unacked_count=2)
-RECREATED = Observation(token=9, closed=True, topic_recreated=True)
+RECREATED = Observation(token=9, closed=True, deleted=True)
 
 
 def owned(*, quiet_slots: int = 0, generation: int = 5) -> LockEntry:
@@ -421,3 +425,32 @@ def test_owner_with_a_token_that_offsets_does_not_have_keeps_the_queue_for_its_l
 ) -> None:
     """As after a restore of an old backup: the owner may have messages of this topic."""
     assert isinstance(waiting(decision_for(owned(), other(), observation)), Held)
+
+
+# ---- locks of deleted progress
+
+
+@pytest.mark.parametrize(
+    ("entry", "observation", "now_ms", "removable"),
+    [
+        (free(), RECREATED, LEASE_START_MS, True),
+        (free(), replace(RECREATED, token=7), LEASE_START_MS, False),
+        (free(), replace(RECREATED, deleted=False), LEASE_START_MS, False),
+        (free(), Observation(closed=True), LEASE_START_MS, False),
+        (owned(), RECREATED, LEASE_END_MS, False),
+        (owned(), RECREATED, LEASE_END_MS + 1, True),
+        (LockEntry(KEY), RECREATED, LEASE_START_MS, False),
+    ],
+)
+def test_lock_is_removable_if_its_progress_was_deleted_and_nobody_uses_it(
+    entry: LockEntry, observation: Observation, now_ms: int, removable: bool
+) -> None:
+    assert is_removable(entry, observation, now_ms, POLICY) is removable
+
+
+def test_lock_that_somebody_waits_for_or_changes_is_not_removable() -> None:
+    waited, changed = free(), free()
+    waited.waiters[A] = Waiter(0, 0)
+    changed.pending = PendingChange(ChangeStep.FENCE)
+    for entry in (waited, changed):
+        assert not is_removable(entry, RECREATED, LEASE_START_MS, POLICY)

@@ -282,6 +282,28 @@ def decide_clear(
     return GrantDecision(_IDLE, observation) if expired else None
 
 
+def is_removable(
+    entry: LockEntry, observation: Observation, now_ms: int, policy: LockPolicy
+) -> bool:
+    """Return whether etcd needs the lock no more: its progress was deleted, and nobody uses it.
+
+    The next fence continues from the token of the tombstone. Without one, the lock's token protects
+    against an offsets that was restored from an old backup.
+    """
+    return (
+        is_unused(entry, now_ms, policy)
+        and observation.deleted
+        and observation.token > entry.lock.token
+    )
+
+
+def is_unused(entry: LockEntry, now_ms: int, policy: LockPolicy) -> bool:
+    """Return whether a stored lock has no live owner, no waiter, and no change in progress."""
+    expired = now_ms - entry.lease_start_ms > policy.lease_ms
+    free = entry.lock.owner is None or expired
+    return bool(entry.revision) and free and entry.pending is None and not entry.waiters
+
+
 def is_ownerless(entry: LockEntry, observation: Observation) -> bool:
     """Return whether the entry is free, or its owner belongs to an earlier topic of the same name.
 
@@ -290,7 +312,7 @@ def is_ownerless(entry: LockEntry, observation: Observation) -> bool:
     """
     if entry.lock.owner is None:
         return True
-    return observation.topic_recreated and observation.token > entry.lock.token
+    return observation.deleted and observation.token > entry.lock.token
 
 
 class _Request(NamedTuple):

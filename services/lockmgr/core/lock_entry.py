@@ -92,8 +92,8 @@ class Observation:
         token: The token that a fence has to expect.
         delivered: D, with the offsets of an open advance; a fence of a drained queue expects it.
         reset_epoch: R; such a fence expects it too.
-        topic_recreated: Whether the token belongs to a deleted topic of the same name, and the
-            queue was not fenced since: its last owner has no message of the present topic.
+        deleted: Whether the topic or the group was deleted, and the queue was not fenced since:
+            its last owner has no message of the present topic. Offsets has a tombstone.
     """
 
     token: int = 0
@@ -102,7 +102,7 @@ class Observation:
     delivered: int = 0
     reset_epoch: int = 0
     unacked_count: int = 0
-    topic_recreated: bool = False
+    deleted: bool = False
 
     @property
     def drained(self) -> bool:

@@ -363,6 +363,10 @@ class LockTable:
                 entry.observation = Observation(token=lock.token, closed=True)
             entry.observed_ms = now_ms
 
+    def end_removed(self, key: GroupQueue) -> None:
+        """End a change: etcd has no entry any more."""
+        self._set_lock(self._end_change(key), LockRecord(), 0)
+
     def end_reloaded(
         self, key: GroupQueue, lock: LockRecord | None, revision: int, *, fenced: bool
     ) -> None:

@@ -1,0 +1,82 @@
+"""Removes the locks of queues whose progress was deleted (protocol section 5)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+
+from batonmq._common.aio import in_steps
+from batonmq._core.queues import GroupQueue
+from batonmq.errors import BatonError, NotLeader
+from batonmq_server.lockmgr.core.decision import is_removable, is_unused
+from batonmq_server.lockmgr.core.lock_entry import ChangeStep, LockEntry, Observation
+from batonmq_server.lockmgr.entry_changes import EntryChanges
+from batonmq_server.lockmgr.lock_store import LockWrite, WriteConflict
+from batonmq_server.lockmgr.queue_notifier import QueueNotifier
+from batonmq_server.lockmgr.queue_observer import QueueObserver
+from batonmq_server.lockmgr.term import Term
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 600.0
+_QUEUES_MAX = 1_024
+"""Queues that are observed together."""
+
+
+class LockRemover:
+    """Removes locks of one term. A removal is a change of the entry, as a release is."""
+
+    def __init__(
+        self, term: Term, observer: QueueObserver, notifier: QueueNotifier, changes: EntryChanges
+    ) -> None:
+        self._term, self._table = term, term.table
+        self._observer, self._notifier, self._changes = observer, notifier, changes
+
+    async def run(self) -> None:
+        """Observe the unused queues at offsets every 10 minutes, until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            now_ms, policy = self._term.now_ms(), self._term.policy
+            keys = [
+                entry.key
+                async for entry in in_steps(self._table.stored())
+                if is_unused(entry, now_ms, policy)
+            ]
+            try:
+                for first in range(0, len(keys), _QUEUES_MAX):
+                    await self._remove_deleted(keys[first : first + _QUEUES_MAX])
+            except NotLeader:
+                return  # the term is ending, and cancels this task in its next step
+
+    async def _remove_deleted(self, keys: list[GroupQueue]) -> None:
+        observations = await self._observer.observe_all(keys)
+        failed = 0
+        for key, observation in zip(keys, observations, strict=True):
+            if isinstance(observation, BatonError):
+                failed += 1
+            else:
+                self._remove_if_deleted(key, observation)
+        if failed:
+            log.info("unused locks not looked at queues=%d", failed)
+
+    def _remove_if_deleted(self, key: GroupQueue, observation: Observation) -> None:
+        entry = self._table.get(key)
+        if entry is None:
+            return
+        if is_removable(entry, observation, self._term.now_ms(), self._term.policy):
+            self._table.begin_change(key, ChangeStep.RELEASE)
+            self._changes.start(key, partial(self._remove, entry))
+
+    async def _remove(self, entry: LockEntry) -> None:
+        """Remove a marked entry from etcd."""
+        key = entry.key
+        result = await self._term.store.persist(LockWrite(key, None, entry.revision))
+        if isinstance(result, WriteConflict):
+            if not result.deposed:
+                log.error("lock in etcd was changed by another writer key=%s", key)
+                self._table.end_reloaded(key, result.lock, result.revision, fenced=False)
+            return
+        self._table.end_removed(key)
+        self._notifier.change_ended(key)
+        log.info("lock removed, its progress was deleted key=%s", key)
