@@ -135,8 +135,7 @@ def _standalone_app(
         rules=RULES,
         loops=[
             offsets.commits.run,
-            offsets.importer.run,
-            offsets.log_ends.run,
+            *offsets.loops,
             context.gates.run,
             context.directory.placements.run,
         ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -33,6 +33,7 @@ from batonmq_server.offsets.persistence import (
 from batonmq_server.offsets.placement_resolver import PlacementResolver
 from batonmq_server.offsets.server import OffsetsServicer
 from batonmq_server.offsets.telemetry import OffsetsTelemetry
+from batonmq_server.offsets.tombstone_expiry import TombstoneExpiry
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
 Write = Callable[[Sequence[Entry]], Awaitable[None]]
@@ -62,15 +63,14 @@ class EpochContext:
 
 @dataclass(frozen=True, slots=True)
 class OffsetsEpoch:
-    """The service for one epoch; its owner runs `commits`, `importer`, `log_ends` as tasks."""
+    """The service for one epoch; its owner runs `commits.run` and all of `loops` as tasks."""
 
     disk: ProgressStore
     table: ProgressTable
     commits: GroupCommit[DurableKey]
     gates: EtcdMirror
     servicer: OffsetsServicer
-    importer: GroupImporter
-    log_ends: LogEndReader
+    loops: Sequence[Callable[[], Coroutine[object, object, None]]]
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Add the servicer to a gRPC server."""
@@ -149,8 +149,11 @@ def _epoch_of(state: EpochState, context: EpochContext) -> OffsetsEpoch:
         commits,
         context.gates,
         OffsetsServicer(_servicer_parts(state, context)),
-        GroupImporter(state, context.directory, context.clock),
-        LogEndReader(state.table, context.storage, context.clock, context.settle_ms),
+        loops=[
+            GroupImporter(state, context.directory, context.clock).run,
+            LogEndReader(state.table, context.storage, context.clock, context.settle_ms).run,
+            TombstoneExpiry(state, context.clock).run,
+        ],
     )
 
 

@@ -52,6 +52,8 @@ class GroupExporter:
             last=True,
             term=self._table.term,
             topic_ids=placement.topic_ids,
+            floor_token=self._table.floor.token,
+            floor_reset_epoch=self._table.floor.reset_epoch,
         )
         size = 0
         for key, value in entries:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
@@ -42,6 +42,7 @@ from batonmq_server.offsets.core.values import Instant, Tombstone
 from batonmq_server.offsets.epoch_state import EpochState
 from batonmq_server.offsets.persistence import (
     RESET,
+    FloorKey,
     PlacementKey,
     RawEntries,
     entries_of_group,
@@ -198,10 +199,10 @@ class GroupImporter:
             if answer.last:
                 break
             request.after_key = answer.entries[-1].key
-        await self._open(group, placement, answer.term, answer.topic_ids)
+        await self._open(group, placement, answer)
 
     async def _open(
-        self, group: str, placement: GroupPlacement, term: int, topic_ids: Mapping[str, int]
+        self, group: str, placement: GroupPlacement, last: pb.ExportGroupResponse
     ) -> None:
         """Begin to answer calls about the group, of which every entry is written by now.
 
@@ -209,7 +210,11 @@ class GroupImporter:
         before it sealed the group, the group's progress on the topic is deleted too. Topic ids that
         this set has not seen yet are stored with the group: when this set deletes the progress for
         such an id later, the group keeps what it has made since.
+
+        Args:
+            last: The last part of the group.
         """
+        topic_ids = last.topic_ids
         async with self._placement_lock:
             now = Instant(self._clock.monotonic_ms(), self._clock.unix_ms())
             own_ids = self._table.topic_ids
@@ -224,9 +229,11 @@ class GroupImporter:
                     tombstone = Tombstone(state.token + 1, state.reset_epoch + 1, now.unix_ms)
                     changes += tombstone_entries(key, tombstone)
                     queues[key] = tombstone
-            if term > self._table.term:
-                self._table.announce(term)
+            if last.term > self._table.term:
+                self._table.announce(last.term)
                 self._commits.mark_changed(None)
+            if self._table.raise_floor(last.floor_token, last.floor_reset_epoch):
+                self._commits.mark_changed(FloorKey())
             await self._write(RawEntries(changes))
             for key, state in queues.items():
                 self._table.restore(key, state, now)

@@ -71,12 +71,22 @@ class RawEntries:
     entries: Sequence[Entry]
 
 
-DurableKey = GroupQueue | TokenChangeKey | ResetSlot | PlacementKey | RawEntries | str | None
+@dataclass(frozen=True, slots=True)
+class FloorKey:
+    """The floor of tokens and reset epochs."""
+
+
+DurableKey = (
+    GroupQueue | TokenChangeKey | ResetSlot | PlacementKey | RawEntries | FloorKey | str | None
+)
 """What a change can affect: a queue, a token change, a recorded reset, the placement of a group,
-raw entries, the deleted id of a topic (by its name), or the term of the lock manager (None)."""
+raw entries, the floor, the deleted id of a topic (by its name), or the term of the lock manager
+(None)."""
 
 FORMAT = META + b"format"
 TERM = META + b"term"
+FLOOR = META + b"floor"
+"""Token and reset epoch, as `token:reset_epoch`."""
 TOPIC = META + b"topic\0"
 """Followed by the name of a topic."""
 RESET = META + b"reset\0"
@@ -233,6 +243,7 @@ def _recovered_meta(
         raise DataLoss("the stored progress has queues but no position")
     table = ProgressTable(limits, epoch, _number(meta, TERM), now)
     records = ResetHistory()
+    table.raise_floor(*_floor(meta))
     _restore_meta(table, records, meta)
     log.info("recovering queues=%d epoch=%d term=%d", len(queues), table.epoch, table.term)
     return table, records, queues
@@ -270,11 +281,16 @@ def entries_of(
         match key:
             case None:
                 entry = TERM, b"%d" % table.term
+            case FloorKey():
+                entry = FLOOR, b"%d:%d" % table.floor
             case str():
                 entry = TOPIC + key.encode(), b"%d" % table.deleted_topic_id(key)
             case ResetSlot():
                 at = RESET + key.group.encode() + b"\0%d" % key.slot
-                entry = at, encode_reset(records.at(key))
+                reset = records.at(key)
+                if reset is None:
+                    return [(at, None)]
+                entry = at, encode_reset(reset)
             case PlacementKey():
                 placement = table.placements.get(key.group)
                 assert placement is not None
@@ -288,6 +304,8 @@ def entries_of(
                 )
             case GroupQueue():
                 state = table.state(key)
+                if state is None:
+                    return [(encode_key(key), None)]
                 if isinstance(state, Tombstone):
                     return tombstone_entries(key, state)
                 entry = encode_key(key), encode_progress(state)
@@ -327,6 +345,14 @@ async def find_token_changes(disk: ProgressStore, key: GroupQueue) -> list[Token
 
 def _hold_key(key: GroupQueue, slot: int) -> bytes:
     return HOLDS + encode_key(key) + b"\0%d" % slot
+
+
+def _floor(meta: dict[bytes, bytes]) -> tuple[int, int]:
+    text = meta.get(FLOOR, b"0:0")
+    token, _, reset_epoch = text.partition(b":")
+    if not (token.isdigit() and reset_epoch.isdigit()):
+        raise DataLoss(f"the stored floor of tokens is {text[:40]!r}")
+    return int(token), int(reset_epoch)
 
 
 def _number(meta: dict[bytes, bytes], key: bytes) -> int:

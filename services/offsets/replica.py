@@ -85,8 +85,8 @@ class OffsetsReplica(ReplicaNode[OffsetsLeadership]):
                     await leadership.begin()
                     follower.follow_problem.clear()
                     self._offsets = await self._serve(leadership)
-                    tasks.create_task(self._offsets.importer.run())
-                    tasks.create_task(self._offsets.log_ends.run())
+                    for loop in self._offsets.loops:
+                        tasks.create_task(loop())
                     tasks.create_task(self._watch(self._offsets, in_sync_set))
                     await self._offsets.commits.run()
             except* DiskFull as errors:

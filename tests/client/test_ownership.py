@@ -510,7 +510,9 @@ async def test_acks_of_filtered_messages_travel_with_credit() -> None:
         await wait_for_held_pulls(at, 0)
         for end in range(20, 120, 20):
             at.storage.send(0, *(["a:"] * 20))
-            await until(lambda before=end - 20: at.storage.credits[-1].progress.committed_offset > before)  # type: ignore[misc]
+            await until(
+                lambda before=end - 20: at.storage.credits[-1].progress.committed_offset > before
+            )  # type: ignore[misc]
         assert at.committed(0) > 60
         assert at.offsets.commits == []
 

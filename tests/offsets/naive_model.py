@@ -73,6 +73,7 @@ class Naive:
     attempt: str = ""
     answer: tuple[Any, ...] | None = None
     access_ms: int = 0
+    floor: tuple[int, int] = (0, 0)
     ever_delivered: set[int] = field(default_factory=set)
 
     @property
@@ -116,9 +117,28 @@ class Naive:
             topic_id=topic_id,
             moves=self.moves,
             access_ms=life_start_ms,
+            floor=self.floor,
         )
         vars(self).update(vars(empty))
         return queue_count
+
+    @property
+    def forgotten(self) -> bool:
+        return not self.has_progress and not self.token
+
+    def forget(self) -> int:
+        """Forget a deleted queue; the floor rises to it."""
+        if self.has_progress or self.forgotten:
+            return 0
+        self.token, deleted = 0, (self.token, self.reset_epoch)
+        self.attempt, self.answer, self.moves = "", None, {}
+        self.raise_floor(*deleted)
+        return 1
+
+    def raise_floor(self, token: int, reset_epoch: int) -> None:
+        self.floor = max(self.floor[0], token), max(self.floor[1], reset_epoch)
+        if self.forgotten:
+            self.reset_epoch = self.floor[1]
 
     def fence(self, attempt: FenceAttempt, now_ms: int) -> tuple[Any, ...]:
         if not self.has_progress and attempt.holder is None:
@@ -165,6 +185,8 @@ class Naive:
         return self.answer
 
     def begin(self, offset: int) -> None:
+        if self.forgotten:
+            self.token = self.floor[0]
         self.has_progress, self.first_reset_epoch = True, self.reset_epoch
         self.acked = set(range(offset))
         self.delivered = self.reserved = offset

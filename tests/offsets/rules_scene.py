@@ -34,6 +34,7 @@ from batonmq_server.offsets.core.values import (
     Instant,
     ProgressSource,
     QueueLimits,
+    Tombstone,
 )
 
 KEY = GroupQueue("readers", "news", "broker-a", 3)
@@ -64,6 +65,12 @@ class Scene:
     @property
     def now(self) -> Instant:
         return Instant(self.now_ms, UNIX_MS + self.now_ms)
+
+    @property
+    def state(self) -> Progress | Tombstone:
+        state = self.table.state(KEY)
+        assert state is not None
+        return state
 
     @property
     def queue(self) -> Progress:
@@ -191,6 +198,7 @@ class Scene:
         if outcome.applied:
             assert outcome.slot is not None
             operation = self.resets.history.at(outcome.slot)
+            assert operation is not None
             self.stored_operations[outcome.slot.slot] = encode_reset(operation)
             self._store(True)
         return outcome.results
@@ -209,4 +217,4 @@ class Scene:
 
     def _store(self, changed: bool) -> None:
         if changed:
-            self.stored = encode_progress(self.table.state(KEY))
+            self.stored = encode_progress(self.state)

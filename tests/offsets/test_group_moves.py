@@ -33,13 +33,14 @@ from batonmq.errors import (
     UnknownQueue,
     Unreachable,
 )
-from batonmq_server.offsets import group_exporter, group_importer
+from batonmq_server.offsets import group_exporter, group_importer, tombstone_expiry
 from batonmq_server.offsets.core.local_placements import (
     LocalPlacement,
     LocalPlacements,
     PlacementState,
 )
 from batonmq_server.offsets.disk import StoredEntry
+from batonmq_server.offsets.persistence import FLOOR
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.runtime.group_placements import GroupPlacement, decode_placement
 from tests.offsets.replica_cluster import (
@@ -483,6 +484,26 @@ async def test_term_of_the_lock_manager_moves_with_the_group(
         with pytest.raises(OldEpoch):
             await send(right, fence(1, term=8))
         assert (await send(right, fence(1, term=9))).outcomes[0].fenced.token == 2
+
+
+async def test_forgotten_tokens_are_not_issued_again_at_the_new_set(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old set has forgotten the queue; only its floor knows that the queue had two tokens."""
+    monkeypatch.setattr(tombstone_expiry, "KEPT_MS", -1)
+    monkeypatch.setattr(tombstone_expiry, "INTERVAL_S", 0.01)
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
+        await hold(left, 0)
+        await send(left, fence(1))
+        await send(left, pb.DeleteGroupRequest(group=GROUP))
+        await until(lambda: not of_group(left))
+        await scene.place("right", 1, "left")
+        await scene.moved(1)
+        await send(right, pb.AnnounceRequest(term=1))
+        request = fence(0, attempt="attempt-7")
+        request.items[0].condition = pb.FENCE_CONDITION_CLOSED_OR_DRAINED
+        assert (await send(right, request)).outcomes[0].fenced.token == 4
+        assert next(value for key, value in right.stored() if key == FLOOR).endswith(b"3:1")
 
 
 async def test_topic_deleted_during_a_move_is_deleted_for_the_group(

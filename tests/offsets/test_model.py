@@ -109,6 +109,7 @@ class Machine(RuleBasedStateMachine):
         self.start_ms = self.now_ms
         self.stored: bytes | None = None
         self.stored_topic_id = 0
+        self.stored_floor = (0, 0)
         self.stored_moves: dict[int, bytes] = {}
         self.resets = ResetExecutor(self.table, ResetHistory())
         self.calls: list[Call] = []
@@ -361,6 +362,18 @@ class Machine(RuleBasedStateMachine):
     def the_group_is_deleted(self, survives: int) -> None:
         self.call(("delete_group", None), bool(survives))
 
+    @rule(survives=st.integers(0, 4))
+    def old_tombstones_are_forgotten(self, survives: int) -> None:
+        self.call(("forget", None), bool(survives))
+
+    @rule(
+        token=st.integers(0, 12), reset_epoch=st.integers(0, 4), survives=st.sampled_from([0, 1, 1])
+    )
+    def a_group_brings_the_floor_of_another_set(
+        self, token: int, reset_epoch: int, survives: int
+    ) -> None:
+        self.call(("floor", (token, reset_epoch)), bool(survives))
+
     @precondition(lambda self: self.calls)
     @rule(data=st.data())
     def an_earlier_call_arrives_again(self, data: st.DataObject) -> None:
@@ -381,6 +394,7 @@ class Machine(RuleBasedStateMachine):
             self.model.delivered = self.model.reserved  # both 0 if the topic was deleted
             self.model.known, self.model.advance = 0, None
             self.model.ever_delivered |= set(range(self.model.delivered))
+        self.table.raise_floor(*self.stored_floor)
         records = ResetHistory()
         for stored in self.stored_moves.values():
             records.put(KEY.group, decode_reset(stored))
@@ -398,8 +412,10 @@ class Machine(RuleBasedStateMachine):
             self.crash()  # after the call was applied, before it is durable
             return
         if changed:
-            has_state = KEY in self.table or model.token > 0
-            self.stored = encode_progress(self.table.state(KEY)) if has_state else None
+            state = self.table.state(KEY)
+            self.stored = encode_progress(state) if state is not None else None
+            self.stored_floor = self.table.floor
+            self.stored_moves = {}
             for operation in self.resets.history.newest_first(KEY.group):
                 self.stored_moves[operation.number] = encode_reset(operation)
             self.stored_topic_id = self.table.deleted_topic_id(KEY.topic)
@@ -427,6 +443,8 @@ class Machine(RuleBasedStateMachine):
             "touch": lambda: model.touch(args, self.now_ms),
             "delete": lambda: model.delete(args, self.start_ms),
             "delete_group": lambda: model.end(model.topic_id, self.start_ms) or None,
+            "forget": model.forget,
+            "floor": lambda: model.raise_floor(*args),
             "reset": lambda: (copy.deepcopy(model) if args.dry_run else model).reset(
                 args, self.now_ms
             ),
@@ -454,6 +472,8 @@ class Machine(RuleBasedStateMachine):
             "settle": lambda: self.settle_table(*args),
             "delete": lambda: ended(self.table.delete_topic(KEY.topic, args, self.now)),
             "delete_group": lambda: ended(self.table.delete_group(KEY.group, "", self.now) or None),
+            "forget": self.forget_in_table,
+            "floor": lambda: (None, self.table.raise_floor(*args)),
             "reset": lambda: self.move_table(args, before),
         }
         try:
@@ -465,6 +485,12 @@ class Machine(RuleBasedStateMachine):
     def settle_table(self, token: int, advance_id: int, sent: int) -> tuple[object, bool]:
         self.table.settle_advance(KEY, token, AdvanceSettlement(advance_id, sent))
         return None, False
+
+    def forget_in_table(self) -> tuple[object, bool]:
+        forgotten = self.table.forget(self.table.tombstones_before(self.now.unix_ms + 1))
+        if forgotten and not self.table.knows(KEY.group):
+            self.resets.history.drop(KEY.group)
+        return len(forgotten), bool(forgotten)
 
     def touch_table(self, token: int) -> tuple[object, bool]:
         self.table.touch(KEY, token, self.now)
@@ -493,10 +519,14 @@ class Machine(RuleBasedStateMachine):
         before, (name, args) = self.model, call
         if isinstance(answer, str):
             return
+        if name in ("forget", "floor"):
+            return
+        if name == "commit_unowned":
+            return  # it issues no token: the first one begins with the closed token of the floor
         if after.token != before.token:
             assert after.token > max(self.tokens_issued, default=0), "V1"
             self.tokens_issued.add(after.token)
-        if name in ("reset", "commit_unowned", "delete", "delete_group", "settle"):
+        if name in ("reset", "delete", "delete_group", "settle"):
             return
         if name != "fence":
             token = args if name == "touch" else args[0]

@@ -56,10 +56,10 @@ def held(*, delivered: int = 10, limits: QueueLimits | None = None) -> Scene:
 
 def rejected(scene: Scene, kind: type[BatonError], call: str, *args: object) -> dict[str, str]:
     """Return the facts of the error; assert that the call changed nothing."""
-    before = encode_progress(scene.table.state(KEY)), copy(scene.table.state(KEY))
+    before = encode_progress(scene.state), copy(scene.state)
     with pytest.raises(kind) as raised:
         getattr(scene, call)(*args)
-    assert (encode_progress(scene.table.state(KEY)), scene.table.state(KEY)) == before
+    assert (encode_progress(scene.state), scene.state) == before
     return raised.value.facts
 
 
@@ -797,10 +797,10 @@ def test_s1_late_delete_does_not_change_the_new_topic(topic_id: int) -> None:
 def test_s1_delete_for_a_newer_topic_does_not_change_a_tombstone() -> None:
     scene = held()
     scene.delete(1)
-    before = scene.table.state(KEY)
+    before = scene.state
     scene.now_ms += 1_000
     assert scene.delete(2) == []
-    assert scene.table.state(KEY) == before
+    assert scene.state == before
 
 
 def test_s1_delete_affects_all_groups_of_the_topic_and_no_other_topic() -> None:

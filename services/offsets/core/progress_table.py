@@ -37,10 +37,9 @@ from batonmq_server.offsets.core.values import (
     ProgressSource,
     QueueLimits,
     ResetEffect,
+    TokenFloor,
     Tombstone,
 )
-
-_NOTHING = Tombstone(token=0, reset_epoch=0, update_unix_ms=0)
 
 
 class ProgressTable:
@@ -53,14 +52,17 @@ class ProgressTable:
 
     Attributes:
         placements: The groups that have moved to this replica set, or away from it.
+        floor: Tokens and reset epochs of forgotten queues; the floor of another set is added by
+            `raise_floor`.
     """
 
     def __init__(self, limits: QueueLimits, epoch: int, term: int, now: Instant) -> None:
         self.limits, self.epoch, self.term, self._start = limits, epoch, term, now
         self.placements = LocalPlacements()
+        self.floor = TokenFloor()
         self._queues: dict[GroupQueue, Progress] = {}
         self._groups: dict[str, dict[GroupQueue, Progress]] = {}
-        self._tombstones: dict[GroupQueue, Tombstone] = {}
+        self._tombstones: dict[str, dict[GroupQueue, Tombstone]] = {}  # by group
         self._topic_ids: dict[str, int] = {}
         self.ack_ranges: dict[GroupQueue, int] = {}
         """Number of acked ranges, of the queues that have any."""
@@ -82,7 +84,7 @@ class ProgressTable:
         from another replica set the bound stays: what that set recorded may still be on its way.
         """
         if isinstance(stored, Tombstone):
-            self._tombstones[key] = stored
+            self._tombstones.setdefault(key.group, {})[key] = stored
             return
         stored.delivered_offset = stored.delivered_reserved
         stored.delivered_known, stored.token_change = 0, None
@@ -94,6 +96,11 @@ class ProgressTable:
         """Set the id for which the progress on a topic was last deleted."""
         self._topic_ids[topic] = topic_id
 
+    def raise_floor(self, token: int, reset_epoch: int) -> bool:
+        """Raise the floor to these values; return whether it has changed."""
+        before, self.floor = self.floor, self.floor.raised((token, reset_epoch))
+        return self.floor != before
+
     @property
     def topic_ids(self) -> dict[str, int]:
         """By topic, the greatest id for which its progress was deleted."""
@@ -103,14 +110,17 @@ class ProgressTable:
         """Return whether a group has progress."""
         return group in self._groups
 
+    def knows(self, group: str) -> bool:
+        """Return whether a group has progress, or had some that is not forgotten."""
+        return group in self._groups or group in self._tombstones
+
     def drop(self, group: str) -> None:
         """Forget a group that has left this replica set, with its tombstones."""
         for key in self._groups.pop(group, {}):
             del self._queues[key]
             self.ack_ranges.pop(key, None)
             self.capped.discard(key)
-        for key in [key for key in self._tombstones if key.group == group]:
-            del self._tombstones[key]
+        self._tombstones.pop(group, None)
 
     def check_epoch(self, seen_epoch: int) -> None:
         """Return if the caller has not seen a newer epoch of this replica set.
@@ -159,6 +169,8 @@ class ProgressTable:
                 raise self._unknown(key)
             self._check_topic_id(key, attempt.topic_id)
             progress = self._first(key, attempt.initial_offset)
+            if self._tombstone(key) is None and not attempt.expected_token:
+                attempt = replace(attempt, expected_token=progress.token)
         grant = progress.fence(attempt, now)
         self._put(key, progress)
         return grant
@@ -197,6 +209,26 @@ class ProgressTable:
     def delete_group(self, group: str, topic: str, now: Instant) -> list[GroupQueue]:
         """Delete the progress of `group` on `topic`, or on all if empty; return the queues."""
         return self._delete((key for key in self.queues_of(group) if topic in ("", key.topic)), now)
+
+    def tombstones_before(self, unix_ms: int) -> list[GroupQueue]:
+        """Return the queues whose progress was deleted before a time, by the wall clock."""
+        return [
+            key
+            for tombstones in self._tombstones.values()
+            for key, one in tombstones.items()
+            if one.update_unix_ms < unix_ms
+        ]
+
+    def forget(self, keys: Iterable[GroupQueue]) -> list[GroupQueue]:
+        """Remove tombstones and raise the floor to them; return the queues that had one."""
+        forgotten = []
+        for key in keys:
+            tombstone = self._tombstone(key)
+            if tombstone is not None:
+                self._drop_tombstone(key)
+                self.raise_floor(tombstone.token, tombstone.reset_epoch)
+                forgotten.append(key)
+        return forgotten
 
     def deleted_topic_id(self, topic: str) -> int:
         """Return the greatest id that `delete_topic` was called with for this topic; 0 for none."""
@@ -311,9 +343,9 @@ class ProgressTable:
             raise self._unknown(key)
         return progress
 
-    def state(self, key: GroupQueue) -> Progress | Tombstone:
-        """Return the state to be stored of a queue that has, or had, progress."""
-        return self._queues.get(key) or self._tombstones[key]
+    def state(self, key: GroupQueue) -> Progress | Tombstone | None:
+        """Return the state to be stored of a queue; None if nothing is to be stored."""
+        return self._queues.get(key) or self._tombstone(key)
 
     def queues_of(self, group: str) -> list[GroupQueue]:
         """Return the queues of a group that have progress, ascending."""
@@ -327,7 +359,8 @@ class ProgressTable:
     def items(self) -> Iterator[tuple[GroupQueue, Progress | Tombstone]]:
         """Yield all queues, including those of deleted topics and groups."""
         yield from self._queues.items()
-        yield from self._tombstones.items()
+        for tombstones in self._tombstones.values():
+            yield from tombstones.items()
 
     def groups_after(
         self, group: str, count: int
@@ -338,17 +371,14 @@ class ProgressTable:
             The queues by group, including those of deleted topics and groups, and whether there are
             more.
         """
-        ended: dict[str, list[GroupQueue]] = {}
-        for key in self._tombstones:
-            if key.group > group:
-                ended.setdefault(key.group, []).append(key)
-        names = sorted({name for name in self._groups if name > group} | ended.keys())
+        known = self._groups.keys() | self._tombstones.keys()
+        names = sorted(name for name in known if name > group)
         entries: list[tuple[GroupQueue, Progress | Tombstone]] = []
         for name in names:
             if len(entries) >= count:
                 return entries, True
             entries.extend(self._groups.get(name, {}).items())
-            entries.extend((key, self._tombstones[key]) for key in ended.get(name, ()))
+            entries.extend(self._tombstones.get(name, {}).items())
         return entries, False
 
     def _check_topic_id(self, key: GroupQueue, topic_id: int) -> None:
@@ -369,7 +399,7 @@ class ProgressTable:
 
     def _first(self, key: GroupQueue, initial_offset: int) -> Progress:
         """Return the first progress of a queue; it continues the token of a tombstone."""
-        before = self._tombstones.get(key, _NOTHING)
+        before = self._tombstone(key) or self.floor
         return Progress(
             token=before.token,
             reset_epoch=before.reset_epoch,
@@ -387,7 +417,7 @@ class ProgressTable:
             UnknownQueue: the queue never had progress.
             Fenced: the topic or group was deleted.
         """
-        tombstone = self._tombstones.get(key)
+        tombstone = self._tombstone(key)
         if tombstone is None:
             return self.query(key)
         raise Fenced(
@@ -401,7 +431,9 @@ class ProgressTable:
         )
 
     def _unknown(self, key: GroupQueue) -> UnknownQueue:
-        token, reset_epoch, _ = self._tombstones.get(key, _NOTHING)
+        tombstone = self._tombstone(key)
+        token = tombstone.token if tombstone else 0
+        reset_epoch = tombstone.reset_epoch if tombstone else self.floor.reset_epoch
         return UnknownQueue(
             f"queue {key} has no progress",
             facts={"queue": str(key)},
@@ -412,7 +444,7 @@ class ProgressTable:
         deleted = list(keys)
         for key in deleted:
             progress = self._queues.pop(key)
-            self._tombstones[key] = Tombstone(
+            self._tombstones.setdefault(key.group, {})[key] = Tombstone(
                 progress.token + 1, progress.reset_epoch + 1, now.unix_ms
             )
             self.ack_ranges.pop(key, None)
@@ -422,8 +454,16 @@ class ProgressTable:
                 del self._groups[key.group]
         return deleted
 
+    def _tombstone(self, key: GroupQueue) -> Tombstone | None:
+        return self._tombstones.get(key.group, {}).get(key)
+
+    def _drop_tombstone(self, key: GroupQueue) -> None:
+        tombstones = self._tombstones.get(key.group)
+        if tombstones is not None and tombstones.pop(key, None) is not None and not tombstones:
+            del self._tombstones[key.group]
+
     def _put(self, key: GroupQueue, progress: Progress) -> None:
-        self._tombstones.pop(key, None)
+        self._drop_tombstone(key)
         self._queues[key] = progress
         self._groups.setdefault(key.group, {})[key] = progress
         self._count_ranges(key, progress)

@@ -80,9 +80,13 @@ class ResetHistory:
         """Return the operation with this id, if it is recorded."""
         return self._by_id.get((group, op_id))
 
-    def at(self, slot: ResetSlot) -> RecordedReset:
-        """Return the operation in a slot."""
-        return self._slots[slot.group][slot.slot]
+    def at(self, slot: ResetSlot) -> RecordedReset | None:
+        """Return the operation in a slot; None if it is empty."""
+        return self._slots.get(slot.group, {}).get(slot.slot)
+
+    def slots(self, group: str) -> list[ResetSlot]:
+        """Return the slots of a group that have an operation."""
+        return [ResetSlot(group, slot) for slot in self._slots.get(group, ())]
 
     def newest_first(self, group: str) -> list[RecordedReset]:
         """Return the operations of a group, newest first."""
@@ -98,7 +102,7 @@ class ResetHistory:
         return ResetSlot(group, slot)
 
     def drop(self, group: str) -> None:
-        """Forget the operations of a group that has left this replica set."""
+        """Forget the operations of a group that was deleted, or has left this replica set."""
         for operation in self._slots.pop(group, {}).values():
             del self._by_id[group, operation.order.op_id]
 

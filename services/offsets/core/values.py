@@ -204,6 +204,22 @@ class Tombstone(NamedTuple):
     update_unix_ms: int
 
 
+class TokenFloor(NamedTuple):
+    """What a queue without progress and without a tombstone begins above.
+
+    Attributes:
+        token: No queue whose tombstone was removed had a greater token.
+        reset_epoch: Nor a greater reset epoch.
+    """
+
+    token: int = 0
+    reset_epoch: int = 0
+
+    def raised(self, other: tuple[int, int]) -> TokenFloor:
+        """Return the floor that covers both."""
+        return TokenFloor(max(self.token, other[0]), max(self.reset_epoch, other[1]))
+
+
 class DeliveryResult(NamedTuple):
     """The maybe-seen offsets of a recorded delivery; `changed` if the state must become durable.
 

@@ -194,12 +194,20 @@ class ExportGroupResponse(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     TOPIC_IDS_FIELD_NUMBER: _builtins.int
+    FLOOR_TOKEN_FIELD_NUMBER: _builtins.int
+    FLOOR_RESET_EPOCH_FIELD_NUMBER: _builtins.int
     offsets_epoch: _builtins.int
     """Epoch of this replica set."""
     last: _builtins.bool
     """True in the last part."""
     term: _builtins.int
     """Highest announced term of the lock manager; the new set accepts no older one."""
+    floor_token: _builtins.int
+    """Greatest token of the queues whose deletion this set has forgotten; the new set issues greater ones to
+    queues without progress.
+    """
+    floor_reset_epoch: _builtins.int
+    """Greatest reset epoch of these queues."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredEntry]:
         """Stored entries, ascending by key; about 1 MiB."""
@@ -216,10 +224,12 @@ class ExportGroupResponse(_message.Message):
         last: _builtins.bool = ...,
         term: _builtins.int = ...,
         topic_ids: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        floor_token: _builtins.int = ...,
+        floor_reset_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "last", b"last", "offsets_epoch", b"offsets_epoch", "term", b"term", "topic_ids", b"topic_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "floor_reset_epoch", b"floor_reset_epoch", "floor_token", b"floor_token", "last", b"last", "offsets_epoch", b"offsets_epoch", "term", b"term", "topic_ids", b"topic_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
