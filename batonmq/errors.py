@@ -149,10 +149,12 @@ class UnknownQueueDetail(Detail):
     Attributes:
         token: The last token that was issued; 0 if there was none.
         reset_epoch: The reset epoch of the next progress; None if not known.
+        floor_token: The next token is greater than this; 0 if not known.
     """
 
     token: int = 0
     reset_epoch: int | None = None
+    floor_token: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

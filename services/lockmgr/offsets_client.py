@@ -157,8 +157,10 @@ class _SetClient:
         except BatonError as error:
             raise offsets_unreachable(error) from error
         if isinstance(outcome, UnknownQueue):
-            token = outcome.detail.token
-            return Observation(token=token, closed=True, deleted=token > 0)
+            token, floor_token = outcome.detail.token, outcome.detail.floor_token
+            return Observation(
+                token=token, closed=True, floor_token=floor_token, deleted=token > 0
+            )
         if isinstance(outcome, BatonError):
             raise offsets_unreachable(outcome)
         return outcome

@@ -64,7 +64,7 @@ IN_FLIGHT = Observation(token=7, committed=10, delivered=14, unacked_count=3)
 CLOSED = Observation(token=7, closed=True, committed=10, delivered=10)
 PHANTOM = Observation(token=8, committed=10, delivered=10)
 PHANTOM_IN_FLIGHT = replace(PHANTOM, delivered=12, unacked_count=2)
-RECREATED = Observation(token=9, closed=True, deleted=True)
+RECREATED = Observation(token=9, closed=True, floor_token=9, deleted=True)
 
 
 def owned(*, quiet_slots: int = 0, generation: int = 5) -> LockEntry:
@@ -434,8 +434,8 @@ def test_owner_with_a_token_that_offsets_does_not_have_keeps_the_queue_for_its_l
     ("entry", "observation", "now_ms", "removable"),
     [
         (free(), RECREATED, LEASE_START_MS, True),
-        (free(), replace(RECREATED, token=7), LEASE_START_MS, False),
-        (free(), replace(RECREATED, deleted=False), LEASE_START_MS, False),
+        (free(), Observation(closed=True, floor_token=7), LEASE_START_MS, True),
+        (free(), Observation(closed=True, floor_token=6), LEASE_START_MS, False),
         (free(), Observation(closed=True), LEASE_START_MS, False),
         (owned(), RECREATED, LEASE_END_MS, False),
         (owned(), RECREATED, LEASE_END_MS + 1, True),

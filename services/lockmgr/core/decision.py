@@ -287,14 +287,10 @@ def is_removable(
 ) -> bool:
     """Return whether etcd needs the lock no more: its progress was deleted, and nobody uses it.
 
-    The next fence continues from the token of the tombstone. Without one, the lock's token protects
-    against an offsets that was restored from an old backup.
+    The next token must be greater than the lock's in any case. An offsets that was restored from an
+    old backup does not know that: then the lock's token is needed.
     """
-    return (
-        is_unused(entry, now_ms, policy)
-        and observation.deleted
-        and observation.token > entry.lock.token
-    )
+    return is_unused(entry, now_ms, policy) and observation.floor_token >= entry.lock.token
 
 
 def is_unused(entry: LockEntry, now_ms: int, policy: LockPolicy) -> bool:

@@ -92,6 +92,7 @@ class Observation:
         token: The token that a fence has to expect.
         delivered: D, with the offsets of an open advance; a fence of a drained queue expects it.
         reset_epoch: R; such a fence expects it too.
+        floor_token: Of a queue without progress: the next token is greater than this; else 0.
         deleted: Whether the topic or the group was deleted, and the queue was not fenced since:
             its last owner has no message of the present topic. Offsets has a tombstone.
     """
@@ -102,6 +103,7 @@ class Observation:
     delivered: int = 0
     reset_epoch: int = 0
     unacked_count: int = 0
+    floor_token: int = 0
     deleted: bool = False
 
     @property

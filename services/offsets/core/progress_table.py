@@ -433,11 +433,13 @@ class ProgressTable:
     def _unknown(self, key: GroupQueue) -> UnknownQueue:
         tombstone = self._tombstone(key)
         token = tombstone.token if tombstone else 0
-        reset_epoch = tombstone.reset_epoch if tombstone else self.floor.reset_epoch
+        floor_token, reset_epoch = (tombstone or self.floor)[:2]
         return UnknownQueue(
             f"queue {key} has no progress",
             facts={"queue": str(key)},
-            detail=UnknownQueueDetail(token=token, reset_epoch=reset_epoch),
+            detail=UnknownQueueDetail(
+                token=token, reset_epoch=reset_epoch, floor_token=floor_token
+            ),
         )
 
     def _delete(self, keys: Iterable[GroupQueue], now: Instant) -> list[GroupQueue]:

@@ -756,19 +756,23 @@ class UnknownQueueDetail(_message.Message):
 
     TOKEN_FIELD_NUMBER: _builtins.int
     RESET_EPOCH_FIELD_NUMBER: _builtins.int
+    FLOOR_TOKEN_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """The last token that was issued; 0 if there was none."""
     reset_epoch: _builtins.int
     """The reset epoch of the next progress; not set if not known."""
+    floor_token: _builtins.int
+    """The next token is greater than this; 0 if not known."""
     def __init__(
         self,
         *,
         token: _builtins.int = ...,
         reset_epoch: _builtins.int | None = ...,
+        floor_token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reset_epoch", b"_reset_epoch", "reset_epoch", b"reset_epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reset_epoch", b"_reset_epoch", "reset_epoch", b"reset_epoch", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reset_epoch", b"_reset_epoch", "floor_token", b"floor_token", "reset_epoch", b"reset_epoch", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reset_epoch: _TypeAlias = _typing.Literal["reset_epoch"]  # noqa: Y015
     _WhichOneofArgType__reset_epoch: _TypeAlias = _typing.Literal["_reset_epoch", b"_reset_epoch"]  # noqa: Y015
