@@ -15,7 +15,7 @@ LOCAL := $(or $(wildcard $(SETUP)),$(VENV)/.local)
 MAIN ?= main
 
 .NOTPARALLEL:
-.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e long spark spark-demo faults fuzz clients kombu check bench bench-quick bench-peers demo examples docs up clean \
+.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit services sim e2e long spark spark-demo faults fuzz clients kombu check bench bench-quick bench-peers demo examples docs up clean \
   etcd helm observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
@@ -90,10 +90,11 @@ proto-check: $(SETUP) ## check that gen/ and services/etcd_api/ match protos/
 breaking: $(SETUP) ## check that protos/ is compatible with MAIN (default main)
 	buf breaking --against '.git#ref=$(MAIN)'
 
-# One kind after another: what computes gets a worker per core, what waits for processes a few more. More workers only
-# make every process late. `make -k test` goes on after a kind that fails.
+# Tests in memory run beside those that wait for processes; a session for each would collect all tests twice. What only
+# computes comes after them, with a worker per core. More workers only make every process late. `make -k test` goes on
+# after a session that fails.
 PYTEST = pytest -q --dist loadfile --no-loadscope-reorder --durations=20 $(if $(CI),--required)
-test: quick e2e sim spark ## what CI runs: every kind of test, in 15 minutes on two cores
+test: services sim spark ## what CI runs: every kind of test, in 15 minutes on two cores
 
 # No test that waits for another process: under three minutes on two cores.
 QUICK := not sim and not e2e and not spark and not etcd
@@ -106,6 +107,9 @@ pythons: $(SETUP) ## tests of the client library on every supported Python of th
 E2E := (e2e or etcd) and not spark
 e2e: $(SETUP)   ## real processes only, also those that need only an etcd
 	$(PYTEST) -n 3 -m "$(E2E) and not long"
+
+services: $(SETUP) ## what `make quick` and `make e2e` run, in one session
+	$(PYTEST) -n 4 -m "$(QUICK) or ($(E2E) and not long)"
 
 sim: $(SETUP)   ## seeded cluster simulations only
 	$(PYTEST) -n 2 -m "sim and not long" tests/simulation
