@@ -40,7 +40,7 @@ class ProgressDeleter:
         self._epochs: dict[str, int] = defaultdict(int)
 
     async def delete_topic(self, topic: str, topic_id: int) -> None:
-        """Delete the progress on earlier topics of a name, before one is created as `topic_id`.
+        """Delete the progress on the topics of a name whose id is less than `topic_id`.
 
         Raises:
             OffsetsUnreachable: it is unknown whether the progress is deleted.

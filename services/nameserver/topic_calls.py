@@ -9,7 +9,13 @@ from dataclasses import replace
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._core.names import check_topic, check_user_topic
 from batonmq._core.retries import group_of
-from batonmq.errors import InvalidArgument, LimitExceeded, TopicExists, TopicNotFound
+from batonmq.errors import (
+    InvalidArgument,
+    LimitExceeded,
+    OffsetsUnreachable,
+    TopicExists,
+    TopicNotFound,
+)
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.nameserver.core.topic_resize import resized_spread
@@ -154,9 +160,10 @@ class TopicCalls:
         """See the proto."""
         name = check_user_topic(request.topic)
         self._catalog.check_ready()
-        revision = await self._store.delete(name)
+        revision, topic_id = await self._store.delete(name)
         await self._catalog.caught_up(topics=revision)
         log.info("topic deleted topic=%s", name)
+        await self._delete_progress(name, topic_id)
         return pb.DeleteTopicResponse()
 
     async def query_route(
@@ -192,6 +199,16 @@ class TopicCalls:
                     sent = route
                     yield pb.WatchRouteResponse(route=route_to_pb(route))
                 await changed.wait()
+
+    async def _delete_progress(self, name: str, topic_id: int) -> None:
+        """Delete the progress of a deleted topic, if offsets answers.
+
+        Otherwise it stays until a topic of the name is created, which waits for its deletion.
+        """
+        try:
+            await self._progress_deleter.delete_topic(name, topic_id)
+        except OffsetsUnreachable as error:
+            log.warning("progress of a deleted topic stays topic=%s error=%s", name, error)
 
     async def _create(self, name: str, queue_count: int, features: TopicFeatures) -> CreatedTopic:
         if name not in self._catalog.topics and not group_of(name):

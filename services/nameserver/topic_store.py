@@ -152,21 +152,31 @@ class TopicStore:
         )
         return written is not None
 
-    async def delete(self, name: str) -> int:
-        """Delete the topic; return the revision of the deletion.
+    async def delete(self, name: str) -> tuple[int, int]:
+        """Delete the topic.
+
+        Returns:
+            The revision of the deletion, and an id that is greater than that of the topic and
+            smaller than that of every later one: up to it the progress may be deleted.
 
         Raises:
             TopicNotFound: the topic does not exist.
         """
         key = self._etcd.key("topics", name)
 
-        async def attempt() -> int | None:
-            stored = await self._etcd.get(key)
+        async def attempt() -> tuple[int, int] | None:
+            counter, stored = await self._etcd.get(_TOPIC_ID), await self._etcd.get(key)
             if stored is None:
                 raise topic_not_found(name)
-            return await self._etcd.txn(compare=[unchanged(key, stored)], delete=[key])
+            topic_id = int(counter.value) + 1 if counter else 1
+            revision = await self._etcd.txn(
+                compare=[unchanged(key, stored), unchanged(_TOPIC_ID, counter)],
+                put=[Put(_TOPIC_ID, str(topic_id).encode())],
+                delete=[key],
+            )
+            return (revision, topic_id) if revision else None
 
-        return await self._swap.run(key, attempt)
+        return await self._swap.run(_TOPIC_ID, attempt)
 
 
 def topic_not_found(name: str) -> TopicNotFound:

@@ -115,7 +115,7 @@ async def test_topic_created_anew_shares_nothing_with_the_deleted_one(nameserver
     assert second.topic_id > first.topic_id
 
 
-async def test_progress_is_deleted_when_a_topic_is_created_and_not_before(
+async def test_progress_is_deleted_with_its_topic_and_again_before_the_next_one(
     nameserver: Replica, offsets: OffsetsEpoch
 ) -> None:
     await nameserver.create("orders", 3)
@@ -125,17 +125,18 @@ async def test_progress_is_deleted_when_a_topic_is_created_and_not_before(
     assert not (await nameserver.create("orders", 3)).created
     assert (await refusal(nameserver.create("orders", 4))).reason == "TOPIC_EXISTS"
     await nameserver.delete("orders")
-    assert offsets.table.query(keys[0]).token == 1
+    assert offsets.table.queues_of("g") == [keys[1]]
+    hold(offsets, keys[0], expected_token=2)  # a late member that knows nothing of the deletion
     created = (await nameserver.create("orders", 3)).topic
     assert offsets.table.queues_of("g") == [keys[1]]
     assert offsets.table.deleted_topic_id("orders") == created.topic_id
 
 
-def hold(offsets: OffsetsEpoch, key: GroupQueue) -> None:
+def hold(offsets: OffsetsEpoch, key: GroupQueue, expected_token: int = 0) -> None:
     """Grant the queue to a consumer; durability does not matter here."""
     fence_attempt = FenceAttempt(
-        attempt=str(key)[-64:],
-        expected_token=0,
+        attempt=f"{expected_token}-{key}"[-64:],
+        expected_token=expected_token,
         condition=FenceCondition.CLOSED_OR_DRAINED,
         holder=Incarnation("c1", 1),
     )

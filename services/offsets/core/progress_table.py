@@ -190,7 +190,7 @@ class ProgressTable:
         return moved
 
     def delete_topic(self, topic: str, topic_id: int, now: Instant) -> list[GroupQueue] | None:
-        """Delete the progress of all groups on `topic`, before it is created with `topic_id`.
+        """Delete the progress of all groups on the topics of a name with ids below `topic_id`.
 
         Returns:
             The queues that had progress; None, with nothing deleted, if it was called for this id

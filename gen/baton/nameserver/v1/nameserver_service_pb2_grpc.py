@@ -232,8 +232,9 @@ class NameserverServiceServicer:
 
     def DeleteTopic(self, request, context):
         """Deletes a topic. A topic of the same name created later shares nothing with it: no message,
-        and no progress of a group. Until then the progress stays where it was. The bytes of the messages
-        stay in the log of the brokers until retention removes the segments that contain them.
+        and no progress of a group. The progress of all groups on it is deleted too; if offsets does not
+        answer, it stays until a topic of the name is created. The bytes of the messages stay in the log
+        of the brokers until retention removes the segments that contain them.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
         (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING).

@@ -74,8 +74,9 @@ class NameserverServiceStub:
     """
     DeleteTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.DeleteTopicRequest, _nameserver_service_pb2.DeleteTopicResponse]
     """Deletes a topic. A topic of the same name created later shares nothing with it: no message,
-    and no progress of a group. Until then the progress stays where it was. The bytes of the messages
-    stay in the log of the brokers until retention removes the segments that contain them.
+    and no progress of a group. The progress of all groups on it is deleted too; if offsets does not
+    answer, it stays until a topic of the name is created. The bytes of the messages stay in the log
+    of the brokers until retention removes the segments that contain them.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
     (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
@@ -284,8 +285,9 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     """
     DeleteTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.DeleteTopicRequest, _nameserver_service_pb2.DeleteTopicResponse]  # type: ignore[assignment]
     """Deletes a topic. A topic of the same name created later shares nothing with it: no message,
-    and no progress of a group. Until then the progress stays where it was. The bytes of the messages
-    stay in the log of the brokers until retention removes the segments that contain them.
+    and no progress of a group. The progress of all groups on it is deleted too; if offsets does not
+    answer, it stays until a topic of the name is created. The bytes of the messages stay in the log
+    of the brokers until retention removes the segments that contain them.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
     (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
@@ -527,8 +529,9 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.DeleteTopicResponse, _abc.Awaitable[_nameserver_service_pb2.DeleteTopicResponse]]:
         """Deletes a topic. A topic of the same name created later shares nothing with it: no message,
-        and no progress of a group. Until then the progress stays where it was. The bytes of the messages
-        stay in the log of the brokers until retention removes the segments that contain them.
+        and no progress of a group. The progress of all groups on it is deleted too; if offsets does not
+        answer, it stays until a topic of the name is created. The bytes of the messages stay in the log
+        of the brokers until retention removes the segments that contain them.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
         (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING).

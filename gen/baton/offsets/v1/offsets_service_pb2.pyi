@@ -1623,7 +1623,9 @@ class DeleteTopicRequest(_message.Message):
     offsets_epoch: _builtins.int
     """Highest epoch of offsets the caller has seen; 0 for none."""
     topic_id: _builtins.int
-    """Id of the topic that is about to be created; ids of earlier ones are smaller. Required."""
+    """The progress on topics of the name with smaller ids is deleted: the id of the topic that is about
+    to be created, or one that was taken when the topic was deleted. Required.
+    """
     def __init__(
         self,
         *,
