@@ -42,7 +42,7 @@ from batonmq_server.console.visit import (
     make_templates,
     render_block,
 )
-from batonmq_server.console.web import FormTooLarge, Guard, form_of, is_foreign
+from batonmq_server.console.web import HEALTH, FormTooLarge, Guard, form_of, is_foreign
 
 COOKIE = "baton_console"
 _SIGN_INS_AT_ONCE = 4
@@ -73,7 +73,7 @@ class WebConsole:
         """Return the application for a web server."""
         settings = self.console.settings
         routes = [
-            Route("/health", self._health),
+            Route(HEALTH, self._health),
             Route("/sign-in", self._sign_in, methods=["GET", "POST"]),
             Route("/sign-out", self._sign_out, methods=["POST"]),
             *(Route(page.path, self._endpoint(page)) for page in self._pages),

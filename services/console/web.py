@@ -12,6 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 FORM_BYTES_MAX = 6 * 1024 * 1024
 """A message of 4 MiB, percent-encoded in part."""
 FIELDS_MAX = 2_000
+HEALTH = "/health"
+"""Path that answers under every host name: probes and load balancers call by address, and the
+answer contains nothing of the cluster."""
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
@@ -59,7 +62,8 @@ class Guard:
                     headers.setdefault("cache-control", "no-store")
             await send(message)
 
-        if host_of(Headers(scope=scope).get("host", "")) not in self._hosts:
+        host = host_of(Headers(scope=scope).get("host", ""))
+        if host not in self._hosts and scope["path"] != HEALTH:
             refusal = PlainTextResponse(
                 "This console does not answer under this host name.\n"
                 "Set BATON_CONSOLE_ALLOWED_HOSTS to the names under which browsers call it.\n",
