@@ -18,6 +18,7 @@ import promql_parser as promql
 import pytest
 import yaml
 
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.rpc import ERROR_OF
 from batonmq_server.nameserver.core.diagnosis import StuckReason
 from tools.dashboards.promql import METRICS, matchers, result_labels, rules, selectors
@@ -79,6 +80,13 @@ def test_every_stuck_reason_raises_an_alert() -> None:
     assert reasons == {reason for reason in StuckReason if reason.stuck}
 
 
+def test_every_kind_of_registered_process_raises_an_alert_when_it_is_down() -> None:
+    kinds = {name.removeprefix("SERVICE_KIND_").lower() for name in pb.ServiceKind.keys()}  # noqa: SIM118
+    (rule,) = (rule for rule in RULES if rule["alert"] == "BatonDown")
+    (selector,) = selectors(rule["expr"])
+    assert set(dict(matchers(selector))["node_type"]) == kinds - {"unspecified"}
+
+
 def test_rule_names_are_unique() -> None:
     names = [rule.get("alert") or rule["record"] for rule in (*RULES, *RECORDED)]
     assert len(set(names)) == len(names)
@@ -95,6 +103,12 @@ def test_alert_links_to_a_runbook_with_a_command(rule: dict[str, Any]) -> None:
     for heading in ("## What it means", "## Look", "## Do"):
         assert text.count(f"{heading}\n") == 1
     assert "baton " in text.partition("## Look")[2].partition("## Do")[0]
+
+
+@_each_alert
+def test_runbook_gives_the_reason_that_execute_requires(rule: dict[str, Any]) -> None:
+    text = (RUNBOOKS / f"{rule['alert']}.md").read_text()
+    assert text.count("--execute") == text.count("--execute --reason ")
 
 
 def test_every_runbook_has_an_alert() -> None:
