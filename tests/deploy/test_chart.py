@@ -9,10 +9,13 @@ k8s` does so for every case, this file for a few.
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -302,3 +305,54 @@ def test_links_of_the_chart_lead_to_the_files_of_the_kustomizations() -> None:
         "grafana": REPO / "deploy" / "grafana",
         "rules.yaml": K8S / "components" / "monitoring" / "rules.yaml",
     }
+
+
+@helm
+def test_environment_of_storage_can_come_from_a_secret() -> None:
+    resources = render_chart({"storage": {"secretEnv": "object-store"}})
+    for name, secrets in (("storage-a", ["object-store"]), ("offsets", [])):
+        (container,) = named(resources, "StatefulSet", name)["spec"]["template"]["spec"][
+            "containers"
+        ]
+        given = [one["secretRef"]["name"] for one in container["envFrom"] if "secretRef" in one]
+        assert given == secrets
+
+
+def notes_of(values: Mapping[str, Any], folder: Path) -> str:
+    """Return the notes of the chart, which `helm template` leaves out: a template renders them."""
+    chart = folder / "chart"
+    shutil.copytree(CHART, chart, ignore=shutil.ignore_patterns("files"))
+    (chart / "files").mkdir()
+    (chart / "templates" / "NOTES.txt").rename(chart / "files" / "notes")
+    for path in (chart / "templates").glob("*.yaml"):
+        path.unlink()
+    text = '{{ dict "notes" (tpl (.Files.Get "files/notes") .) | toYaml }}\n'
+    (chart / "templates" / "notes.yaml").write_text(text)
+    command = [str(find_helm()), "template", str(chart), "--namespace", "mq", "--values", "-"]
+    done = subprocess.run(
+        command, input=json.dumps(values), capture_output=True, text=True, check=True
+    )
+    return str(yaml.safe_load(done.stdout)["notes"])
+
+
+@helm
+def test_notes_make_the_secrets_that_pods_mount_and_none_of_an_administrator(
+    tmp_path: Path,
+) -> None:
+    values = {
+        **WHOLE,
+        "security": {"certManager": False, "admins": ["alice"]},
+        "etcd": {"tls": True},
+    }
+    mounted = {
+        volume["secret"]["secretName"]
+        for one in render_chart(values)
+        if one["kind"] in ("StatefulSet", "Deployment")
+        for volume in one["spec"]["template"]["spec"]["volumes"]
+        if "secret" in volume
+    }
+    notes = notes_of(values, tmp_path)
+    (made,) = re.findall(r"make-ca\.sh build/tls (.*)", notes)
+    (applied,) = re.findall(r"apply-secrets\.sh CONTEXT build/tls (.*)", notes)
+    assert set(made.split()) == {"alice", "console", "spark"}
+    assert set(applied.split()) == mounted - {"gateway-keys"}

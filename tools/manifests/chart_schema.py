@@ -31,6 +31,7 @@ OF_THE_CHART = frozenset(
 )
 """Settings that the chart makes from other values."""
 TEXT = {"type": "string", "minLength": 1}
+NO_TEXT = {"const": ""}
 YES_OR_NO = {"type": "boolean"}
 NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
 QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"}
@@ -121,7 +122,9 @@ def schema() -> dict[str, Any]:
                 image=TEXT,
                 volume=volume,
             ),
-            "storage": pods(settings=services["storage"], volume=volume),
+            "storage": pods(
+                settings=services["storage"], volume=volume, secretEnv={"anyOf": [NAME, NO_TEXT]}
+            ),
             "offsets": pods(settings=services["offsets"], volume=volume),
             "lockmgr": pods(settings=services["lockmgr"]),
             "nameserver": pods(settings=services["nameserver"]),

@@ -59,6 +59,10 @@ spec:
           envFrom:
             - configMapRef:
                 name: {{ .service }}
+            {{- with $values.secretEnv }}
+            - secretRef:
+                name: {{ . }}
+            {{- end }}
           env:
             - name: POD_NAME
               valueFrom:
