@@ -308,6 +308,30 @@ def test_links_of_the_chart_lead_to_the_files_of_the_kustomizations() -> None:
 
 
 @helm
+def test_setting_with_a_variable_of_the_pod_is_where_kubernetes_puts_it_in() -> None:
+    outside = {
+        "storage": "$(POD_NAME).mq.example.com:10911",
+        "offsets": "offsets.example.com:3093$(POD_INDEX)",
+    }
+    values = {
+        name: {"settings": {f"BATON_{name.upper()}_OUTSIDE_ADDRESS": text}}
+        for name, text in outside.items()
+    }
+    resources = render_chart(values)
+    for name, workload in (("storage", "storage-a"), ("offsets", "offsets")):
+        setting = f"BATON_{name.upper()}_OUTSIDE_ADDRESS"
+        pod = named(resources, "StatefulSet", workload)["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        variables = [one["name"] for one in container["env"]]
+        given = {one["name"]: one.get("value") for one in container["env"]}
+        used = "POD_NAME" if name == "storage" else "POD_INDEX"
+        assert given[setting] == outside[name]
+        assert variables.index(used) < variables.index(setting)
+        assert setting not in named(resources, "ConfigMap", name)["data"]
+    assert "POD_INDEX" not in str(named(resources, "StatefulSet", "storage-a"))
+
+
+@helm
 def test_environment_of_storage_can_come_from_a_secret() -> None:
     resources = render_chart({"storage": {"secretEnv": "object-store"}})
     for name, secrets in (("storage-a", ["object-store"]), ("offsets", [])):

@@ -14,6 +14,7 @@ The StatefulSet of a service, and its disruption budget: a dict of
 {{- $root := .root -}}
 {{- $values := index $root.Values .service -}}
 {{- $prefix := printf "BATON_%s" (upper .service) -}}
+{{- $settings := include "batonmq.settings" (dict "root" $root "name" .service) -}}
 {{- $keys := or (eq .service "gateway") (and (eq .service "nameserver") $root.Values.gateway.enabled) -}}
 apiVersion: apps/v1
 kind: StatefulSet
@@ -40,7 +41,7 @@ spec:
         {{- toYaml .labels | nindent 8 }}
       annotations:
         # A changed setting restarts the pods.
-        checksum/settings: {{ print (include "batonmq.settings" (dict "root" $root "name" .service)) (include "batonmq.etcdEndpoints" $root) $root.Values.cluster | sha256sum }}
+        checksum/settings: {{ print $settings (include "batonmq.etcdEndpoints" $root) $root.Values.cluster | sha256sum }}
     spec:
       serviceAccountName: {{ .service }}
       automountServiceAccountToken: false
@@ -89,6 +90,18 @@ spec:
             {{- range $name, $value := .env }}
             - name: {{ $name }}
               value: {{ $value | quote }}
+            {{- end }}
+            {{- if contains "$(POD_INDEX)" $settings }}
+            - name: POD_INDEX
+              valueFrom:
+                fieldRef:
+                  fieldPath: metadata.labels['apps.kubernetes.io/pod-index']
+            {{- end }}
+            {{- range $name, $value := $settings | fromYaml }}
+            {{- if include "batonmq.ofPod" $value }}
+            - name: {{ $name }}
+              value: {{ $value | quote }}
+            {{- end }}
             {{- end }}
           ports:
             {{- range $name, $port := .ports }}

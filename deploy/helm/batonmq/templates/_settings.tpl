@@ -44,6 +44,11 @@
 {{- toYaml (mergeOverwrite $set $values.settings) -}}
 {{- end }}
 
+{{/* Whether a setting names a variable of its pod, such as $(POD_NAME): Kubernetes puts it in only in `env`. */}}
+{{- define "batonmq.ofPod" -}}
+{{- if contains "$(" . }}true{{ end }}
+{{- end }}
+
 {{/* The ConfigMap of a service: a dict of root and name. */}}
 {{- define "batonmq.configMap" -}}
 apiVersion: v1
@@ -52,5 +57,11 @@ metadata:
   name: {{ .name }}
   namespace: {{ .root.Release.Namespace }}
   labels: {{ include "batonmq.labels" .root | nindent 4 }}
-data: {{ include "batonmq.settings" . | nindent 2 }}
+{{- $data := dict }}
+{{- range $name, $value := include "batonmq.settings" . | fromYaml }}
+{{- if not (include "batonmq.ofPod" $value) }}
+{{- $_ := set $data $name $value }}
+{{- end }}
+{{- end }}
+data: {{ toYaml $data | nindent 2 }}
 {{- end }}
