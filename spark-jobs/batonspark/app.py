@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -41,7 +42,21 @@ def run(*names: str) -> NoReturn:
     Args:
         names: Keys of `QUERIES`. A query starts after the query that writes its input table.
     """
+    refuse_arguments()
     run_job("+".join(names), lambda settings, ended: _stream(names, settings, ended))
+
+
+def refuse_arguments() -> None:
+    """End the process if it has arguments: a job has settings only.
+
+    Without this, `--help` would start a second process on the checkpoints of the first one.
+    """
+    if arguments := sys.argv[1:]:
+        program = f"batonspark.jobs.{Path(sys.argv[0]).stem}"
+        usage = f"usage: python -m {program}; settings: {PREFIX}_*, see docs/reference/spark.md"
+        asked = arguments in (["-h"], ["--help"])
+        print(usage, file=sys.stdout if asked else sys.stderr)
+        sys.exit(0 if asked else 2)
 
 
 def run_job(name: str, job: Callable[[JobSettings, threading.Event], bool]) -> NoReturn:

@@ -5,8 +5,9 @@ See docs/reference/spark.md.
 
 from __future__ import annotations
 
-from batonspark.app import run_job
+from batonspark.app import refuse_arguments, run_job
 from batonspark.compaction import compact
 
 if __name__ == "__main__":
+    refuse_arguments()
     run_job("compact", compact)
