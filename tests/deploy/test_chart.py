@@ -153,6 +153,24 @@ def test_schema_refuses_each_setting_that_the_chart_sets_and_offers_the_others()
     assert {name.split("_", 2)[2] for name in given & offered} == may_differ
 
 
+def mounted_secrets(resources: list[Resource]) -> set[str]:
+    """Return the names of the Secrets that pods mount."""
+    return {
+        volume["secret"]["secretName"]
+        for one in resources
+        if one["kind"] in ("StatefulSet", "Deployment")
+        for volume in one["spec"]["template"]["spec"].get("volumes", ())
+        if "secret" in volume
+    }
+
+
+@helm
+def test_cert_manager_makes_every_certificate_that_a_pod_mounts() -> None:
+    resources = render_chart(WHOLE)
+    issued = {one["spec"]["secretName"] for one in resources if one["kind"] == "Certificate"}
+    assert mounted_secrets(resources) - {"gateway-keys"} == issued - {"baton-root"}
+
+
 @helm
 def test_release_in_another_namespace_names_no_other() -> None:
     resources = render_chart(WHOLE, namespace="mq")
@@ -368,15 +386,9 @@ def test_notes_make_the_secrets_that_pods_mount_and_none_of_an_administrator(
         "security": {"certManager": False, "admins": ["alice"]},
         "etcd": {"tls": True},
     }
-    mounted = {
-        volume["secret"]["secretName"]
-        for one in render_chart(values)
-        if one["kind"] in ("StatefulSet", "Deployment")
-        for volume in one["spec"]["template"]["spec"]["volumes"]
-        if "secret" in volume
-    }
     notes = notes_of(values, tmp_path)
     (made,) = re.findall(r"make-ca\.sh build/tls (.*)", notes)
     (applied,) = re.findall(r"apply-secrets\.sh CONTEXT build/tls (.*)", notes)
     assert set(made.split()) == {"alice", "console", "spark"}
-    assert set(applied.split()) == mounted - {"gateway-keys"}
+    assert set(applied.split()) == mounted_secrets(render_chart(values)) - {"gateway-keys"}
+    assert "gateway-keys.sh CONTEXT" in notes

@@ -188,7 +188,8 @@ def test_authority_keeps_its_key_and_its_certificates_get_new_keys() -> None:
         for one in documents(K8S / "components" / "tls-cert-manager" / "certificates.yaml")
         if one["kind"] == "Certificate"
     ]
-    assert {one["metadata"]["name"] for one in certificates} == {"baton-root", "scaler", *SETTINGS}
+    clients = {"scaler", "console", "spark"}
+    assert {one["metadata"]["name"] for one in certificates} == {"baton-root", *clients, *SETTINGS}
     for one in certificates:
         expected = "Never" if one["spec"].get("isCA") else "Always"
         assert one["spec"]["privateKey"]["rotationPolicy"] == expected
