@@ -172,6 +172,17 @@ def test_cert_manager_makes_every_certificate_that_a_pod_mounts() -> None:
 
 
 @helm
+def test_certificates_have_the_names_of_the_outside_addresses() -> None:
+    resources = render_chart({**WHOLE, "security": {"dnsNames": ["*.mq.example.com"]}})
+    given = {
+        one["metadata"]["name"]
+        for one in resources
+        if one["kind"] == "Certificate" and "*.mq.example.com" in one["spec"].get("dnsNames", ())
+    }
+    assert given == {"storage", "offsets", "lockmgr", "nameserver", "gateway"}
+
+
+@helm
 def test_release_in_another_namespace_names_no_other() -> None:
     resources = render_chart(WHOLE, namespace="mq")
     assert {one["metadata"]["namespace"] for one in resources} == {"mq"}

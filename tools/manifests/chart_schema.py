@@ -34,6 +34,7 @@ TEXT = {"type": "string", "minLength": 1}
 NO_TEXT = {"const": ""}
 YES_OR_NO = {"type": "boolean"}
 NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
+DNS_NAME = {"type": "string", "pattern": r"^(\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
 QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"}
 POSITIVE = {"type": "integer", "minimum": 1}
 TEXTS = {"type": "array", "items": TEXT}
@@ -111,6 +112,7 @@ def schema() -> dict[str, Any]:
                 {
                     "mode": {"enum": ["insecure", "tls", "access"]},
                     "certManager": YES_OR_NO,
+                    "dnsNames": {"type": "array", "items": DNS_NAME},
                     "admins": TEXTS | {"minItems": 1},
                 }
             ),
