@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from batonmq._core.queues import QueueRef
 
@@ -17,6 +17,7 @@ WINDOW_MS = 5_000
 RECENT_MAX = 50
 CHURN_MS = 60_000
 """Window over which hand-overs, denials, conflicts and redeliveries are counted."""
+Name = TypeVar("Name")
 
 
 class RecentEvent(NamedTuple):
@@ -116,6 +117,22 @@ class _Group:
     owners: dict[QueueRef, str] = field(default_factory=dict)
 
 
+class _Listed(Generic[Name]):
+    """The names in the last two lists of the cluster."""
+
+    def __init__(self) -> None:
+        self._now = self._before = frozenset[Name]()
+
+    def gone(self, names: Iterable[Name]) -> frozenset[Name]:
+        """Return the listed names that are not in a new list.
+
+        The last events of a name may arrive after the list without it, so it is gone twice.
+        """
+        listed, now = self._now | self._before, frozenset(names)
+        self._now, self._before = now, self._now
+        return listed - now
+
+
 class Board:
     """Collects events and returns snapshots.
 
@@ -134,6 +151,8 @@ class Board:
         self._groups: defaultdict[str, _Group] = defaultdict(_Group)
         self._recent: deque[RecentEvent] = deque(maxlen=RECENT_MAX)
         self._sources: dict[str, int] = {}
+        self._topics = _Listed[tuple[str, int]]()
+        self._group_names = _Listed[str]()
 
     def begin(self, statuses: Iterable[GroupQueueStatus], members: dict[str, int]) -> None:
         """Set the state of queues and groups that was queried at the start."""
@@ -147,6 +166,25 @@ class Board:
                 self._ends[one.queue] = max(one.next_offset, self._ends.get(one.queue, 0))
             if one.owner:
                 group.owners.setdefault(one.queue, one.owner)
+
+    def retain(self, topics: Iterable[tuple[str, int]], groups: Iterable[str]) -> None:
+        """Forget the topics and groups that were deleted since the last call.
+
+        What was never listed stays: it may be newer than the list, or hidden from the caller.
+
+        Args:
+            topics: Names and ids of all topics.
+            groups: Names of all groups.
+        """
+        gone = {name for name, _ in self._topics.gone(topics)}
+        for name in self._group_names.gone(groups):
+            self._groups.pop(name, None)
+        tables: list[dict[QueueRef, Any]] = [self._ends]
+        for group in self._groups.values():
+            tables += [group.committed, group.owners]
+        for table in tables:
+            for queue in [queue for queue in table if queue.topic in gone]:
+                del table[queue]
 
     def note_source(self, source: str, dropped_count: int) -> None:
         """Record that a process has sent events, and how many it has dropped."""

@@ -9,7 +9,7 @@ import sys
 import termios
 import tty
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import click
 
@@ -29,6 +29,8 @@ from batonmq.errors import BatonError
 GROUPS_MAX = 50
 """Groups with progress that is read at the start; that of the others comes with their events."""
 FRAMES_PER_S = 2
+LIST_INTERVAL_S = 5.0
+"""How often topics and groups are listed, to forget those that were deleted."""
 _WIDTH_WITHOUT_TERMINAL = 120
 _HEIGHT_WITHOUT_TERMINAL = 10_000
 _ENTER_SCREEN = "\x1b[?1049h\x1b[?25l"
@@ -71,12 +73,23 @@ class _LiveView:
             watching = tasks.create_task(self._watch.run())
             async with self._session.admin() as admin:
                 self._board.begin(*await _initial_state(admin))
-            if seconds is None:
-                await self._draw_until_quit()
-            else:
-                await asyncio.sleep(seconds)
-                self._print()
+                listing = tasks.create_task(self._forget_deleted(admin))
+                if seconds is None:
+                    await self._draw_until_quit()
+                else:
+                    await asyncio.sleep(seconds)
+                    self._print()
+                listing.cancel()
             watching.cancel()
+
+    async def _forget_deleted(self, admin: Admin) -> None:
+        while True:
+            with suppress(BatonError):  # the next list tells the same
+                topics, groups = await admin.list_topics(), await admin.list_groups()
+                self._board.retain(
+                    [(one.name, one.topic_id) for one in topics], [one.name for one in groups]
+                )
+            await asyncio.sleep(LIST_INTERVAL_S)
 
     def _take(self, batch: pb.MetricBatch) -> None:
         now_ms = self._clock.monotonic_ms()

@@ -15,6 +15,7 @@ import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,8 @@ from tests.cli.baton import BATON, RunningCluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
+HOME = b"\x1b[H"
+"""The sequence with which a frame begins."""
 LEAVES = b"\x1b[?1049l"
 """The sequence that leaves the alternate screen."""
 
@@ -62,6 +65,14 @@ class Screen:
             except OSError as error:  # the process has ended
                 raise AssertionError(self.shown) from error
 
+    def until_gone(self, word: bytes) -> None:
+        """Wait for a whole frame without this word."""
+        frame = word
+        while word in frame:
+            self.shown = self.shown.rpartition(HOME)[2]  # the frame that is being drawn
+            self.until(HOME)
+            frame = self.shown.partition(HOME)[0]
+
 
 @contextmanager
 def screen(cluster: RunningCluster, *arguments: str) -> Iterator[Screen]:
@@ -94,6 +105,23 @@ def test_top_follows_the_terminal_size_and_quits_on_q(cluster: RunningCluster) -
         terminal.until(LEAVES)
         assert terminal.process.wait(20) == 0
         assert termios.tcgetattr(terminal.fd)[3] & termios.ECHO
+
+
+def test_top_shows_no_topic_and_no_group_that_was_deleted(
+    cluster: RunningCluster, lines: Path
+) -> None:
+    cluster("topic", "create", "old-topic", "--queues", "1")
+    cluster("produce", "old-topic", "--file", str(lines))
+    cluster("consume", "old-topic", "--group", "old-group")
+    with screen(cluster, "top") as terminal:
+        terminal.until(b"old-group")
+        terminal.until(b"old-topic")
+        assert cluster("group", "delete", "old-group", "--yes").code == 0
+        assert cluster("topic", "delete", "old-topic", "--yes").code == 0
+        terminal.until_gone(b"old-group")
+        terminal.until_gone(b"old-topic")
+        terminal.press(b"q")
+        assert terminal.process.wait(20) == 0
 
 
 def test_interrupted_top_restores_the_terminal(cluster: RunningCluster) -> None:

@@ -93,6 +93,42 @@ def test_released_queue_has_no_owner_and_queue_without_progress_no_lag() -> None
     assert {row.group: row.lag for row in snapshot.groups} == {"g": 400, "h": -1}
 
 
+def test_deleted_topic_and_group_leave_the_screen_with_all_their_rows() -> None:
+    board = busy()
+    kept = QueueRef("kept", "a", 0)
+    board.begin([GroupQueueStatus("h", T0, 1, 2, "c1"), GroupQueueStatus("h", kept, 3, 9)], {})
+    board.retain([("t", 1), ("kept", 2)], ["g", "h"])
+    assert {row.topic for row in board.snapshot(20_000).topics} == {"t", "kept"}
+    board.retain([("kept", 2)], ["h"])
+    late = pb.CommittedRange(committed_offset=150)
+    for group in ("g", "h"):
+        board.take(event(group=group, committed=late), 20_000)
+    board.take(event(appended=pb.Appended(message_count=0, next_offset=541)), 20_000)
+    board.retain([("kept", 2)], ["h"])
+    snapshot = board.snapshot(20_000)
+    assert [row.topic for row in snapshot.topics] == ["kept"]
+    assert [(row.group, row.lag) for row in snapshot.groups] == [("h", 6)]
+    assert snapshot.owners == ()
+
+
+def test_topic_that_was_created_anew_has_the_lag_of_the_new_one() -> None:
+    board = busy()
+    board.retain([("t", 1)], ["g"])
+    board.retain([("t", 2)], ["g"])
+    lag = pb.QueueLag(committed_offset=0, next_offset=3)
+    board.take(event(group="g", queue_lag=lag), 20_000)
+    assert [row.lag for row in board.snapshot(20_000).groups] == [3]
+
+
+def test_topic_and_group_that_were_never_listed_stay() -> None:
+    board = busy()
+    for _ in range(3):
+        board.retain([("other", 1)], [])
+    snapshot = board.snapshot(9_500)
+    assert [row.topic for row in snapshot.topics] == ["t"]
+    assert [row.group for row in snapshot.groups] == ["g"]
+
+
 def test_unknown_kinds_are_ignored() -> None:
     board = busy()
     before = board.snapshot(9_500)
@@ -165,7 +201,7 @@ def test_events_of_all_nodes_are_followed_also_after_a_restart() -> None:
                         await producer.send("t", b"")
                     async for message in consumer:
                         if message.offset == 99:
-                            consumer.stop()
+                            break
                     await until(lambda: len(board.snapshot(clock.monotonic_ms()).sources) == 4)
                     snapshot = board.snapshot(clock.monotonic_ms())
                 watching.cancel()
