@@ -56,6 +56,7 @@ class TopicQueues:
         Args:
             last: The last batch in flight of each queue.
         """
+        self._forget_settled()
         if last:
             self._earlier.append(_Earlier(self._keyed, last))
         self._read(route)
@@ -77,13 +78,17 @@ class TopicQueues:
         """Return whether a message of the key could overtake messages in flight."""
         if ordering_key is None or not self._earlier or not self.queues:
             return False
+        self._forget_settled()
+        queue = self._keyed.of(ordering_key)
+        return any(one.delays(ordering_key, queue) for one in self._earlier)
+
+    def _forget_settled(self) -> None:
+        """Forget earlier assignments of keys with no message in flight."""
         self._earlier = [
             one
             for one in self._earlier
             if not all(outcome.settled for outcome in one.last.values())
         ]
-        queue = self._keyed.of(ordering_key)
-        return any(one.delays(ordering_key, queue) for one in self._earlier)
 
     def choose(self, options: SendOptions, now_ms: int) -> QueueRef:
         """Return the requested queue, the queue of the ordering key, or the next in the rotation.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -132,14 +132,28 @@ def produce(
     session.run(_produce(session.nameserver, settings, file, sending))
 
 
+@dataclass(slots=True)
+class _StoredOffsets:
+    """The messages in one queue; messages of other producers may lie between the offsets."""
+
+    count: int
+    first_offset: int
+    next_offset: int
+
+    def add(self, offset: int) -> None:
+        self.count += 1
+        self.first_offset = min(self.first_offset, offset)
+        self.next_offset = max(self.next_offset, offset + 1)
+
+
 class _ReceiptSummary:
-    """Where messages are stored; messages of other producers may lie between the offsets."""
+    """Where messages are stored; it stays small, as the input may be endless."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
-        self._offsets: dict[QueueRef, list[int]] = {}
+        self._stored: dict[QueueRef, _StoredOffsets] = {}
         self._durabilities: set[str] = set()
-        self._schedules: list[ScheduleReceipt] = []
+        self._scheduled_count = 0
         self._failures: list[BatonError] = []
 
     def add(self, receipt: Receipt | ScheduleReceipt) -> None:
@@ -147,7 +161,8 @@ class _ReceiptSummary:
         if isinstance(receipt, ScheduleReceipt):
             self._add_schedule(receipt)
             return
-        self._offsets.setdefault(receipt.queue, []).append(receipt.offset)
+        empty = _StoredOffsets(0, receipt.offset, receipt.offset)
+        self._stored.setdefault(receipt.queue, empty).add(receipt.offset)
         self._durabilities.add(receipt.durability.name)
         if self._output.form is OutputFormat.JSON:
             self._output.line(
@@ -165,7 +180,7 @@ class _ReceiptSummary:
             )
 
     def _add_schedule(self, receipt: ScheduleReceipt) -> None:
-        self._schedules.append(receipt)
+        self._scheduled_count += 1
         self._output.line(
             {
                 "topic": receipt.queue.topic,
@@ -184,24 +199,15 @@ class _ReceiptSummary:
 
     def print(self) -> None:
         """Print where the messages are stored."""
-        if self._schedules:
-            count = len(self._schedules)
-            self._output.note(f"{counted(count, 'message')} scheduled")
+        if self._scheduled_count:
+            self._output.note(f"{counted(self._scheduled_count, 'message')} scheduled")
             return
-        count = sum(map(len, self._offsets.values()))
+        count = sum(stored.count for stored in self._stored.values())
         words = [f"{counted(count, 'message')} stored", *sorted(self._durabilities)]
         self._output.note(" ".join(words))
-        if self._output.form is not OutputFormat.JSON and self._offsets:
+        if self._output.form is not OutputFormat.JSON and self._stored:
             self._output.items(
-                [
-                    {
-                        "queue": queue,
-                        "count": len(offsets),
-                        "first_offset": min(offsets),
-                        "next_offset": max(offsets) + 1,
-                    }
-                    for queue, offsets in sorted(self._offsets.items())
-                ],
+                [{"queue": queue, **asdict(one)} for queue, one in sorted(self._stored.items())],
                 _STORED_COLUMNS,
             )
 
