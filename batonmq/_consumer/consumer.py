@@ -339,7 +339,12 @@ class Consumer:
         await self._close()
 
     def stop(self) -> None:
-        """Start no more messages: `run`, `run_batches` and the iteration end."""
+        """Start no more messages: `run`, `run_batches` and the iteration end.
+
+        When they have ended, the consumer leaves the group, also if its block goes on: other
+        members get its queues when the handlers that still run have ended, at the latest after
+        `drain_timeout_ms`. A consumer that has stopped can't be started again.
+        """
         self._stopped.set()
         if self._dispatcher is not None:
             self._dispatcher.end()
@@ -366,6 +371,7 @@ class Consumer:
                 return message
             self._session.available.clear()
             await self._session.available.wait()
+        self._leave_soon()
         raise StopAsyncIteration
 
     def reply(self, message: ReceivedMessage, reply: Reply | bytes) -> None:
@@ -467,6 +473,7 @@ class Consumer:
 
     async def _run(self, adapter: HandlerAdapter, transformer: Transformer | None = None) -> None:
         if self._stopped.is_set():
+            self._leave_soon()
             return
         if self._dispatcher is not None:
             raise InvalidArgument(
@@ -497,6 +504,8 @@ class Consumer:
         except asyncio.CancelledError:
             self.stop()  # else the handler would go on without a caller
             raise
+        finally:
+            self._leave_soon()
         if self._failed is not None:
             raise self._failed
 
@@ -556,20 +565,25 @@ class Consumer:
             await self._membership.join(session.settings.start_timeout_ms)
 
     async def _follow(self, topic: str) -> None:
-        """Follow a topic's route; end the consumer with TopicNotFound when it is deleted."""
+        """Follow a topic's route; end the consumer with TopicNotFound when it is deleted.
+
+        A consumer that leaves the group needs it no longer.
+        """
         try:
             await follow_route(self._session.directory, topic, self._apply_route)
         except TopicNotFound:
-            await self._release_all()
-            raise
+            if not self._session.leaving:
+                await self._release_all()
+                raise
 
     async def _run_heartbeats(self) -> None:
         """Send heartbeats; end the consumer with TopicNotFound when a topic is deleted."""
         try:
             await self._membership.run_heartbeats()
         except TopicNotFound:
-            await self._release_all()
-            raise
+            if not self._session.leaving:
+                await self._release_all()
+                raise
 
     def _apply_route(self, route: pb.Route) -> None:
         """Read all queues of the route, as a broadcasting member does."""
@@ -624,6 +638,11 @@ class Consumer:
             if not self._queues:
                 self._all_released.set()
         self._rebalance()
+
+    def _leave_soon(self) -> None:
+        """Begin to leave the group: the queues must not wait for the end of the block."""
+        if self._loops and not self._session.leaving and not self._tasks_end():
+            self._spawn(self._release_all())
 
     async def _close(self) -> None:
         """Stop, leave the group, and release all queues."""

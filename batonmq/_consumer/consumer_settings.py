@@ -65,9 +65,9 @@ class ConsumerSettings:
             follower: it has one when three quarters wait.
         keep_alive_ms: How often the leases of the queues are renewed.
         drain_timeout_ms: How long running handlers may take when a queue is revoked or the consumer
-            closes. Messages that are not handled by then are delivered again, with `redelivered`
-            set. None waits until the handlers end; but a consumer that closes keeps its queues for
-            60 s at most.
+            stops or closes. Messages that are not handled by then are delivered again, with
+            `redelivered` set. None waits until the handlers end; but a consumer that stops or
+            closes keeps its queues for 60 s at most.
         room: Machine room of this member, for groups that assign queues by room; empty for none.
         order: Which messages of one queue are handled strictly one after the other. `none`: see
             `queue_concurrency`. `queue`: all of them, whatever `queue_concurrency` is; a message

@@ -130,11 +130,11 @@ class Membership:
         """Follow the group's record until cancelled; the stream is also this member's session.
 
         When the stream breaks, a heartbeat is sent at once, before the nameserver removes the
-        member, and the stream is reopened.
+        member, and the stream is reopened. After `leave` it is not.
         """
         session, failures = self._session, 0
         request = pb.WatchGroupRequest(group=session.group, incarnation=session.incarnation)
-        while True:
+        while not self._left:
             error: BatonError = Unreachable("the nameserver ended the WatchGroup stream")
             try:
                 async for answer in session.directory.nameserver().WatchGroup(request):

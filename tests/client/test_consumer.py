@@ -209,6 +209,41 @@ async def test_stop_ends_the_iteration(nameserver: str) -> None:
         assert at.handled == []
 
 
+@pytest.mark.parametrize("how", ["iteration", "run"])
+async def test_queues_of_a_stopped_consumer_go_to_the_next_member_while_its_block_goes_on(
+    nameserver: str, how: str
+) -> None:
+    async with scene(nameserver) as at, at.consumer("a") as consumer:
+        await at.send(numbers(1))
+
+        async def handle(message: ReceivedMessage) -> None:
+            at.note(consumer, message)
+            consumer.stop()
+
+        if how == "run":
+            await consumer.run(handle)
+        else:
+            async for message in consumer:
+                await handle(message)
+        async with handle_all(at, "b") as other:
+            await until(lambda: len(other.assignment) == 4)
+            await at.send(numbers(10, first=1))
+            await until(lambda: len(at.by("b")) == 10)
+        assert consumer.assignment == ()
+        assert at.by("a") == numbers(1)
+        assert sorted(at.by("b")) == sorted(numbers(10, first=1))
+
+
+async def test_topic_may_be_deleted_when_its_consumer_has_stopped(nameserver: str) -> None:
+    async with scene(nameserver) as at, Admin(nameserver) as admin, at.consumer("a") as consumer:
+        follows = list(consumer._loops)
+        consumer.stop()
+        async for _ in consumer:
+            pass
+        await admin.delete_topic(at.topic)
+        await until(lambda: any(task.done() for task in follows))  # one knows that it is deleted
+
+
 # ---- members
 
 

@@ -165,17 +165,42 @@ async def test_handler_continues_during_a_rebalance_that_keeps_its_queue() -> No
         assert running.kinds(0) == ["granted"]
 
 
-async def test_stopped_consumer_releases_a_queue_of_another_member_and_acquires_none() -> None:
-    """It may be long until its block ends."""
+async def test_stopped_consumer_leaves_and_releases_its_queues_before_its_block_ends() -> None:
     async with owning(2) as (at, running):
+        running.gate.clear()
+        at.storage.send(0, "slow", "next")
+        await until(lambda: running.started == ["slow"])
         running.consumer.stop()
+        await until(lambda: at.lockmgr.releases == [1])
+        running.gate.set()
+        await until(lambda: at.lockmgr.releases == [1, 0])
+        assert running.consumer.assignment == ()
+        assert running.ended == ["slow"]
+        assert at.offsets.queues[0].handled == {0}
+
+
+async def test_stopped_consumer_acquires_no_queue_while_its_iteration_has_not_ended() -> None:
+    async with twins(2) as at, Consumer(at.address, GROUP, {TOPIC: "*"}, client_id="a") as consumer:
+        at.nameserver.assign("a", [0, 1])
+        await wait_for_held_pulls(at, 0, 1)
+        consumer.stop()
         at.nameserver.assign("b", [1])
         await until(lambda: at.lockmgr.releases == [1])
-        assert running.kinds(0) == ["granted"]
         at.nameserver.assign("a", [1])
         at.nameserver.assign("b", [0])
         await until(lambda: at.lockmgr.releases == [1, 0])
         assert [queue_id for queue_id, _ in at.lockmgr.acquires] == [0, 1]
+
+
+async def test_watch_of_a_group_that_was_left_is_not_reopened() -> None:
+    async with twins(1) as at, running_consumer(at) as running:
+        membership = running.consumer._membership
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(membership.run_watch())
+            await until(lambda: len(at.nameserver.sessions) == 2)
+            await membership.leave()
+            at.nameserver.break_sessions()
+        assert len(at.nameserver.sessions) == 2
 
 
 async def test_record_of_an_older_generation_changes_nothing() -> None:
