@@ -6,7 +6,8 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.aio import begin_task, only_error
+from batonmq._common.client_block import ClientBlock
 from batonmq._common.stop_signals import STOP_SIGNALS
 from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._connection.routes import follow_route, queues_of
@@ -93,6 +95,23 @@ def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return only
 
 
+def _with_retries(
+    subscriptions: Mapping[str, str], retries: str, settings: ConsumerSettings
+) -> Mapping[str, str]:
+    """Return the subscriptions, with that to the retry topic if the settings ask for it.
+
+    Raises:
+        InvalidArgument: There is none.
+    """
+    if not subscriptions:
+        raise InvalidArgument(
+            "subscriptions is empty: the consumer would get no message",
+            remedy='Name a topic: {"orders": "*"}.',
+            facts={"field": "subscriptions"},
+        )
+    return {**subscriptions, retries: "*"} if settings.sends_back else subscriptions
+
+
 def _ignore(_: OwnershipEvent) -> None:
     return
 
@@ -103,9 +122,9 @@ class Consumer:
     Each queue of the group's topics is assigned to one member at a time. There are two ways to
     receive messages:
 
-    - Iterate: `async for message in consumer`. A message is acknowledged when the next one is
-      requested. A message that was not acknowledged, as after `break`, is delivered again, with
-      `redelivered` set.
+    - Iterate: `async for message in consumer`, in one task. A message is acknowledged when the next
+      one is requested. A message that was not acknowledged, as after `break`, is delivered again,
+      with `redelivered` set.
     - Pass a handler to `run` or `run_batches`. Messages of one queue are handled one after the
       other, in order, unless `queue_concurrency` is more than 1; `order` says more. A message is
       acknowledged when its handler returns. A message with a failed handler is handled again later,
@@ -138,6 +157,7 @@ class Consumer:
 
     Raises:
         BadExpression, LimitExceeded: an expression is invalid.
+        InvalidArgument: there is no subscription.
 
     Raises on entering:
         SubscriptionConflict: the group has another subscription; the error names both clients.
@@ -192,8 +212,7 @@ class Consumer:
             event_counter=event_counter,
             local=LocalOffsets(Path(chosen.offsets_file), group) if chosen.offsets_file else None,
         )
-        if chosen.sends_back:
-            subscriptions = {**subscriptions, retry_topic(group): "*"}
+        subscriptions = _with_retries(subscriptions, retry_topic(group), chosen)
         self._topics = sorted(subscriptions)
         heartbeat = pb.HeartbeatRequest(
             group=group,
@@ -229,9 +248,9 @@ class Consumer:
         self._handle_timeout_ms = self._session.settings.handle_timeout_ms
         self._failed: MessageFailed | None = None
         self._rotation, self._returned_s = QueueRotation(self._session), 0.0
-        self._stopped = asyncio.Event()
+        self._is_awaited, self._stopped = False, asyncio.Event()
         self._all_released = asyncio.Event()
-        self._tasks = asyncio.TaskGroup()
+        self._block, self._tasks = ClientBlock("Consumer"), asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
 
     @property
@@ -271,6 +290,7 @@ class Consumer:
             assigned.resume()
 
     async def __aenter__(self) -> Consumer:
+        self._block.enter()
         session = self._session
         try:
             if session.local is not None:
@@ -351,11 +371,16 @@ class Consumer:
         self._session.available.set()
 
     def __aiter__(self) -> Consumer:
+        self._block.check()
         self._handle_signals()
         return self
 
     async def __anext__(self) -> ReceivedMessage:
-        """Acknowledge the previous message and wait for the next."""
+        """Acknowledge the previous message and wait for the next.
+
+        Raises:
+            InvalidArgument: Another task waits for the next message.
+        """
         event_counter, finished = self._session.event_counter, self._rotation.finish()
         if event_counter is not None and finished is not None:
             event_counter.handled(finished.topic, 1, (), self._loop_s() - self._returned_s)
@@ -369,10 +394,27 @@ class Consumer:
                 if self._telemetry is not None:
                     self._telemetry._receive(message, self._session.group, self.client_id)
                 return message
-            self._session.available.clear()
-            await self._session.available.wait()
+            self._block.check()
+            with self._waiting_alone():
+                self._session.available.clear()
+                await self._session.available.wait()
         self._leave_soon()
         raise StopAsyncIteration
+
+    @contextmanager
+    def _waiting_alone(self) -> Iterator[None]:
+        """Refuse a second task: it would acknowledge the message that the first one handles."""
+        if self._is_awaited:
+            raise InvalidArgument(
+                "another task iterates over this consumer",
+                remedy="Iterate in one task. For several messages at a time use run, with "
+                "`concurrency` in the settings.",
+            )
+        self._is_awaited = True
+        try:
+            yield
+        finally:
+            self._is_awaited = False
 
     def reply(self, message: ReceivedMessage, reply: Reply | bytes) -> None:
         """Start to send the reply to a request; for consumers that iterate.
@@ -410,7 +452,8 @@ class Consumer:
                 the keep-alives of this consumer, and `handle_timeout_ms` does not end the call.
 
         Raises:
-            InvalidArgument: Another handler runs.
+            InvalidArgument: The handler can't be called, another handler runs, or the consumer is
+                not in its block.
             MessageFailed: a message failed too often, and `exhausted` is `stop`.
         """
         await self._run(SingleMessageAdapter(handler, inline=inline))
@@ -460,6 +503,7 @@ class Consumer:
             TopicNotFound: An output topic does not exist.
             MessageFailed: A message failed too often, and `exhausted` is `stop`.
         """
+        self._block.check()
         topics = (to,) if isinstance(to, str) else tuple(dict.fromkeys(to))
         settings = self._session.settings
         check_transforms(settings, topics)
@@ -472,6 +516,13 @@ class Consumer:
         await self._run(TransformAdapter(handler, topics), transformer)
 
     async def _run(self, adapter: HandlerAdapter, transformer: Transformer | None = None) -> None:
+        self._block.check()
+        if not callable(adapter.handler):
+            raise InvalidArgument(
+                f"the handler is not a function, got {adapter.handler!r:.100}",
+                remedy="Pass the function itself, without calling it.",
+                facts={"field": "handler"},
+            )
         if self._stopped.is_set():
             self._leave_soon()
             return

@@ -20,6 +20,7 @@ from batonmq._core.records import (
     STORED_PROPERTIES_BYTES_MAX,
     Message,
     bare_record,
+    checked_keys,
     encode_record,
 )
 from batonmq._core.retries import HandlingFailure, properties_of, with_origin_key
@@ -102,7 +103,8 @@ class OutputEncoder:
                 remedy="Name all output topics in the call of transform.",
                 facts={"field": "topic"},
             )
-        made = Message(output.body, output.tag, tuple(output.keys), output.properties)
+        keys = checked_keys(output.keys)
+        made = Message(output.body, output.tag, keys, output.properties)
         record = encode_record(with_ordering_key(made, output.ordering_key))
         return topic, output.ordering_key, record, made if made.tag or made.keys else None
 

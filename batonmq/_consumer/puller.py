@@ -12,6 +12,7 @@ from typing import Literal, SupportsIndex, TypeVar
 
 from batonmq._common import timeouts
 from batonmq._common.aio import only_error
+from batonmq._common.client_block import ClientBlock
 from batonmq._connection.directory import CALL_TIMEOUT_S, ClientEnvironment, Directory
 from batonmq._connection.routes import query_route, queues_of
 from batonmq._connection.security import Security
@@ -192,9 +193,10 @@ class Puller:
         self._tasks_by_queue: dict[QueueRef, asyncio.Task[None]] = {}
         self._reset_epochs: dict[QueueRef, int] = {}
         self._available = asyncio.Event()
-        self._tasks = asyncio.TaskGroup()
+        self._block, self._tasks = ClientBlock("Puller"), asyncio.TaskGroup()
 
     async def __aenter__(self) -> Puller:
+        self._block.enter()
         await self._tasks.__aenter__()
         return self
 
@@ -233,7 +235,12 @@ class Puller:
         return tuple(sorted(self._queues))
 
     async def assign(self, queues: Iterable[QueueRef]) -> None:
-        """Read these queues and no others. Queues that were assigned before keep their position."""
+        """Read these queues and no others. Queues that were assigned before keep their position.
+
+        Raises:
+            InvalidArgument: The puller is not in its block.
+        """
+        self._block.check()
         wanted = set(queues)
         gone = [self._tasks_by_queue.pop(queue) for queue in self._queues.keys() - wanted]
         for queue in self._queues.keys() - wanted:

@@ -59,7 +59,7 @@ from typing import NamedTuple, TypeVar
 
 from batonmq._core.checksum import crc32c
 from batonmq._core.compression import Compression, RecordCompressor
-from batonmq.errors import BadBatch, BadChecksum, LimitExceeded
+from batonmq.errors import BadBatch, BadChecksum, InvalidArgument, LimitExceeded
 
 MAGIC = 0x42544E31
 VERSION = 1
@@ -181,6 +181,21 @@ def check_tag(tag: str) -> str:
 def key_hash(key: str) -> int:
     """Return the unsigned CRC-32 of the key; 0 stands for "no key", so a CRC of 0 becomes 1."""
     return zlib.crc32(key.encode()) or 1
+
+
+def checked_keys(keys: Sequence[str]) -> tuple[str, ...]:
+    """Return the keys of a message.
+
+    Raises:
+        InvalidArgument: They are one text, whose characters would be the keys.
+    """
+    if isinstance(keys, str):
+        raise InvalidArgument(
+            f"keys must be a sequence of texts, got {keys!r}",
+            remedy=f"Give a list: keys=[{keys!r}].",
+            facts={"field": "keys"},
+        )
+    return tuple(keys)
 
 
 def encode_properties(

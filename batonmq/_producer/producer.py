@@ -12,13 +12,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from batonmq._common.aio import begin_task, only_error, unless
+from batonmq._common.client_block import ClientBlock
 from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._connection.routes import follow_route, wait_for_route
 from batonmq._core.delays import deliver_time
 from batonmq._core.names import check_group
 from batonmq._core.ordering_key import with_ordering_key
 from batonmq._core.queues import QueueRef
-from batonmq._core.records import Message, encode_record
+from batonmq._core.records import Message, checked_keys, encode_record
 from batonmq._core.requests import Reply
 from batonmq._core.transactions import CommitReceipt, TransactionChecker, TransactionState
 from batonmq._producer.check_responder import CheckResponder
@@ -104,7 +105,7 @@ class Producer:
         self._traced = None if telemetry is None else TracedSends(telemetry, self._start)
         self._clock = secured.clock
         self._directory = Directory(nameserver, secured.random, secured.connect)
-        self._tasks = asyncio.TaskGroup()
+        self._block, self._tasks = ClientBlock("Producer"), asyncio.TaskGroup()
         self._loops: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
         self._stream: ClientStream | None = None
@@ -140,6 +141,7 @@ class Producer:
         )
 
     async def __aenter__(self) -> Producer:
+        self._block.enter()
         await self._tasks.__aenter__()
         if self._metrics is not None:
             bound = self._settings.in_flight_bytes_max
@@ -256,7 +258,9 @@ class Producer:
             ProducerClosed: The producer is closed.
             BatonError: Storage rejected the message.
         """
-        message = with_ordering_key(Message(body, tag, tuple(keys), properties or {}), ordering_key)
+        message = with_ordering_key(
+            Message(body, tag, checked_keys(keys), properties or {}), ordering_key
+        )
         at_once = deliver_at_unix_ms is delay_ms is delay_level is None
         options = (
             ANY_QUEUE
@@ -304,7 +308,7 @@ class Producer:
             TopicNotFound, LimitExceeded, Unreachable, ProducerClosed: As for `send`. `Unreachable`
                 also if the node with the reply inbox was lost: then the request may be handled.
         """
-        message = Message(body, tag, tuple(keys), properties or {})
+        message = Message(body, tag, checked_keys(keys), properties or {})
         self._refuse_if_closing()
         return await self._requester.request(topic, message, timeout_ms, ordering_key, queue)
 
@@ -344,7 +348,7 @@ class Producer:
                 the end: the message may be committed, and the checker will be asked.
             TransactionEnded: At the end: a check-back or an operator has rolled it back.
         """
-        message = Message(body, tag, tuple(keys), properties or {})
+        message = Message(body, tag, checked_keys(keys), properties or {})
         return TransactionBlock(
             lambda: self.begin_transaction(
                 topic,
@@ -504,7 +508,9 @@ class Producer:
             TopicNotFound, LimitExceeded: As for `send`.
             ProducerClosed: The producer is closed.
         """
-        message = with_ordering_key(Message(body, tag, tuple(keys), properties or {}), ordering_key)
+        message = with_ordering_key(
+            Message(body, tag, checked_keys(keys), properties or {}), ordering_key
+        )
         options = SendOptions(ordering_key, queue, one_way=True)
         if self._traced is not None:
             submit = self._submitting(topic, (None, None, None), options)
@@ -599,7 +605,9 @@ class Producer:
             NotScheduled: The message is already delivered or cancelled. An earlier attempt of this
                 call may have cancelled it, if the response was lost and the call was retried.
             Unreachable: No outcome within the delivery timeout; the message may be cancelled.
+            ProducerClosed: The producer is closed.
         """
+        self._refuse_if_closing()
         await self._scheduled.cancel(schedule_id)
 
     async def flush(self) -> None:
@@ -722,6 +730,7 @@ class Producer:
                 self._waiting.topic_opened(topic)
 
     def _refuse_if_closing(self) -> None:
+        self._block.check()
         if self._closing.is_set():
             raise _closed()
 
@@ -732,6 +741,7 @@ class Producer:
         when: tuple[int | None, int | None, int | None],
         options: SendOptions,
     ) -> PendingSchedule:
+        self._refuse_if_closing()
         at_unix_ms, delay_ms, level = when
         deliver_unix_ms = deliver_time(
             self._clock.unix_ms(),
