@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -107,6 +108,13 @@ def test_wheel_has_no_top_level_name_but_its_own(
         entry.name for entry in tmp_path.iterdir() if not entry.name.endswith(".dist-info")
     }
     assert top_level_names == names
+
+
+@pytest.mark.parametrize("package", ["batonmq", "batonmq_server", "batonspark"])
+def test_type_checkers_use_the_types_of_each_wheel(wheels: Path, package: str) -> None:
+    """Without this file `mypy --strict` refuses a test with `MemoryBroker`."""
+    (file,) = wheels.glob(f"{package.replace('batonspark', 'batonmq_spark')}-*.whl")
+    assert f"{package}/py.typed" in ZipFile(file).namelist()
 
 
 def test_versions_of_the_three_wheels_are_the_same(wheels: Path) -> None:
