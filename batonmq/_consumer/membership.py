@@ -151,10 +151,12 @@ class Membership:
     async def leave(self) -> None:
         """Leave the group. If no nameserver answers, the membership expires.
 
-        No heartbeat is under way then, and none follows, as it would join the group again.
+        No heartbeat is under way then, and none follows, as it would join the group again. A second
+        caller waits for the call of the first.
         """
         if self._left:
-            return
+            async with self._calling:
+                return
         self._left = True
         session = self._session
         request = pb.LeaveRequest(group=session.group, incarnation=session.incarnation)

@@ -83,6 +83,7 @@ class GroupTwin(nameserver_grpc.NameserverServiceServicer):
         heartbeats: All requests.
         sessions: Incarnation of each WatchGroup.
         verdict: The answer to a heartbeat, without the group.
+        leaves: Requests to leave, which are answered once `may_leave` is set.
     """
 
     def __init__(self, queue_count: int) -> None:
@@ -95,6 +96,9 @@ class GroupTwin(nameserver_grpc.NameserverServiceServicer):
             verdict=nameserver_pb.SUBSCRIPTION_VERDICT_ACCEPTED
         )
         self.address = ""
+        self.leaves: list[nameserver_pb.LeaveRequest] = []
+        self.may_leave = asyncio.Event()
+        self.may_leave.set()
         self._changed = asyncio.Event()
         self._broken = asyncio.Event()
 
@@ -162,6 +166,8 @@ class GroupTwin(nameserver_grpc.NameserverServiceServicer):
     async def Leave(
         self, request: nameserver_pb.LeaveRequest, context: Context
     ) -> nameserver_pb.LeaveResponse:
+        self.leaves.append(request)
+        await self.may_leave.wait()
         return nameserver_pb.LeaveResponse(left=True)
 
     async def WatchGroup(

@@ -26,12 +26,13 @@ class ClosingConsumer:
     Attributes:
         limit: The time that the whole block may take.
         handling: Whether the handler runs.
+        ending: Whether the block ends.
     """
 
     def __init__(self, at: Scene) -> None:
         self._at = at
         self.limit = asyncio.timeout(None)
-        self.handling = False
+        self.handling = self.ending = False
 
     async def run(self) -> None:
         begun = asyncio.Event()
@@ -45,18 +46,18 @@ class ClosingConsumer:
                 self.handling = False
 
         with suppress(TimeoutError):
-            async with (
-                self.limit,
-                self._at.consumer("a", settings=FOR_EVER) as consumer,
-                asyncio.TaskGroup() as tasks,
-            ):
-                tasks.create_task(consumer.run(hang))
-                await begun.wait()
-                consumer.stop()
+            async with self.limit, self._at.consumer("a", settings=FOR_EVER) as consumer:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(consumer.run(hang))
+                    await begun.wait()
+                    consumer.stop()
+                self.ending = True
 
     async def wait_until_draining(self) -> None:
-        """Wait until the consumer drains."""
-        await until(lambda: "draining" in [event.kind for _, event in self._at.events])
+        """Wait until the consumer drains and its block ends."""
+        await until(
+            lambda: self.ending and "draining" in [event.kind for _, event in self._at.events]
+        )
         assert self.handling
 
 

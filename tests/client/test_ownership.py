@@ -192,6 +192,26 @@ async def test_stopped_consumer_acquires_no_queue_while_its_iteration_has_not_en
         assert [queue_id for queue_id, _ in at.lockmgr.acquires] == [0, 1]
 
 
+async def test_second_leave_waits_for_the_call_of_the_first() -> None:
+    """The end of the block would cancel the call that `stop` has begun."""
+    async with twins(1) as at, running_consumer(at) as running:
+        membership, order = running.consumer._membership, list[str]()
+        at.nameserver.may_leave.clear()
+
+        async def leave(name: str) -> None:
+            await membership.leave()
+            order.append(name)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(leave("first"))
+            await until(lambda: at.nameserver.leaves)
+            tasks.create_task(leave("second"))
+            await asyncio.sleep(0)
+            at.nameserver.may_leave.set()
+        assert order == ["first", "second"]
+        assert len(at.nameserver.leaves) == 1
+
+
 async def test_watch_of_a_group_that_was_left_is_not_reopened() -> None:
     async with twins(1) as at, running_consumer(at) as running:
         membership = running.consumer._membership
