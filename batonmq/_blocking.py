@@ -58,7 +58,17 @@ class _LoopThread:
         )
 
     def start(self) -> None:
+        """Start the loop.
+
+        Raises:
+            InvalidArgument: It was started before.
+        """
         self._process.check()
+        if self._thread.ident is not None:
+            raise InvalidArgument(
+                "the client was used in a block before",
+                remedy="Make another client for each `with` block.",
+            )
         self._thread.start()
         self._started.wait()
 
@@ -273,7 +283,7 @@ class BlockingProducer:
         """See `Producer`; the transaction checker is a function that may block."""
         self._thread = _LoopThread()
         checker = None if transaction_checker is None else _in_a_thread(transaction_checker)
-        self._make: Callable[[], Producer] = lambda: Producer(
+        self._producer = Producer(
             nameserver,
             settings,
             group=group,
@@ -282,7 +292,6 @@ class BlockingProducer:
         )
 
     def __enter__(self) -> Self:
-        self._producer = self._make()
         self._context = _ClientContext(self._thread, self._producer)
         self._context.open()
         return self

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from batonmq.errors import InvalidArgument
 
 
 class ClientBlock:
-    """Whether a client is in its block, or was: outside of it a call would wait for ever.
+    """The block of a client, and its event loop: elsewhere a call would wait for ever.
 
     Args:
         client: Name of the client's class.
+
+    Attributes:
+        loop: The event loop of the block; None before the block.
     """
 
     def __init__(self, client: str) -> None:
-        self._client, self._entered = client, False
+        self._client = client
+        self.loop: asyncio.AbstractEventLoop | None = None
 
     def enter(self) -> None:
         """Note that the block begins.
@@ -21,21 +27,34 @@ class ClientBlock:
         Raises:
             InvalidArgument: The client had a block before.
         """
-        if self._entered:
+        if self.loop is not None:
             raise InvalidArgument(
                 f"this {self._client} was used in a block before",
                 remedy=f"Make another {self._client} for each `async with` block.",
             )
-        self._entered = True
+        self.loop = asyncio.get_running_loop()
+
+    def runs_here(self) -> bool:
+        """Return whether the caller runs in the event loop of the block."""
+        try:
+            return asyncio.get_running_loop() is self.loop
+        except RuntimeError:
+            return False
 
     def check(self) -> None:
-        """Return if the block has begun.
+        """Return if the block has begun, in the running event loop.
 
         Raises:
             InvalidArgument: It has not.
         """
-        if not self._entered:
+        if self.loop is None:
             raise InvalidArgument(
                 f"this {self._client} is not open",
                 remedy=f"Use it in a block: async with {self._client}(...) as client.",
+            )
+        if not self.runs_here():
+            raise InvalidArgument(
+                f"this {self._client} belongs to another event loop",
+                remedy=f"Call it in the loop of its block, or use a Blocking{self._client}, which "
+                "threads may share.",
             )

@@ -7,7 +7,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -363,8 +363,13 @@ class Consumer:
 
         When they have ended, the consumer leaves the group, also if its block goes on: other
         members get its queues when the handlers that still run have ended, at the latest after
-        `drain_timeout_ms`. A consumer that has stopped can't be started again.
+        `drain_timeout_ms`. A consumer that has stopped can't be started again. Any thread may call
+        this, such as that of a handler.
         """
+        if (loop := self._block.loop) is not None and not self._block.runs_here():
+            with suppress(RuntimeError):  # the loop is closed, and so is the consumer
+                loop.call_soon_threadsafe(self.stop)
+            return
         self._stopped.set()
         if self._dispatcher is not None:
             self._dispatcher.end()

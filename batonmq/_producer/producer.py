@@ -612,6 +612,7 @@ class Producer:
 
     async def flush(self) -> None:
         """Wait until every message that was submitted before is stored or has failed."""
+        self._block.check()
         await self._scheduled.flush()
         await self._buffer.flush()
 
@@ -664,6 +665,7 @@ class Producer:
         known = self._buffer.topics.get(topic)
         if (
             known is None
+            or asyncio.get_running_loop() is not self._block.loop
             or self._closing.is_set()
             or self._waiting.delays(known, topic, options.ordering_key, len(record))
         ):
@@ -679,6 +681,7 @@ class Producer:
         known, key = self._buffer.topics.get(topic), options.ordering_key
         if (
             known is None
+            or asyncio.get_running_loop() is not self._block.loop
             or self._closing.is_set()
             or self._waiting.delays(known, topic, key, piece.size)
         ):

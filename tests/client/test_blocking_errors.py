@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.errors import Unreachable
 from tests.client.twins import Gate, twins
-from tests.support.conditions import until
+from tests.support.conditions import until, until_now
 
 PATIENT = ProducerSettings(delivery_timeout_ms=600_000, request_timeout_ms=600_000)
 
@@ -125,6 +126,7 @@ def test_call_whose_caller_is_interrupted_is_cancelled() -> None:
     def interrupt() -> None:
         assert begun.wait(10)
         assert main.ident is not None
+        until_now(lambda: _waits_for_result(main.ident))  # a signal before that may be lost
         signal.pthread_kill(main.ident, signal.SIGUSR1)
 
     def on_signal(*_: object) -> None:
@@ -140,6 +142,12 @@ def test_call_whose_caller_is_interrupted_is_cancelled() -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
         thread.stop()
+
+
+def _waits_for_result(thread_id: int | None) -> bool:
+    """Whether a thread is in `Future.result`."""
+    frame = sys._current_frames().get(thread_id or 0)
+    return any(one.f_code.co_name == "result" for one, _ in traceback.walk_stack(frame))
 
 
 def raise_with_cause() -> None:

@@ -6,12 +6,15 @@ Method: a broker in memory, in virtual time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from batonmq import (
+    BlockingConsumer,
+    BlockingProducer,
+    BlockingPuller,
     Consumer,
     ConsumerSettings,
     Message,
@@ -22,7 +25,7 @@ from batonmq import (
     QueueRef,
     ReceivedMessage,
 )
-from batonmq.errors import InvalidArgument
+from batonmq.errors import InvalidArgument, Unreachable
 from batonmq_server.testing import MemoryBroker, run_virtual
 
 TOPIC = "t"
@@ -187,3 +190,70 @@ def test_second_task_that_iterates_is_refused_and_acknowledges_nothing() -> None
 
 async def _next_of(one: Consumer) -> ReceivedMessage:
     return await anext(one)
+
+
+@pytest.mark.parametrize("make", [BlockingProducer, BlockingConsumer, BlockingPuller])
+def test_blocking_client_outside_of_its_block_says_so(make: Any) -> None:
+    client = make("127.0.0.1:1", *(("g", {TOPIC: "*"}) if make is BlockingConsumer else ()))
+    with pytest.raises(Unreachable, match="is not open"):
+        if isinstance(client, BlockingProducer):
+            client.send(TOPIC, b"")
+        elif isinstance(client, BlockingConsumer):
+            client.run(handle)
+        else:
+            client.poll()
+
+
+def test_blocking_client_has_one_block() -> None:
+    with BlockingPuller("127.0.0.1:1") as client:
+        pass
+    with pytest.raises(InvalidArgument, match="in a block before"), client:
+        pass
+
+
+def test_producer_of_another_event_loop_is_refused_at_once() -> None:
+    calls: list[Callable[[Producer], Coroutine[Any, Any, object]]] = [
+        lambda sender: sender.send(TOPIC, b"x"),
+        lambda sender: sender.send_many(TOPIC, [b"x"]),
+        lambda sender: sender.send_one_way(TOPIC, b"x"),
+        lambda sender: sender.send(TOPIC, b"x", delay_ms=1),
+        lambda sender: sender.flush(),
+    ]
+
+    async def run() -> None:
+        async with MemoryBroker() as broker, producer(broker) as sender:
+            await broker.create_topic(TOPIC, queues=1)
+            await sender.send(TOPIC, b"first")
+            for call in calls:
+                error = await asyncio.to_thread(_error_in_own_loop, call(sender))
+                assert "belongs to another event loop" in str(error)
+            assert [one.body for one in await broker.messages(TOPIC)] == [b"first"]
+
+    asyncio.run(run())
+
+
+def _error_in_own_loop(call: Coroutine[Any, Any, object]) -> BaseException | None:
+    try:
+        asyncio.run(call)
+    except InvalidArgument as error:
+        return error
+    return None
+
+
+def test_handler_in_a_thread_may_stop_the_consumer() -> None:
+    async def run() -> None:
+        async with MemoryBroker() as broker, producer(broker) as sender:
+            await broker.create_topic(TOPIC, queues=1)
+            await sender.send(TOPIC, b"x")
+            async with consumer(broker) as one:
+                handled: list[int] = []
+
+                def handle(message: ReceivedMessage) -> None:
+                    handled.append(message.attempts)
+                    one.stop()
+
+                await one.run(handle)
+            assert handled == [1]
+            assert await broker.settled("g") is None
+
+    asyncio.run(run(), debug=True)  # asyncio refuses calls in a wrong thread then
