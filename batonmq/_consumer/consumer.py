@@ -38,6 +38,7 @@ from batonmq._consumer.handler_adapters import (
     Handler,
     HandlerAdapter,
     SingleMessageAdapter,
+    check_handler,
 )
 from batonmq._consumer.handler_deadlines import HandlerDeadlines
 from batonmq._consumer.handler_results import MessageFailed
@@ -522,12 +523,7 @@ class Consumer:
 
     async def _run(self, adapter: HandlerAdapter, transformer: Transformer | None = None) -> None:
         self._block.check()
-        if not callable(adapter.handler):
-            raise InvalidArgument(
-                f"the handler is not a function, got {adapter.handler!r:.100}",
-                remedy="Pass the function itself, without calling it.",
-                facts={"field": "handler"},
-            )
+        check_handler(adapter.handler)
         if self._stopped.is_set():
             self._leave_soon()
             return

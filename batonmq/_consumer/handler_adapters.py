@@ -19,6 +19,16 @@ BatchHandler = Callable[
 ]
 
 
+def check_handler(handler: object) -> None:
+    """Raise InvalidArgument if a handler can't be called: each message would fail."""
+    if not callable(handler):
+        raise InvalidArgument(
+            f"the handler is not a function, got {handler!r:.100}",
+            remedy="Pass the function itself, without calling it.",
+            facts={"field": "handler"},
+        )
+
+
 class HandlerAdapter(Protocol):
     """Calls the application's handler and reads its results.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from batonmq._core.records import Message
-from batonmq.errors import BadBatch, LimitExceeded
+from batonmq.errors import BadBatch, InvalidArgument, LimitExceeded
 
 ORDERING_KEY: Final = "baton.ordering_key"
 ORDERING_KEY_BYTES_MAX = 1_024
@@ -19,6 +19,12 @@ def check_ordering_key(key: str) -> str:
         LimitExceeded: It is longer than 1,024 bytes of UTF-8.
         BadBatch: It contains 0x01, 0x02 or a surrogate.
     """
+    if not isinstance(key, str):
+        raise InvalidArgument(
+            f"ordering_key must be str, got {type(key).__name__}",
+            remedy="Make a text of it: str(...).",
+            facts={"field": "ordering_key"},
+        )
     try:
         size = len(key.encode())
     except UnicodeEncodeError as error:

@@ -55,7 +55,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, chain, repeat
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from batonmq._core.checksum import crc32c
 from batonmq._core.compression import Compression, RecordCompressor
@@ -246,32 +246,58 @@ def encode_record(message: Message, *, properties_bytes_max: int = PROPERTIES_BY
     Raises:
         LimitExceeded: Keys, tag, properties or body are too long.
         BadBatch: A key, the tag or a property is empty or contains a separator or a surrogate.
+        InvalidArgument: A part has a wrong type.
     """
-    check_limit("body", len(message.body), BODY_BYTES_MAX)
-    if not (message.keys or message.tag or message.properties):
-        return BARE + message.body
     try:
-        keys = " ".join(message.keys).encode()
-        tag = message.tag.encode()
-    except UnicodeEncodeError as error:
-        raise _not_text(error, "keys or tag") from error
-    if message.keys and (b"" in keys.split(b" ") or len(keys.split()) != len(message.keys)):
-        raise BadBatch(
-            "a key is empty or contains white space",
-            remedy="Use non-empty keys without white space.",
-            facts={"field": "keys"},
-        )
-    check_limit("tag", len(tag), TAG_BYTES_MAX)
-    if tag and (problem := check_tag(message.tag)):
-        raise BadBatch(
-            problem, remedy="Use a tag without white space and without '|'.", facts={"field": "tag"}
-        )
-    properties = b""
-    if message.properties:
-        properties = encode_properties(message.properties, properties_bytes_max)
-    check_limit("keys", len(keys), KEYS_BYTES_MAX)
-    head = RECORD.pack(len(keys), len(tag), len(properties))
-    return b"".join((head, keys, tag, properties, message.body))
+        check_limit("body", len(message.body), BODY_BYTES_MAX)
+        if not (message.keys or message.tag or message.properties):
+            return BARE + message.body
+        try:
+            keys = " ".join(message.keys).encode()
+            tag = message.tag.encode()
+        except UnicodeEncodeError as error:
+            raise _not_text(error, "keys or tag") from error
+        if message.keys and (b"" in keys.split(b" ") or len(keys.split()) != len(message.keys)):
+            raise BadBatch(
+                "a key is empty or contains white space",
+                remedy="Use non-empty keys without white space.",
+                facts={"field": "keys"},
+            )
+        check_limit("tag", len(tag), TAG_BYTES_MAX)
+        if tag and (problem := check_tag(message.tag)):
+            raise BadBatch(
+                problem,
+                remedy="Use a tag without white space and without '|'.",
+                facts={"field": "tag"},
+            )
+        properties = b""
+        if message.properties:
+            properties = encode_properties(message.properties, properties_bytes_max)
+        check_limit("keys", len(keys), KEYS_BYTES_MAX)
+        head = RECORD.pack(len(keys), len(tag), len(properties))
+        return b"".join((head, keys, tag, properties, message.body))
+    except (TypeError, AttributeError) as error:
+        raise _wrong_type(message) from error
+
+
+def _wrong_type(message: Message) -> InvalidArgument:
+    """Return the error of a message with a part of a wrong type."""
+    properties: Any = message.properties
+    items = properties.items() if isinstance(properties, Mapping) else [(properties, "")]
+    parts: list[tuple[str, type, Any]] = [
+        ("body", bytes, message.body),
+        ("tag", str, message.tag),
+        *(("keys", str, key) for key in message.keys or ()),
+        *(("properties", str, part) for item in items for part in item),
+    ]
+    for field_name, wanted, part in parts:
+        if not isinstance(part, wanted):
+            return InvalidArgument(
+                f"{field_name} must be {wanted.__name__}, got {type(part).__name__}",
+                remedy="Encode a body: text.encode(). Make texts of tags, keys and properties.",
+                facts={"field": field_name},
+            )
+    return InvalidArgument("the message has a part of a wrong type")
 
 
 def bare_record(body: bytes) -> bytes:

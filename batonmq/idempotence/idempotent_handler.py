@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from batonmq._common import timeouts
 from batonmq._common.threads import run_in_thread
+from batonmq._consumer.handler_adapters import check_handler
 from batonmq._consumer.handler_results import RetryLater, failure_of
 from batonmq._consumer.message import ReceivedMessage
 from batonmq.errors import InvalidArgument
@@ -80,8 +81,9 @@ def idempotent(
         `key` and `store`, and TimeoutError after `claim_ms`.
 
     Raises:
-        InvalidArgument: `claim_ms` or `done_ms` is not positive.
+        InvalidArgument: `claim_ms` or `done_ms` is not positive, or the handler can't be called.
     """
+    check_handler(handler)
     for field, value in (("claim_ms", claim_ms), ("done_ms", done_ms)):
         if value <= 0:
             raise InvalidArgument(f"{field} must be positive, got {value}", facts={"field": field})

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar, cast
 
 from batonmq._common.threads import run_in_thread
+from batonmq._consumer.handler_adapters import check_handler
 from batonmq._consumer.message import ReceivedMessage
 from batonmq.schemas.schema import Schema
 
@@ -29,7 +30,11 @@ def decoding(
     Returns:
         A coroutine function. It returns the result of `handler`, and raises its errors and those of
         `schema.decode`.
+
+    Raises:
+        InvalidArgument: The handler can't be called.
     """
+    check_handler(handler)
     is_async = inspect.iscoroutinefunction(handler)
 
     async def handle(message: ReceivedMessage) -> object:

@@ -26,6 +26,8 @@ from batonmq import (
     ReceivedMessage,
 )
 from batonmq.errors import InvalidArgument, Unreachable
+from batonmq.idempotence import MemoryStore, idempotent
+from batonmq.schemas import PydanticSchema, decoding
 from batonmq_server.testing import MemoryBroker, run_virtual
 
 TOPIC = "t"
@@ -161,6 +163,40 @@ def test_handler_that_was_called_already_is_refused() -> None:
                         await one.run(bad)  # type: ignore[arg-type]
                 message = await anext(one)
             assert (message.body, message.redelivered) == (b"x", False)
+
+    run_virtual(run())
+
+
+def test_wrapper_of_a_handler_that_was_called_already_is_refused() -> None:
+    bad: Any = None
+    with pytest.raises(InvalidArgument, match="is not a function"):
+        idempotent(bad, MemoryStore(), claim_ms=1, done_ms=1)
+    with pytest.raises(InvalidArgument, match="is not a function"):
+        decoding(PydanticSchema(int), bad)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"body": "text"}, "body must be bytes, got str"),
+        ({"body": None}, "body must be bytes, got NoneType"),
+        ({"body": "text", "tag": "t"}, "body must be bytes, got str"),
+        ({"tag": b"t"}, "tag must be str, got bytes"),
+        ({"keys": [7]}, "keys must be str, got int"),
+        ({"properties": {"attempt": 7}}, "properties must be str, got int"),
+        ({"properties": {7: "attempt"}}, "properties must be str, got int"),
+        ({"properties": ["attempt"]}, "properties must be str, got list"),
+        ({"ordering_key": 7}, "ordering_key must be str, got int"),
+    ],
+)
+def test_part_of_a_wrong_type_is_named(options: dict[str, Any], problem: str) -> None:
+    async def run() -> None:
+        async with MemoryBroker() as broker, producer(broker) as sender:
+            await broker.create_topic(TOPIC, queues=1)
+            body = options.pop("body", b"")
+            for more in ({}, {"delay_ms": 1}):
+                with pytest.raises(InvalidArgument, match=problem):
+                    await sender.send(TOPIC, body, **options, **more)
 
     run_virtual(run())
 
