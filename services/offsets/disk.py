@@ -18,6 +18,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import lmdb
 
@@ -30,8 +31,9 @@ from batonmq_server.offsets.newest_position import (
     check_not_rolled_back,
     position_after,
     read_position,
+    stored_position,
 )
-from batonmq_server.runtime.replication.position import NO_POSITION
+from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,10 @@ MAP_BYTES_MIN = 1 << 30
 """Initial size of the address space, not of memory or disk; doubled when it is used up."""
 FREE_BYTES_MIN = 64 << 20
 """Space that `write` leaves free on the disk, so that it never fails half-way."""
+UNLIMITED = 1 << 62
 _THREADS = DaemonThreads("disk")
+
+T = TypeVar("T")
 
 
 class DataDirInUse(Exception):
@@ -134,22 +139,54 @@ class LmdbDisk:
         except lmdb.Error as error:
             raise DataLoss(f"stored progress can't be read: {error}") from error
 
-    async def read_prefix(self, prefix: bytes) -> list[StoredEntry]:
+    async def read_prefix(
+        self, prefix: bytes, *, after: bytes = b"", bytes_max: int = UNLIMITED
+    ) -> list[StoredEntry]:
         """Return the entries with keys that begin with `prefix`, ascending by key.
+
+        Args:
+            after: Leave out the keys up to this one.
+            bytes_max: Return no more entries once they have so many bytes.
 
         Raises:
             DataLoss: the file is damaged.
         """
-        return await asyncio.to_thread(self._read_prefix, prefix)
 
-    def _read_prefix(self, prefix: bytes) -> list[StoredEntry]:
-        try:
-            with self._lock, self._environment.begin(buffers=False) as transaction:
-                cursor = transaction.cursor()
-                cursor.set_range(prefix)
-                return list(takewhile(lambda entry: entry[0].startswith(prefix), cursor))
-        except lmdb.Error as error:
-            raise DataLoss(f"stored progress can't be read: {error}") from error
+        def read(transaction: lmdb.Transaction[bytes]) -> list[StoredEntry]:
+            found = _entries_after(transaction, after, prefix, bytes_max)
+            return list(takewhile(lambda entry: entry[0].startswith(prefix), found))
+
+        return await self._read_in_thread(read)
+
+    async def read_part(
+        self, after: bytes, until: bytes | None = None, bytes_max: int = UNLIMITED
+    ) -> tuple[ReplicaPosition, list[StoredEntry]]:
+        """Return a part of all entries, ascending by key, and the position of the state.
+
+        Args:
+            after, until: Only keys greater than `after`, up to `until`; None for the end.
+            bytes_max: Return no more entries once they have so many bytes.
+
+        Raises:
+            DataLoss: the file is damaged.
+        """
+
+        def read(transaction: lmdb.Transaction[bytes]) -> tuple[ReplicaPosition, list[StoredEntry]]:
+            found = _entries_after(transaction, after, b"", bytes_max)
+            part = takewhile(lambda entry: until is None or entry[0] <= until, found)
+            return stored_position(transaction), list(part)
+
+        return await self._read_in_thread(read)
+
+    async def _read_in_thread(self, read: Callable[[lmdb.Transaction[bytes]], T]) -> T:
+        def run() -> T:
+            try:
+                with self._lock, self._environment.begin(buffers=False) as transaction:
+                    return read(transaction)
+            except lmdb.Error as error:
+                raise DataLoss(f"stored progress can't be read: {error}") from error
+
+        return await asyncio.to_thread(run)
 
     async def snapshot(self, skip: bytes = b"") -> list[StoredEntry]:
         """Return all entries of `read`, without blocking other tasks.
@@ -259,6 +296,21 @@ class LmdbDisk:
         at: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _entries_after(
+    transaction: lmdb.Transaction[bytes], after: bytes, prefix: bytes, bytes_max: int
+) -> Iterator[StoredEntry]:
+    """Yield the entries from `prefix` on with keys greater than `after`, up to `bytes_max`."""
+    cursor = transaction.cursor()
+    more, size = cursor.set_range(max(prefix, after)), 0
+    if more and cursor.key() == after:
+        more = cursor.next()
+    while more and size < bytes_max:
+        key, value = cursor.key(), cursor.value()
+        size += len(key) + len(value)
+        yield key, value
+        more = cursor.next()
 
 
 def _logged(write: Callable[[], None]) -> None:

@@ -43,28 +43,19 @@ class GroupExporter:
             await self._commits.wait_all_durable()
             self._table.drop(group)
             self._history.drop(group)
-        entries = await entries_of_group(self._disk, group)
+        entries = await entries_of_group(self._disk, group, after_key, PART_BYTES)
         placement = placements.get(group)
         if placement is None or (placement.move, placement.state) != (move, PlacementState.GONE):
             raise old_move(group, move, placement.move if placement is not None else 0)
-        answer = pb.ExportGroupResponse(
+        return pb.ExportGroupResponse(
             offsets_epoch=self._table.epoch,
-            last=True,
+            entries=[pb.StoredEntry(key=key, value=value) for key, value in entries],
+            last=sum(len(key) + len(value) for key, value in entries) < PART_BYTES,
             term=self._table.term,
             topic_ids=placement.topic_ids,
             floor_token=self._table.floor.token,
             floor_reset_epoch=self._table.floor.reset_epoch,
         )
-        size = 0
-        for key, value in entries:
-            if key <= after_key:
-                continue
-            if size >= PART_BYTES:
-                answer.last = False
-                break
-            answer.entries.add(key=key, value=value)
-            size += len(key) + len(value)
-        return answer
 
     async def forget(self, group: str, move: int) -> None:
         """Remove the entries that were sent by `move`; do nothing if the group was imported again.

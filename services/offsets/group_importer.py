@@ -24,29 +24,18 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.aio import in_steps, wait_until
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import answered
-from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, NoQuorum
-from batonmq_server.offsets.codec import (
-    META,
-    decode_key,
-    decode_progress,
-    decode_reset,
-    seal,
-    unseal,
-)
+from batonmq_server.offsets.codec import seal, unseal
 from batonmq_server.offsets.core.change_log import Entry
 from batonmq_server.offsets.core.local_placements import LocalPlacement, PlacementState
-from batonmq_server.offsets.core.progress import Progress
-from batonmq_server.offsets.core.resets import RecordedReset
 from batonmq_server.offsets.core.values import Instant, Tombstone
 from batonmq_server.offsets.epoch_state import EpochState
 from batonmq_server.offsets.persistence import (
-    RESET,
     FloorKey,
     PlacementKey,
     RawEntries,
-    entries_of_group,
     placement_entry,
+    state_of_group,
     tombstone_entries,
 )
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
@@ -220,7 +209,7 @@ class GroupImporter:
             own_ids = self._table.topic_ids
             ahead = {topic: one for topic, one in topic_ids.items() if one > own_ids.get(topic, 0)}
             local = LocalPlacement(placement.move, PlacementState.KEPT, topic_ids=ahead)
-            queues, resets = _decoded(await entries_of_group(self._disk, group))
+            queues, resets = await state_of_group(self._disk, group)
             at, value = placement_entry(group, local)
             changes: list[Entry] = [(at, seal(at, value))]
             for key, state in queues.items():
@@ -246,18 +235,3 @@ class GroupImporter:
         self._commits.check_room()
         self._commits.mark_changed(key)
         await self._commits.wait_all_durable()
-
-
-def _decoded(
-    entries: list[tuple[bytes, bytes]],
-) -> tuple[dict[GroupQueue, Progress | Tombstone], list[RecordedReset]]:
-    queues: dict[GroupQueue, Progress | Tombstone] = {}
-    resets = []
-    for key, sealed in entries:
-        value = unseal(key, sealed)
-        if key.startswith(RESET):
-            resets.append(decode_reset(value))
-        elif not key.startswith(META):
-            queue = decode_key(key)
-            queues[queue] = decode_progress(queue, value)
-    return queues, resets

@@ -139,8 +139,16 @@ def read_position(environment: lmdb.Environment) -> ReplicaPosition:
         DataLoss, lmdb.Error: it can't be read.
     """
     with environment.begin() as transaction:
-        entries = [(key, transaction.get(key)) for key in _OWN]
-    return position_after(NO_POSITION, entries)
+        return stored_position(transaction)
+
+
+def stored_position(transaction: lmdb.Transaction[bytes]) -> ReplicaPosition:
+    """Return the position of the state that a transaction sees.
+
+    Raises:
+        DataLoss, lmdb.Error: it can't be read.
+    """
+    return position_after(NO_POSITION, [(key, transaction.get(key)) for key in _OWN])
 
 
 def _encode(number: int, position: ReplicaPosition) -> bytes:

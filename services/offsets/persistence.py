@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from batonmq._common.aio import in_steps
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import DataLoss
 from batonmq_server.offsets.codec import (
@@ -35,10 +36,12 @@ from batonmq_server.offsets.core.change_log import (
 )
 from batonmq_server.offsets.core.holds import HOLDS_MAX, TokenChange
 from batonmq_server.offsets.core.local_placements import LocalPlacement
+from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.progress_table import ProgressTable
-from batonmq_server.offsets.core.resets import ResetHistory, ResetSlot
+from batonmq_server.offsets.core.resets import RecordedReset, ResetHistory, ResetSlot
 from batonmq_server.offsets.core.values import Instant, QueueLimits, Tombstone
-from batonmq_server.offsets.disk import StoredEntry
+from batonmq_server.offsets.disk import UNLIMITED, StoredEntry
+from batonmq_server.runtime.replication.position import ReplicaPosition
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +111,16 @@ class ProgressStore(Protocol):
         """Yield all entries of one moment, ascending by key; leave out those of `skip`."""
         ...
 
-    async def read_prefix(self, prefix: bytes) -> list[StoredEntry]:
-        """Return the entries with keys that begin with `prefix`."""
+    async def read_prefix(
+        self, prefix: bytes, *, after: bytes = b"", bytes_max: int = UNLIMITED
+    ) -> list[StoredEntry]:
+        """Return the entries after `after` with keys that begin with `prefix`, up to a size."""
+        ...
+
+    async def read_part(
+        self, after: bytes, until: bytes | None = None, bytes_max: int = UNLIMITED
+    ) -> tuple[ReplicaPosition, list[StoredEntry]]:
+        """Return the entries after `after`, up to a key and a size, and the present position."""
         ...
 
     async def snapshot(self, skip: bytes = b"") -> list[StoredEntry]:
@@ -326,11 +337,42 @@ def tombstone_entries(key: GroupQueue, tombstone: Tombstone) -> list[Entry]:
     return [(at, seal(at, encode_progress(tombstone))), *forgotten]
 
 
-async def entries_of_group(disk: ProgressStore, group: str) -> list[StoredEntry]:
-    """Return all stored entries of a group, ascending by key, without its local placement."""
+async def entries_of_group(
+    disk: ProgressStore, group: str, after: bytes = b"", bytes_max: int = UNLIMITED
+) -> list[StoredEntry]:
+    """Return the stored entries of a group, ascending by key, without its local placement.
+
+    Args:
+        after: Leave out the keys up to this one.
+        bytes_max: Return no more entries once they have so many bytes.
+    """
+    begin, entries, room = group.encode() + b"\0", list[StoredEntry](), bytes_max
+    for prefix in (HOLDS, RESET, b""):
+        if room > 0:
+            part = await disk.read_prefix(prefix + begin, after=after, bytes_max=room)
+            room -= sum(len(key) + len(value) for key, value in part)
+            entries += part
+    return entries
+
+
+async def state_of_group(
+    disk: ProgressStore, group: str
+) -> tuple[dict[GroupQueue, Progress | Tombstone], list[RecordedReset]]:
+    """Return the stored queues and recorded resets of a group. Other tasks run meanwhile.
+
+    Raises:
+        DataLoss: an entry can't be read.
+    """
     begin = group.encode() + b"\0"
-    parts = [await disk.read_prefix(prefix + begin) for prefix in (HOLDS, RESET, b"")]
-    return [entry for part in parts for entry in part]
+    resets = [
+        decode_reset(unseal(*entry))
+        async for entry in in_steps(await disk.read_prefix(RESET + begin))
+    ]
+    queues: dict[GroupQueue, Progress | Tombstone] = {}
+    async for key, sealed in in_steps(await disk.read_prefix(begin)):
+        queue = decode_key(key)
+        queues[queue] = decode_progress(queue, unseal(key, sealed))
+    return queues, resets
 
 
 async def find_token_changes(disk: ProgressStore, key: GroupQueue) -> list[TokenChange]:

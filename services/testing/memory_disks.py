@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 from typing import Any
 
 from batonmq.errors import DiskFull
 from batonmq_server.offsets.core.change_log import Entry
-from batonmq_server.offsets.disk import StoredEntry
+from batonmq_server.offsets.disk import UNLIMITED, StoredEntry
+from batonmq_server.offsets.newest_position import position_after
+from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 from batonmq_server.storage.core.files import Disk, File
 from batonmq_server.storage.flusher import InThread
 
@@ -219,10 +221,23 @@ class MemoryOffsetsDisk:
         entries = sorted(self.entries.items())
         return (entry for entry in entries if not skip or not entry[0].startswith(skip))
 
-    async def read_prefix(self, prefix: bytes) -> list[StoredEntry]:
+    async def read_prefix(
+        self, prefix: bytes, *, after: bytes = b"", bytes_max: int = UNLIMITED
+    ) -> list[StoredEntry]:
         """See ProgressStore."""
         await asyncio.sleep(self._write_s(self._random) / 2)
-        return [entry for entry in self.read() if entry[0].startswith(prefix)]
+        found = (entry for entry in self.read() if entry[0].startswith(prefix))
+        return list(_limited((entry for entry in found if entry[0] > after), bytes_max))
+
+    async def read_part(
+        self, after: bytes, until: bytes | None = None, bytes_max: int = UNLIMITED
+    ) -> tuple[ReplicaPosition, list[StoredEntry]]:
+        """See ProgressStore."""
+        await asyncio.sleep(self._write_s(self._random) / 2)
+        found = (entry for entry in self.read() if entry[0] > after)
+        part = (entry for entry in found if until is None or entry[0] <= until)
+        position = position_after(NO_POSITION, self.entries.items())
+        return position, list(_limited(part, bytes_max))
 
     async def snapshot(self, skip: bytes = b"") -> list[StoredEntry]:
         """See ProgressStore."""
@@ -257,6 +272,16 @@ class MemoryOffsetsDisk:
                 self.entries[key] = value
         for tell in self.on_write:
             tell(entries)
+
+
+def _limited(entries: Iterable[StoredEntry], bytes_max: int) -> Iterator[StoredEntry]:
+    """Yield entries until they have `bytes_max` bytes."""
+    size = 0
+    for key, value in entries:
+        if size >= bytes_max:
+            return
+        size += len(key) + len(value)
+        yield key, value
 
 
 def delayed_sync(random: Random, write_s: Callable[[Random], float]) -> InThread:

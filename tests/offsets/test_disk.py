@@ -68,6 +68,19 @@ async def test_written_entries_are_read_in_key_order(tmp_path: Path) -> None:
         assert list(disk.read()) == [(b"a", b"1"), (b"b", b"3")]
 
 
+async def test_entries_of_a_prefix_are_read_after_a_key_and_up_to_a_size(tmp_path: Path) -> None:
+    of_prefix = [(b"b%d" % number, bytes(10)) for number in range(5)]
+    with LmdbDisk(tmp_path) as disk:
+        await disk.write([(b"a", b"1"), *of_prefix, (b"c", b"2")])
+        assert await disk.read_prefix(b"b") == of_prefix
+        assert await disk.read_prefix(b"b", after=b"a") == of_prefix
+        assert await disk.read_prefix(b"b", after=b"b1") == of_prefix[2:]
+        assert await disk.read_prefix(b"b", after=b"b1", bytes_max=13) == of_prefix[2:4]
+        assert await disk.read_prefix(b"b", after=b"b4") == []
+        assert await disk.read_prefix(b"c", after=b"d") == []
+        assert await disk.read_prefix(b"b", bytes_max=1) == of_prefix[:1]
+
+
 def test_second_process_can_not_open_the_folder(tmp_path: Path) -> None:
     with LmdbDisk(tmp_path), pytest.raises(DataDirInUse):
         LmdbDisk(tmp_path)

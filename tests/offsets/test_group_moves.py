@@ -307,6 +307,34 @@ async def test_new_set_answers_no_call_before_the_import_is_complete(
         assert (await progress(right)).committed_offset == before.committed_offset
 
 
+async def test_each_part_of_an_export_reads_only_its_own_entries(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the export of a group with many queues never ends within the deadline of a part."""
+    monkeypatch.setattr(group_exporter, "PART_BYTES", 1)
+    read: list[StoredEntry] = []
+    async with two_sets(etcd_endpoint, tmp_path) as (_, left, _):
+        await work(left)
+        of_prefix = left.disk.read_prefix
+
+        async def count(*args: Any, **options: Any) -> list[StoredEntry]:
+            read.extend(found := await of_prefix(*args, **options))
+            return found
+
+        monkeypatch.setattr(left.disk, "read_prefix", count)
+        entries, after = list[pb.StoredEntry](), b""
+        while True:
+            request = pb.ExportGroupRequest(group=GROUP, move=1, to_set="right", after_key=after)
+            answer = await send(left, request)
+            entries += answer.entries
+            if answer.last:
+                break
+            after = answer.entries[-1].key
+        assert [(one.key, one.value) for one in entries] == of_group(left)
+        assert len(entries) > 5
+        assert read == of_group(left)
+
+
 POINTS = (
     "before the seal",
     "after the seal",

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
+from batonmq._common.aio import STEP_ITEMS
 from batonmq._core.queues import GroupQueue
 from batonmq_server.offsets import lockmgr_calls, persistence
 from batonmq_server.offsets.core.ranges import EMPTY
@@ -113,6 +114,30 @@ async def test_recovery_in_steps_does_not_block_other_tasks(
     assert sorted(key for key, _ in recovered.items()) == keys
     assert {recovered.query(key).committed_offset for key in keys} == {5}
     assert turns >= len(keys) // 10
+
+
+async def test_state_of_a_moved_group_is_read_without_blocking_other_tasks() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    disk = MemoryOffsetsDisk(Random(1), lambda _: 0.0)
+    _, table, records = recover_standalone(disk, QueueLimits(), NOW)
+    entries_of = persistence.entries_of(table, records)
+    keys = [GroupQueue("readers", "news", "broker-a", number) for number in range(640)]
+    for key in keys:
+        table.commit_unowned(key, Acks(0, 5, EMPTY), NOW)
+        disk.write_blocking(entries_of(key))
+    async with asyncio.TaskGroup() as tasks:
+        counting = tasks.create_task(count())
+        queues, _ = await persistence.state_of_group(disk, "readers")
+        counting.cancel()
+    assert sorted(queues) == keys
+    assert turns >= len(keys) // STEP_ITEMS
 
 
 async def test_call_with_many_ranges_does_not_block_other_tasks() -> None:
