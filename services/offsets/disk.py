@@ -18,7 +18,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import lmdb
 
@@ -30,10 +30,10 @@ from batonmq_server.offsets.newest_position import (
     NewestPosition,
     check_not_rolled_back,
     position_after,
+    position_entries,
     read_position,
-    stored_position,
 )
-from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
+from batonmq_server.runtime.replication.position import NO_POSITION
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,17 @@ UNLIMITED = 1 << 62
 _THREADS = DaemonThreads("disk")
 
 T = TypeVar("T")
+
+
+class StorePart(NamedTuple):
+    """Entries of one moment, ascending by key.
+
+    Attributes:
+        position: The entries from which `position_after` finds the position of that moment.
+    """
+
+    position: list[StoredEntry]
+    entries: list[StoredEntry]
 
 
 class DataDirInUse(Exception):
@@ -160,8 +171,8 @@ class LmdbDisk:
 
     async def read_part(
         self, after: bytes, until: bytes | None = None, bytes_max: int = UNLIMITED
-    ) -> tuple[ReplicaPosition, list[StoredEntry]]:
-        """Return a part of all entries, ascending by key, and the position of the state.
+    ) -> StorePart:
+        """Return a part of all entries, with those of the position at the same moment.
 
         Args:
             after, until: Only keys greater than `after`, up to `until`; None for the end.
@@ -171,10 +182,10 @@ class LmdbDisk:
             DataLoss: the file is damaged.
         """
 
-        def read(transaction: lmdb.Transaction[bytes]) -> tuple[ReplicaPosition, list[StoredEntry]]:
+        def read(transaction: lmdb.Transaction[bytes]) -> StorePart:
             found = _entries_after(transaction, after, b"", bytes_max)
             part = takewhile(lambda entry: until is None or entry[0] <= until, found)
-            return stored_position(transaction), list(part)
+            return StorePart(position_entries(transaction.get), list(part))
 
         return await self._read_in_thread(read)
 

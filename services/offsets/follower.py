@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeAlias
 
@@ -36,12 +37,26 @@ CALL_TIMEOUT_S = 5.0
 READ_ALL_TIMEOUT_S, PART_TIMEOUT_S = 120.0, 10.0
 """Timeouts of ReadAll, for the call and for one part: the leader may be dead without an error."""
 SYNC_ALL_FIRST_MS, SYNC_ALL_MS = 10_000, 60_000
-"""First time and interval of the comparison of all entries with the leader.
+"""First time and interval of the comparison of all entries with the leader; it lasts longer than
+the interval if there are many.
 
 Source: RocketMQ SlaveSynchronize."""
+COMPARED_BYTES, COMPARE_PAUSE_MS = 128 * 1024, 100
+"""Size of a part of the comparison, and the time from one part to the next. The follower takes no
+change while it compares a part, so commits wait for it: some milliseconds."""
 DIGEST_STEP = 4_096
-"""Entries digested without an await."""
+"""Entries digested without an await; a part has fewer."""
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=1_000)
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpectedPart:
+    """The digest of the leader's entries with keys after `after`, up to `until`; None: all."""
+
+    position: ReplicaPosition
+    digest: bytes
+    after: bytes
+    until: bytes | None
 
 
 class Follower:
@@ -74,7 +89,9 @@ class Follower:
         self._kept_bytes_max = settings.replica_kept_bytes_max
         self.leader = ReplicaPosition(0, 0)
         self._compare_ms = runtime.clock.monotonic_ms() + SYNC_ALL_FIRST_MS
-        self._expected: tuple[ReplicaPosition, bytes] | None = None
+        self._next_comparison_ms = 0
+        self._compared_key = b""  # all entries up to this key are compared
+        self._expected: _ExpectedPart | None = None
 
     async def reload(self) -> None:
         """Read the change log from the disk again, after this node was the leader."""
@@ -114,11 +131,11 @@ class Follower:
         request = pb.FetchRequest(
             node_id=self._node_id,
             position=pb.Position(epoch=before.epoch, version=before.version),
-            hold_ms=self._hold_ms,
             problem=self.follow_problem.problem,
         )
         try:
             await self._fetch_digest(stub, before)
+            request.hold_ms = self._hold_until_next_part()
             answer = await stub.Fetch(request, timeout=self._hold_ms / 1000 + CALL_TIMEOUT_S)
             everything = await self._read_all(stub, before) if answer.read_all else None
         except grpc.aio.AioRpcError as error:
@@ -145,10 +162,10 @@ class Follower:
                 raise DataLoss(f"the leader sent {change.position} after {at}")
             at = change.position
         if self._expected is not None:
-            until = self._expected[0].version - self.changes.position.version
-            if 0 <= until <= len(changes):
-                await self._write(changes[:until])
-                changes = changes[until:]
+            until = self._expected.position.version - self.changes.position.version
+            if until <= len(changes):
+                await self._write(changes[: max(0, until)])
+                changes = changes[max(0, until) :]
                 await self._compare()
         await self._write(changes)
 
@@ -190,44 +207,67 @@ class Follower:
         )
         await self.disk.replace(entries)
         self.changes.replace_with(changes)
-        self._expected = None
+        self._expected, self._compared_key = None, b""
 
     async def _fetch_digest(
         self, stub: pb_grpc.ReplicationServiceAsyncStub, before: ReplicaPosition
     ) -> None:
-        """Fetch the digest of the leader's state at intervals, at a position not yet reached."""
+        """Fetch the digest of the leader's next part, at a position that is not yet reached."""
         now_ms = self._runtime.clock.monotonic_ms()
-        if now_ms < self._compare_ms or not before.version:
+        if now_ms < self._compare_ms or not before.version or self._expected is not None:
             return
-        self._compare_ms = now_ms + SYNC_ALL_MS
-        request = pb.DigestRequest(node_id=self._node_id, epoch=before.epoch)
+        if not self._compared_key:
+            self._next_comparison_ms = now_ms + SYNC_ALL_MS
+        self._compare_ms = now_ms + COMPARE_PAUSE_MS
+        request = pb.DigestRequest(
+            node_id=self._node_id,
+            epoch=before.epoch,
+            after_key=self._compared_key,
+            bytes_max=COMPARED_BYTES,
+        )
         answer = await stub.Digest(request, timeout=CALL_TIMEOUT_S)
-        self._expected = (
+        self._expected = _ExpectedPart(
             ReplicaPosition(answer.position.epoch, answer.position.version),
             answer.digest,
+            answer.after_key,
+            answer.last_key or None,
         )
+        async with self.writing:
+            if self.changes.position == before == self._expected.position:
+                await self._compare()
+
+    def _hold_until_next_part(self) -> int:
+        """Return how long the leader may hold a request: not beyond the next comparison."""
+        if self._expected is not None:
+            return self._hold_ms  # the leader has a change for this node
+        left_ms = self._compare_ms - self._runtime.clock.monotonic_ms()
+        return min(self._hold_ms, max(0, left_ms))
 
     async def _compare(self) -> None:
-        """Compare all entries with the digest of the leader; if they differ, read all next.
+        """Compare a part of all entries with the digest of the leader.
 
         Raises:
-            DataLoss: the copies differ.
+            DataLoss: the copies differ; all entries are read next.
         """
         assert self._expected is not None
-        (at, digest), self._expected = self._expected, None
-        if self.changes.position != at:
+        part, self._expected = self._expected, None
+        if self.changes.position != part.position:
             return  # another leader was elected since the digest was fetched
-        if await state_digest(await self.disk.snapshot()) == digest:
-            log.info("copy equals that of the leader position=%s", at)
-            return
-        self.changes.replace_with(ChangeLog((), 0, kept_bytes_max=self._kept_bytes_max))
-        raise DataLoss(
-            f"the copy at {at} differs from that of the leader; everything is read again"
-        )
+        own = await self.disk.read_part(part.after, part.until)
+        if await state_digest(own.entries) != part.digest:
+            self.changes.replace_with(ChangeLog((), 0, kept_bytes_max=self._kept_bytes_max))
+            raise DataLoss(
+                f"the copy at {part.position} differs from that of the leader; everything is read "
+                "again"
+            )
+        self._compared_key = part.until or b""
+        if part.until is None:
+            self._compare_ms = max(self._compare_ms, self._next_comparison_ms)
+            log.info("copy equals that of the leader position=%s", part.position)
 
 
 async def state_digest(entries: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return the BLAKE2b-256 of the keys and values of a state, with their lengths.
+    """Return the BLAKE2b-256 of keys and values, with their lengths.
 
     Works in steps: between two, other tasks run, such as the lease renewal of the leader.
     """

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import lmdb
@@ -139,16 +139,13 @@ def read_position(environment: lmdb.Environment) -> ReplicaPosition:
         DataLoss, lmdb.Error: it can't be read.
     """
     with environment.begin() as transaction:
-        return stored_position(transaction)
+        return position_after(NO_POSITION, position_entries(transaction.get))
 
 
-def stored_position(transaction: lmdb.Transaction[bytes]) -> ReplicaPosition:
-    """Return the position of the state that a transaction sees.
-
-    Raises:
-        DataLoss, lmdb.Error: it can't be read.
-    """
-    return position_after(NO_POSITION, [(key, transaction.get(key)) for key in _OWN])
+def position_entries(get: Callable[[bytes], bytes | None]) -> list[tuple[bytes, bytes]]:
+    """Return the stored entries from which `position_after` finds the position of a store."""
+    values = ((key, get(key)) for key in _OWN)
+    return [(key, value) for key, value in values if value is not None]
 
 
 def _encode(number: int, position: ReplicaPosition) -> bytes:

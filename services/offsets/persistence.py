@@ -40,8 +40,7 @@ from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.resets import RecordedReset, ResetHistory, ResetSlot
 from batonmq_server.offsets.core.values import Instant, QueueLimits, Tombstone
-from batonmq_server.offsets.disk import UNLIMITED, StoredEntry
-from batonmq_server.runtime.replication.position import ReplicaPosition
+from batonmq_server.offsets.disk import UNLIMITED, StoredEntry, StorePart
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +118,8 @@ class ProgressStore(Protocol):
 
     async def read_part(
         self, after: bytes, until: bytes | None = None, bytes_max: int = UNLIMITED
-    ) -> tuple[ReplicaPosition, list[StoredEntry]]:
-        """Return the entries after `after`, up to a key and a size, and the present position."""
+    ) -> StorePart:
+        """Return the entries after `after`, up to a key and a size, with those of the position."""
         ...
 
     async def snapshot(self, skip: bytes = b"") -> list[StoredEntry]:

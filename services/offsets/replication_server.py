@@ -11,12 +11,13 @@ from baton.offsets.v1 import replication_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2_grpc as pb_grpc
 from batonmq.errors import InvalidArgument, LimitExceeded, OldEpoch, OldEpochDetail
 from batonmq_server.offsets.core.change_log import StoreChange
-from batonmq_server.offsets.disk import StoredEntry
+from batonmq_server.offsets.disk import UNLIMITED, StoredEntry
 from batonmq_server.offsets.follower import state_digest
-from batonmq_server.offsets.persistence import ProgressStore, change_log_of
+from batonmq_server.offsets.newest_position import position_after
+from batonmq_server.offsets.persistence import ProgressStore
 from batonmq_server.offsets.replica import OffsetsReplica
 from batonmq_server.runtime.replication.follow_problem import PROBLEM_CHARS_MAX
-from batonmq_server.runtime.replication.position import ReplicaPosition
+from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000
@@ -64,13 +65,14 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
     ) -> AsyncIterator[pb.ReadAllResponse]:
         """See the proto."""
         self._check(request.node_id, request.epoch)
-        entries, at = await self._state()
+        position_entries, entries = await self._disk.read_part(b"")
+        position = _position_pb(position_entries)
         sent_count = 0
         for part in _parts(entries):
             sent_count += len(part)
             self._replica.leadership.reach_follower(request.node_id)
             yield pb.ReadAllResponse(
-                position=at,
+                position=position,
                 entries=[pb.Entry(key=key, value=value) for key, value in part],
                 last=sent_count == len(entries),
             )
@@ -78,10 +80,18 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
     async def Digest(self, request: pb.DigestRequest, context: Context) -> pb.DigestResponse:
         """See the proto."""
         self._check(request.node_id, request.epoch)
-        entries, at = await self._state()
+        bytes_max = request.bytes_max or UNLIMITED
+        part = await self._disk.read_part(request.after_key, bytes_max=bytes_max)
+        entries = part.entries
         digest = await state_digest(entries)
         self._replica.check()
-        return pb.DigestResponse(position=at, digest=digest)
+        ended = sum(len(key) + len(value) for key, value in entries) < bytes_max
+        return pb.DigestResponse(
+            position=_position_pb(part.position),
+            digest=digest,
+            after_key=request.after_key,
+            last_key=b"" if ended else entries[-1][0],
+        )
 
     async def DescribeReplicas(
         self, request: pb.DescribeReplicasRequest, context: Context
@@ -95,11 +105,6 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
             min_in_sync=in_sync_set.policy.min_in_sync,
             replicas=in_sync_set.replicas(),
         )
-
-    async def _state(self) -> tuple[list[tuple[bytes, bytes]], pb.Position]:
-        entries = await self._disk.snapshot()
-        at = change_log_of(dict(entries), kept_bytes_max=0).position
-        return entries, pb.Position(epoch=at.epoch, version=at.version)
 
     def _check(self, node_id: str, seen_epoch: int) -> None:
         """Return if this node may answer a follower.
@@ -117,6 +122,11 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
                 f"this leader has epoch {epoch}, the follower has seen {seen_epoch}",
                 detail=OldEpochDetail(epoch=epoch, current=seen_epoch),
             )
+
+
+def _position_pb(entries: Sequence[StoredEntry]) -> pb.Position:
+    at = position_after(NO_POSITION, entries)
+    return pb.Position(epoch=at.epoch, version=at.version)
 
 
 def _change_pb(change: StoreChange) -> pb.Change:

@@ -14,9 +14,8 @@ from typing import Any
 
 from batonmq.errors import DiskFull
 from batonmq_server.offsets.core.change_log import Entry
-from batonmq_server.offsets.disk import UNLIMITED, StoredEntry
-from batonmq_server.offsets.newest_position import position_after
-from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
+from batonmq_server.offsets.disk import UNLIMITED, StoredEntry, StorePart
+from batonmq_server.offsets.newest_position import position_entries
 from batonmq_server.storage.core.files import Disk, File
 from batonmq_server.storage.flusher import InThread
 
@@ -231,13 +230,12 @@ class MemoryOffsetsDisk:
 
     async def read_part(
         self, after: bytes, until: bytes | None = None, bytes_max: int = UNLIMITED
-    ) -> tuple[ReplicaPosition, list[StoredEntry]]:
+    ) -> StorePart:
         """See ProgressStore."""
         await asyncio.sleep(self._write_s(self._random) / 2)
         found = (entry for entry in self.read() if entry[0] > after)
         part = (entry for entry in found if until is None or entry[0] <= until)
-        position = position_after(NO_POSITION, self.entries.items())
-        return position, list(_limited(part, bytes_max))
+        return StorePart(position_entries(self.entries.get), list(_limited(part, bytes_max)))
 
     async def snapshot(self, skip: bytes = b"") -> list[StoredEntry]:
         """See ProgressStore."""

@@ -15,6 +15,7 @@ import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -27,7 +28,7 @@ from batonmq.errors import BatonError, Unreachable
 from batonmq_server.offsets import follower as following
 from batonmq_server.offsets import leadership as leading
 from batonmq_server.offsets import replication_server
-from batonmq_server.offsets.codec import encode_key
+from batonmq_server.offsets.codec import META, encode_key
 from batonmq_server.offsets.core.change_log import Entry
 from tests.offsets.replica_cluster import (
     Replica,
@@ -341,6 +342,71 @@ async def test_follower_with_a_different_copy_detects_it_and_copies_everything(
     key = encode_key(GroupQueue("readers", "news", "broker-a", 0))
     follower.disk.write_blocking([(key, b"rotten"), (b"weed", b"not written by offsets")])
     await scene.wait_equal("a", "b", "c")
+
+
+@pytest.mark.parametrize("damage", ["first", "middle", "last", "beyond"])
+async def test_comparison_in_parts_finds_a_difference_anywhere(
+    scene: ReplicaSet, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setattr(following, "SYNC_ALL_FIRST_MS", 0)
+    monkeypatch.setattr(following, "SYNC_ALL_MS", 200)
+    monkeypatch.setattr(following, "COMPARED_BYTES", 500)
+    monkeypatch.setattr(following, "COMPARE_PAUSE_MS", 10)
+    leader = await three(scene)
+    await hold(leader, *range(20))
+    await scene.wait_equal("a", "b", "c")
+    follower = scene.nodes[others(scene, leader)[0]]
+    keys = [key for key, _ in follower.stored() if not key.startswith(META)]
+    chosen = {"first": 0, "middle": len(keys) // 2, "last": -1}
+    key = keys[chosen[damage]] if damage in chosen else b"\xff"
+    follower.disk.write_blocking([(key, b"rotten")])
+    await scene.wait_equal("a", "b", "c")
+
+
+async def test_comparison_reads_a_bounded_part_at_a_time_and_in_the_end_everything(
+    scene: ReplicaSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commits wait for a follower while it compares."""
+    monkeypatch.setattr(following, "SYNC_ALL_FIRST_MS", 0)
+    monkeypatch.setattr(following, "SYNC_ALL_MS", 200)
+    monkeypatch.setattr(following, "COMPARED_BYTES", 500)
+    monkeypatch.setattr(following, "COMPARE_PAUSE_MS", 10)
+    parts: list[tuple[str, bytes, bytes]] = []
+    digest = replication_server.ReplicationServicer.Digest
+
+    async def note(
+        self: replication_server.ReplicationServicer, request: pb2.DigestRequest, context: Any
+    ) -> pb2.DigestResponse:
+        answer = await digest(self, request, context)
+        parts.append((request.node_id, answer.after_key, answer.last_key))
+        return answer
+
+    monkeypatch.setattr(replication_server.ReplicationServicer, "Digest", note)
+    leader = await three(scene)
+    await hold(leader, *range(20))
+    await scene.wait_equal("a", "b", "c")
+    follower = others(scene, leader)[0]
+    parts.clear()
+
+    def passes() -> list[list[tuple[bytes, bytes]]]:
+        """Return the parts of each complete comparison of the follower."""
+        found: list[list[tuple[bytes, bytes]]] = []
+        for first, last in [part[1:] for part in parts if part[0] == follower]:
+            if not first:
+                found.append([])
+            if found:
+                found[-1].append((first, last))
+        return [one for one in found if not one[-1][1]]
+
+    await until(lambda: bool(passes()))
+    compared, entries = passes()[0], leader.stored()
+    assert [first for first, _ in compared[1:]] == [last for _, last in compared[:-1]]
+    sizes = [
+        sum(len(key) + len(value) for key, value in entries if first < key <= (last or b"\xff"))
+        for first, last in compared
+    ]
+    assert len(compared) > 3
+    assert max(sizes) < 500 + max(len(key) + len(value) for key, value in entries)
 
 
 async def test_change_too_large_for_an_answer_is_copied_in_parts(

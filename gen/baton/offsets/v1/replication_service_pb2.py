@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.common.v1 import replicas_pb2 as baton_dot_common_dot_v1_dot_replicas__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*baton/offsets/v1/replication_service.proto\x12\x10\x62\x61ton.offsets.v1\x1a\x1e\x62\x61ton/common/v1/replicas.proto\"*\n\x08Position\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\"o\n\x0c\x46\x65tchRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12,\n\x08position\x18\x02 \x01(\x0b\x32\x1a.baton.offsets.v1.Position\x12\x0f\n\x07hold_ms\x18\x03 \x01(\r\x12\x0f\n\x07problem\x18\x04 \x01(\t\"l\n\rFetchResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12)\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x18.baton.offsets.v1.Change\x12\x10\n\x08read_all\x18\x03 \x01(\x08\x12\x0f\n\x07version\x18\x04 \x01(\x03\"`\n\x06\x43hange\x12,\n\x08position\x18\x01 \x01(\x0b\x32\x1a.baton.offsets.v1.Position\x12(\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x17.baton.offsets.v1.Entry\"2\n\x05\x45ntry\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\x05value\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_value\"0\n\x0eReadAllRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"w\n\x0fReadAllResponse\x12,\n\x08position\x18\x01 \x01(\x0b\x32\x1a.baton.offsets.v1.Position\x12(\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x17.baton.offsets.v1.Entry\x12\x0c\n\x04last\x18\x03 \x01(\x08\"/\n\rDigestRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"N\n\x0e\x44igestResponse\x12,\n\x08position\x18\x01 \x01(\x0b\x32\x1a.baton.offsets.v1.Position\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"\x19\n\x17\x44\x65scribeReplicasRequest\"\x92\x01\n\x18\x44\x65scribeReplicasResponse\x12\x13\n\x0breplica_set\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x11\n\tconfirmed\x18\x03 \x01(\x03\x12\x13\n\x0bmin_in_sync\x18\x04 \x01(\r\x12*\n\x08replicas\x18\x05 \x03(\x0b\x32\x18.baton.common.v1.Replica2\xe8\x02\n\x12ReplicationService\x12H\n\x05\x46\x65tch\x12\x1e.baton.offsets.v1.FetchRequest\x1a\x1f.baton.offsets.v1.FetchResponse\x12P\n\x07ReadAll\x12 .baton.offsets.v1.ReadAllRequest\x1a!.baton.offsets.v1.ReadAllResponse0\x01\x12K\n\x06\x44igest\x12\x1f.baton.offsets.v1.DigestRequest\x1a .baton.offsets.v1.DigestResponse\x12i\n\x10\x44\x65scribeReplicas\x12).baton.offsets.v1.DescribeReplicasRequest\x1a*.baton.offsets.v1.DescribeReplicasResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*baton/offsets/v1/replication_service.proto\x12\x10\x62\x61ton.offsets.v1\x1a\x1e\x62\x61ton/common/v1/replicas.proto\"*\n\x08Position\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\"o\n\x0c\x46\x65tchRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12,\n\x08position\x18\x02 \x01(\x0b\x32\x1a.baton.offsets.v1.Position\x12\x0f\n\x07hold_ms\x18\x03 \x01(\r\x12\x0f\n\x07problem\x18\x04 \x01(\t\"l\n\rFetchResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12)\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x18.baton.offsets.v1.Change\x12\x10\n\x08read_all\x18\x03 \x01(\x08\x12\x0f\n\x07version\x18\x04 \x01(\x03\"`\n\x06\x43hange\x12,\n\x08position\x18\x01 \x01(\x0b\x32\x1a.baton.offsets.v1.Position\x12(\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x17.baton.offsets.v1.Entry\"2\n\x05\x45ntry\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\x05value\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_value\"0\n\x0eReadAllRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"w\n\x0fReadAllResponse\x12,\n\x08position\x18\x01 \x01(\x0b\x32\x1a.baton.offsets.v1.Position\x12(\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x17.baton.offsets.v1.Entry\x12\x0c\n\x04last\x18\x03 \x01(\x08\"U\n\rDigestRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x11\n\tafter_key\x18\x03 \x01(\x0c\x12\x11\n\tbytes_max\x18\x04 \x01(\r\"s\n\x0e\x44igestResponse\x12,\n\x08position\x18\x01 \x01(\x0b\x32\x1a.baton.offsets.v1.Position\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x11\n\tafter_key\x18\x03 \x01(\x0c\x12\x10\n\x08last_key\x18\x04 \x01(\x0c\"\x19\n\x17\x44\x65scribeReplicasRequest\"\x92\x01\n\x18\x44\x65scribeReplicasResponse\x12\x13\n\x0breplica_set\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x11\n\tconfirmed\x18\x03 \x01(\x03\x12\x13\n\x0bmin_in_sync\x18\x04 \x01(\r\x12*\n\x08replicas\x18\x05 \x03(\x0b\x32\x18.baton.common.v1.Replica2\xe8\x02\n\x12ReplicationService\x12H\n\x05\x46\x65tch\x12\x1e.baton.offsets.v1.FetchRequest\x1a\x1f.baton.offsets.v1.FetchResponse\x12P\n\x07ReadAll\x12 .baton.offsets.v1.ReadAllRequest\x1a!.baton.offsets.v1.ReadAllResponse0\x01\x12K\n\x06\x44igest\x12\x1f.baton.offsets.v1.DigestRequest\x1a .baton.offsets.v1.DigestResponse\x12i\n\x10\x44\x65scribeReplicas\x12).baton.offsets.v1.DescribeReplicasRequest\x1a*.baton.offsets.v1.DescribeReplicasResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,13 +47,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_READALLRESPONSE']._serialized_start=563
   _globals['_READALLRESPONSE']._serialized_end=682
   _globals['_DIGESTREQUEST']._serialized_start=684
-  _globals['_DIGESTREQUEST']._serialized_end=731
-  _globals['_DIGESTRESPONSE']._serialized_start=733
-  _globals['_DIGESTRESPONSE']._serialized_end=811
-  _globals['_DESCRIBEREPLICASREQUEST']._serialized_start=813
-  _globals['_DESCRIBEREPLICASREQUEST']._serialized_end=838
-  _globals['_DESCRIBEREPLICASRESPONSE']._serialized_start=841
-  _globals['_DESCRIBEREPLICASRESPONSE']._serialized_end=987
-  _globals['_REPLICATIONSERVICE']._serialized_start=990
-  _globals['_REPLICATIONSERVICE']._serialized_end=1350
+  _globals['_DIGESTREQUEST']._serialized_end=769
+  _globals['_DIGESTRESPONSE']._serialized_start=771
+  _globals['_DIGESTRESPONSE']._serialized_end=886
+  _globals['_DESCRIBEREPLICASREQUEST']._serialized_start=888
+  _globals['_DESCRIBEREPLICASREQUEST']._serialized_end=913
+  _globals['_DESCRIBEREPLICASRESPONSE']._serialized_start=916
+  _globals['_DESCRIBEREPLICASRESPONSE']._serialized_end=1062
+  _globals['_REPLICATIONSERVICE']._serialized_start=1065
+  _globals['_REPLICATIONSERVICE']._serialized_end=1425
 # @@protoc_insertion_point(module_scope)

@@ -243,19 +243,27 @@ class DigestRequest(_message.Message):
 
     NODE_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    AFTER_KEY_FIELD_NUMBER: _builtins.int
+    BYTES_MAX_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node id of the follower. Required."""
     epoch: _builtins.int
     """Highest epoch the follower has seen."""
+    after_key: _builtins.bytes
+    """Only entries with greater keys; empty for the first part."""
+    bytes_max: _builtins.int
+    """Size of the part: it ends with the entry that reaches it; 0 for all entries."""
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        after_key: _builtins.bytes = ...,
+        bytes_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "node_id", b"node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_key", b"after_key", "bytes_max", b"bytes_max", "epoch", b"epoch", "node_id", b"node_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -269,8 +277,16 @@ class DigestResponse(_message.Message):
 
     POSITION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    AFTER_KEY_FIELD_NUMBER: _builtins.int
+    LAST_KEY_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """BLAKE2b-256 of all keys and values, ascending."""
+    """BLAKE2b-256 of the keys and values of the part, ascending."""
+    after_key: _builtins.bytes
+    """The part has the entries with greater keys than this one; empty from a leader of an earlier
+    version, whose digest is of all entries.
+    """
+    last_key: _builtins.bytes
+    """Last key of the part; empty if it has all entries from `after_key` on."""
     @_builtins.property
     def position(self) -> Global___Position:
         """Position of the state."""
@@ -280,10 +296,12 @@ class DigestResponse(_message.Message):
         *,
         position: Global___Position | None = ...,
         digest: _builtins.bytes = ...,
+        after_key: _builtins.bytes = ...,
+        last_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_key", b"after_key", "digest", b"digest", "last_key", b"last_key", "position", b"position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -94,7 +94,8 @@ class ReplicationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Digest(self, request, context):
-        """Returns a digest of all entries of one version, so that a follower can detect a different copy.
+        """Returns a digest of the entries of one version, so that a follower can detect a different copy. A
+        follower compares one part after the other, each at a version of its own.
 
         Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
         """

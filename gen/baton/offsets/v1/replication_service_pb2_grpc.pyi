@@ -54,7 +54,8 @@ class ReplicationServiceStub:
     Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
     """
     Digest: _grpc.UnaryUnaryMultiCallable[_replication_service_pb2.DigestRequest, _replication_service_pb2.DigestResponse]
-    """Returns a digest of all entries of one version, so that a follower can detect a different copy.
+    """Returns a digest of the entries of one version, so that a follower can detect a different copy. A
+    follower compares one part after the other, each at a version of its own.
 
     Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
     """
@@ -90,7 +91,8 @@ class ReplicationServiceAsyncStub(ReplicationServiceStub):
     Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
     """
     Digest: _aio.UnaryUnaryMultiCallable[_replication_service_pb2.DigestRequest, _replication_service_pb2.DigestResponse]  # type: ignore[assignment]
-    """Returns a digest of all entries of one version, so that a follower can detect a different copy.
+    """Returns a digest of the entries of one version, so that a follower can detect a different copy. A
+    follower compares one part after the other, each at a version of its own.
 
     Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
     """
@@ -141,7 +143,8 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replication_service_pb2.DigestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replication_service_pb2.DigestResponse, _abc.Awaitable[_replication_service_pb2.DigestResponse]]:
-        """Returns a digest of all entries of one version, so that a follower can detect a different copy.
+        """Returns a digest of the entries of one version, so that a follower can detect a different copy. A
+        follower compares one part after the other, each at a version of its own.
 
         Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
         """
