@@ -22,6 +22,9 @@ BATCH_BYTES_MAX = 256 * 1024
 """Approximate size limit of a batch with more than one event."""
 WATCHERS_MAX = 16
 BATCH_INTERVAL_S = 1.0
+UNREAD_S_MAX = 30.0
+"""A watcher that takes longer to read a batch is dropped. While it reads nothing, nobody gathers
+the counts for it, and they grow."""
 
 Gather = Callable[[], Iterable[pb.MetricEvent]]
 
@@ -46,7 +49,8 @@ class EventHub:
         self.gatherers: list[Gather] = []
         self.watched = False
         self._listeners: dict[EventBuffer, None] = {}
-        self._watcher_count, self._gathered_s = 0, 0.0
+        self._watchers: set[EventBuffer] = set()
+        self._gathered_s = 0.0
         self._gathering: Iterator[pb.MetricEvent] = iter(())
         self._counts_are_old = False  # those since the last gathering are of a former reader
 
@@ -98,15 +102,18 @@ class EventHub:
     def add_buffer(self) -> EventBuffer:
         """Return a buffer that receives the events until `remove_buffer`."""
         listener = EventBuffer()
-        self._listeners[listener] = None
-        self.watched, self._counts_are_old = True, False
+        self._add(listener)
         return listener
 
+    def _add(self, listener: EventBuffer) -> None:
+        self._listeners[listener] = None
+        self.watched, self._counts_are_old = True, False
+
     def remove_buffer(self, listener: EventBuffer) -> None:
-        """Add no more events to a buffer."""
-        del self._listeners[listener]
-        self.watched = bool(self._listeners)
-        self._counts_are_old = not self.watched
+        """Add no more events to a buffer, if it receives any."""
+        if self._listeners.pop(listener, listener) is not listener:
+            self.watched = bool(self._listeners)
+            self._counts_are_old = not self.watched
 
     def batch(self, seq: int, listener: EventBuffer) -> pb.MetricBatch:
         """Take the oldest events out of a buffer and return them as batch `seq`."""
@@ -123,28 +130,55 @@ class EventHub:
         """Yield batches of events from now on.
 
         Raises:
-            Overloaded: There are `WATCHERS_MAX` watchers already.
+            Overloaded: There are `WATCHERS_MAX` watchers already, or this one has not read a batch
+                for `UNREAD_S_MAX`.
         """
-        if self._watcher_count >= WATCHERS_MAX:
+        if len(self._watchers) >= WATCHERS_MAX:
             raise Overloaded(
                 f"limit of {WATCHERS_MAX} watchers reached",
                 retry_after_ms=10_000,
                 facts={"limit": WATCHERS_MAX},
             )
-        seq = 0
-        self._watcher_count += 1
+        seq, listener = 0, EventBuffer()
+        self._watchers.add(listener)
         try:
             if self._counts_are_old:
                 await self._drop_counts()
-            with self.listen() as listener:
-                while True:
-                    await asyncio.sleep(BATCH_INTERVAL_S)
-                    await self.gather_if_due()
-                    while listener.waiting:
-                        seq += 1
+            self._add(listener)
+            while True:
+                await asyncio.sleep(BATCH_INTERVAL_S)
+                await self.gather_if_due()
+                while listener.waiting:
+                    seq += 1
+                    with self._dropped_if_unread(listener):
                         yield self.batch(seq, listener)
+                    if listener not in self._watchers:
+                        raise _unread()
         finally:
-            self._watcher_count -= 1
+            self._drop_watcher(listener)
+
+    @contextmanager
+    def _dropped_if_unread(self, watcher: EventBuffer) -> Iterator[None]:
+        """Drop the watcher if it does not read a batch in time."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(UNREAD_S_MAX, self._drop_watcher, watcher)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _drop_watcher(self, watcher: EventBuffer) -> None:
+        self._watchers.discard(watcher)
+        self.remove_buffer(watcher)
+
+
+def _unread() -> Overloaded:
+    return Overloaded(
+        f"the watcher has not read a batch for {UNREAD_S_MAX:g} s: its stream ends",
+        remedy="Read the stream faster, and open it again.",
+        retry_after_ms=1_000,
+        facts={"limit_s": str(UNREAD_S_MAX)},
+    )
 
 
 class EventBuffer:

@@ -13,12 +13,14 @@ from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
 
+import grpc.aio
 import pytest
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2_grpc as pb_grpc
 from batonmq._common.aio import STEP_ITEMS
 from batonmq._common.clock import Clock
+from batonmq._common.rpc import from_rpc_error
 from batonmq._telemetry import event_hub as events
 from batonmq._telemetry.event_hub import EVENTS_MAX, WATCHERS_MAX, EventHub
 from batonmq.errors import Overloaded
@@ -238,7 +240,7 @@ async def test_gathering_that_is_interrupted_is_finished_by_the_next_one() -> No
 async def test_each_watcher_gets_all_events() -> None:
     hub = new_hub()
     async with watched(hub) as first, watched(hub) as second:
-        await until(lambda: hub._watcher_count == 2)
+        await until(lambda: len(hub._watchers) == 2)
         hub.publish(event(1))
         await until(lambda: first.batches and second.batches)
     assert first.numbers() == second.numbers() == [1]
@@ -248,13 +250,13 @@ async def test_watcher_beyond_the_limit_is_rejected_until_another_leaves() -> No
     hub = new_hub()
     async with asyncio.TaskGroup() as tasks:
         watchers = [Watcher(hub, tasks) for _ in range(WATCHERS_MAX)]
-        await until(lambda: hub._watcher_count == WATCHERS_MAX)
+        await until(lambda: len(hub._watchers) == WATCHERS_MAX)
         with pytest.raises(Overloaded) as refused:
             await anext(hub.watch())
         watchers[0].task.cancel()
         await until(watchers[0].task.done)
         late = Watcher(hub, tasks)
-        await until(lambda: hub._watcher_count == WATCHERS_MAX)
+        await until(lambda: len(hub._watchers) == WATCHERS_MAX)
         hub.publish(event(1))
         await until(lambda: late.batches)
         for watcher in [*watchers, late]:
@@ -280,3 +282,38 @@ async def test_stream_over_the_wire_ends_with_its_call() -> None:
         assert [one.appended.message_count for one in answer.batch.events] == [5]
         call.cancel()
         await until(lambda: not hub.watched)
+
+
+async def test_watcher_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a reader nobody gathers the counts, and they would grow without a limit."""
+    monkeypatch.setattr(events, "UNREAD_S_MAX", 0.05)
+    hub = new_hub()
+    watching = hub.watch()
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(anext(aiter(watching)))
+        await until(lambda: hub.watched)
+        hub.publish(event(1))
+    assert len(first.result().events) == 1
+    await until(lambda: not hub.watched)
+    assert not hub._watchers, "another watcher may take its place"
+    with pytest.raises(Overloaded, match="has not read a batch"):
+        await anext(aiter(watching))
+
+
+async def test_stream_that_is_not_read_ends_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "UNREAD_S_MAX", 0.2)
+    hub = new_hub()
+    large = pb.MetricEvent(operator_called=pb.OperatorCalled(request="x" * 200_000))
+    async with serving(partial(add_event_stream, hub)) as channel:
+        call = pb_grpc.MetricsServiceStub(channel).Watch(pb.WatchRequest())
+        await until(lambda: hub.watched)
+
+        def dropped() -> bool:
+            hub.publish(pb.MetricEvent.FromString(large.SerializeToString()))
+            return not hub.watched
+
+        await until(dropped)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _ in call:
+                pass
+    assert from_rpc_error(refused.value).reason == "OVERLOADED"

@@ -52,7 +52,8 @@ class MetricsServiceServicer:
         """Batches of events from now on, about one a second while there are events. Each stream numbers its
         batches, and counts what it has dropped, by itself.
 
-        Statuses: RESOURCE_EXHAUSTED (OVERLOADED) beyond 16 watchers.
+        Statuses: RESOURCE_EXHAUSTED (OVERLOADED) beyond 16 watchers, or if the watcher has not read a batch
+        for 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

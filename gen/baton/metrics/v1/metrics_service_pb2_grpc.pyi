@@ -39,7 +39,8 @@ class MetricsServiceStub:
     """Batches of events from now on, about one a second while there are events. Each stream numbers its
     batches, and counts what it has dropped, by itself.
 
-    Statuses: RESOURCE_EXHAUSTED (OVERLOADED) beyond 16 watchers.
+    Statuses: RESOURCE_EXHAUSTED (OVERLOADED) beyond 16 watchers, or if the watcher has not read a batch
+    for 30 s.
     """
 
 @_typing.type_check_only
@@ -53,7 +54,8 @@ class MetricsServiceAsyncStub(MetricsServiceStub):
     """Batches of events from now on, about one a second while there are events. Each stream numbers its
     batches, and counts what it has dropped, by itself.
 
-    Statuses: RESOURCE_EXHAUSTED (OVERLOADED) beyond 16 watchers.
+    Statuses: RESOURCE_EXHAUSTED (OVERLOADED) beyond 16 watchers, or if the watcher has not read a batch
+    for 30 s.
     """
 
 class MetricsServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -70,7 +72,8 @@ class MetricsServiceServicer(metaclass=_abc_1.ABCMeta):
         """Batches of events from now on, about one a second while there are events. Each stream numbers its
         batches, and counts what it has dropped, by itself.
 
-        Statuses: RESOURCE_EXHAUSTED (OVERLOADED) beyond 16 watchers.
+        Statuses: RESOURCE_EXHAUSTED (OVERLOADED) beyond 16 watchers, or if the watcher has not read a batch
+        for 30 s.
         """
 
 def add_MetricsServiceServicer_to_server(servicer: MetricsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
