@@ -63,7 +63,7 @@ from batonmq._core.retries import dead_letter_topic, retry_topic
 from batonmq._core.subscription import parse_filter
 from batonmq._producer.producer import stream_of
 from batonmq._telemetry.client_metrics import ClientMetrics, ConsumerMetrics
-from batonmq.errors import BatonError, InvalidArgument, TopicNotFound
+from batonmq.errors import BadExpression, BatonError, InvalidArgument, TopicNotFound
 
 REPLY_FLUSH_S = 5.0
 """How long a consumer that closes waits for its replies to leave."""
@@ -164,6 +164,7 @@ class Consumer:
         SubscriptionConflict: the group has another subscription; the error names both clients.
         ClientIdInUse: another member of the group had the client id during `start_timeout_ms`.
         TopicNotFound, InvalidName: a topic does not exist, or a name is not valid.
+        BadExpression: the group has a subscription that this version of the library can't read.
         Unreachable: no nameserver answered within `start_timeout_ms`.
         DataLoss: the offsets file of a broadcasting member is damaged.
         InvalidArgument: the offsets file can't be read or written, or another process uses it.
@@ -306,7 +307,7 @@ class Consumer:
         loops = (
             self._calls.run,
             self._run_heartbeats,
-            self._membership.run_watch,
+            self._run_watch,
             self._lease_renewer.run,
             self._ack_committer.run,
         )
@@ -609,12 +610,16 @@ class Consumer:
         """Join the group; the first member creates the group's retry topic."""
         session, retries = self._session, retry_topic(self._session.group)
         try:
-            await self._membership.join(session.settings.start_timeout_ms)
-        except TopicNotFound as error:
-            if not session.settings.sends_back or error.detail.topic != retries:
-                raise
-            await create_group_topic(session, retries)
-            await self._membership.join(session.settings.start_timeout_ms)
+            try:
+                await self._membership.join(session.settings.start_timeout_ms)
+            except TopicNotFound as error:
+                if not session.settings.sends_back or error.detail.topic != retries:
+                    raise
+                await create_group_topic(session, retries)
+                await self._membership.join(session.settings.start_timeout_ms)
+        except BadExpression:
+            await self._membership.leave()  # it has joined, and can't read the group's record
+            raise
 
     async def _follow(self, topic: str) -> None:
         """Follow a topic's route; end the consumer with TopicNotFound when it is deleted.
@@ -629,10 +634,27 @@ class Consumer:
                 raise
 
     async def _run_heartbeats(self) -> None:
-        """Send heartbeats; end the consumer with TopicNotFound when a topic is deleted."""
+        """Send heartbeats.
+
+        Raises:
+            TopicNotFound, BadExpression: see `Membership.run_heartbeats`; the queues are released.
+        """
         try:
             await self._membership.run_heartbeats()
-        except TopicNotFound:
+        except (TopicNotFound, BadExpression):
+            if not self._session.leaving:
+                await self._release_all()
+                raise
+
+    async def _run_watch(self) -> None:
+        """Follow the group's record.
+
+        Raises:
+            BadExpression: see `Membership.run_watch`; the queues are released.
+        """
+        try:
+            await self._membership.run_watch()
+        except BadExpression:
             if not self._session.leaving:
                 await self._release_all()
                 raise

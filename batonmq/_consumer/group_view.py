@@ -9,6 +9,7 @@ from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._core.queues import QueueRef
 from batonmq._core.subscription import Filter, parse_filter
+from batonmq.errors import BadExpression, LimitExceeded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +42,14 @@ class GroupView:
     def of(
         cls, group: pb.Group, me: queue_pb2.Incarnation, own: Sequence[pb.Subscription] = ()
     ) -> GroupView:
-        """Return the view of `me`; `own` is its own subscription, for a broadcasting group."""
+        """Return the view of `me`; `own` is its own subscription, for a broadcasting group.
+
+        Raises:
+            BadExpression: this version of the library can't read the group's subscription.
+        """
         broadcasting = group.model == pb.MESSAGE_MODEL_BROADCASTING
         subscriptions = own if broadcasting else group.subscriptions
-        filters = {each.topic: parse_filter(each.expression) for each in subscriptions}
+        filters = {each.topic: _filter(group.name, each) for each in subscriptions}
         return cls(
             generation=group.generation,
             member=any(_is(member, me) for member in group.members),
@@ -75,6 +80,20 @@ def assigned_queues(group: pb.Group, me: queue_pb2.Incarnation) -> Iterator[Queu
             for queue_id, owner in enumerate(broker.member_numbers):
                 if owner in numbers:
                     yield QueueRef(topic.topic, broker.broker, queue_id)
+
+
+def _filter(group: str, subscription: pb.Subscription) -> Filter:
+    """Return the filter of a subscription, which another version of the library may have made."""
+    try:
+        return parse_filter(subscription.expression)
+    except (BadExpression, LimitExceeded) as error:
+        raise BadExpression(
+            f"group {group} subscribes to {subscription.topic} with an expression that this "
+            f"version of the library can't read, so this member ends: {error.message}",
+            remedy="Update the library of this program to the version of the other members. Or let "
+            "all members subscribe with an expression that this version knows.",
+            facts={"group": group, "topic": subscription.topic} | error.facts,
+        ) from error
 
 
 def _is(member: pb.Member, me: queue_pb2.Incarnation) -> bool:

@@ -87,6 +87,7 @@ class Membership:
         Raises:
             SubscriptionConflict, TopicNotFound, InvalidName: the nameserver refused, and a
                 repetition would not help.
+            BadExpression: as `run_watch`.
             ClientIdInUse: another process has the client id, for the whole time if it is limited.
             Unreachable, NoQuorum: no nameserver served it in time.
         """
@@ -118,6 +119,7 @@ class Membership:
         Raises:
             SubscriptionConflict, ClientIdInUse: the group does not accept this member any more.
             TopicNotFound: a topic was deleted.
+            BadExpression: as `run_watch`.
         """
         soon = self._session.heartbeat_soon
         while not self._left:
@@ -131,6 +133,9 @@ class Membership:
 
         When the stream breaks, a heartbeat is sent at once, before the nameserver removes the
         member, and the stream is reopened. After `leave` it is not.
+
+        Raises:
+            BadExpression: this version of the library can't read the group's subscription.
         """
         session, failures = self._session, 0
         request = pb.WatchGroupRequest(group=session.group, incarnation=session.incarnation)

@@ -10,19 +10,22 @@ their properties.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import replace
 
 import pytest
 
+from batonmq._consumer import group_view
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import Puller, PullerSettings
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
+from batonmq._core.subscription import Filter, parse_filter
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
-from batonmq.errors import BadExpression, SubscriptionConflict
+from batonmq.errors import BadExpression, BatonError, SubscriptionConflict
 from batonmq_server.testing import MemoryBroker
 from tests.client.group import QUICK, Scene, handle_all, scene
 from tests.support.conditions import until
@@ -136,6 +139,60 @@ async def test_invalid_condition_is_refused_before_any_call() -> None:
         Consumer(NO_SERVER, "g", {"orders": "sql: a > 5x"})
     with pytest.raises(BadExpression, match="the end where"):
         Puller(NO_SERVER, filters={"orders": "sql: a >"})
+
+
+def read_like_an_earlier_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let members fail to read conditions with IN, in the record of their group."""
+
+    def parse(expression: str) -> Filter:
+        if " IN " in expression:
+            raise BadExpression("IN is not part of the grammar")
+        return parse_filter(expression)
+
+    monkeypatch.setattr(group_view, "parse_filter", parse)
+
+
+async def outcome_of(work: Coroutine[object, object, None]) -> BatonError | None:
+    """Return the error of `work`, if it has one."""
+    try:
+        await work
+    except BatonError as error:
+        return error
+    return None
+
+
+@pytest.mark.e2e
+async def test_member_that_can_not_read_the_new_subscription_ends_with_the_reason(
+    nameserver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member of a later version brings a condition that the library of this one can't read."""
+    async with scene(nameserver, 1) as at:
+        async with Admin(nameserver) as admin:
+            await admin.update_group(at.group, policy="warn")
+        read_like_an_earlier_version(monkeypatch)
+        owns = asyncio.Event()
+
+        async def stay() -> None:
+            async with at.consumer("old", "sql: price > 1") as old:
+                await until(lambda: bool(old.assignment))
+                owns.set()
+                await old.run(lambda _: None)
+
+        async with asyncio.TaskGroup() as tasks:
+            staying = tasks.create_task(outcome_of(stay()))
+            await owns.wait()
+            with pytest.raises(BadExpression, match="this member ends"):
+                async with at.consumer("new", "sql: region IN ('eu', 'us')"):
+                    raise AssertionError("joined")
+        ended = staying.result()
+        assert isinstance(ended, BadExpression)
+        assert "this version of the library can't read" in ended.message
+        assert ended.facts["group"] == at.group
+        assert ended.facts["topic"] == at.topic
+        assert "Update the library" in ended.remedy
+        async with Admin(nameserver) as admin:
+            described = await admin.describe_group(at.group)
+        assert not described.members, "both have left at once"
 
 
 async def _create_unowned(at: Scene) -> None:
