@@ -151,6 +151,9 @@ def redrive_producer_id(replay_id: str, message_id: str) -> int:
 
     A repeated replay uses the same id, so storage keeps one copy.
 
+    Args:
+        replay_id: Id of the replay; empty for the one copy that all replays share.
+
     Returns:
         63 bits, not 0.
     """

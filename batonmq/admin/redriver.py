@@ -1,8 +1,9 @@
 """Redrives dead letters: sends copies in batched requests, at a bounded rate, each copy once.
 
-A copy is its own batch. Its producer id is derived from the redrive and the dead letter, so
-storage stores it once. A redriven dead letter is then acknowledged for the group that records
-redrives, so that other redrives pass it over.
+A copy is its own batch. Its producer id is derived from the dead letter, so storage stores it once,
+also if several redrives send it at the same time; the id of a redrive with `again` is part of it. A
+redriven dead letter is then acknowledged for the group that records redrives, so that other
+redrives pass it over.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ class RedriveResult:
     """The result for one dead letter.
 
     Attributes:
-        outcome: `redriven`; `repeated`: an earlier run of this redrive had sent it; `passed_over`:
-            another redrive had sent it; `refused`: see `error`.
+        outcome: `redriven`; `repeated`: an earlier run of this redrive had sent it, or another
+            redrive that runs at the same time; `passed_over`: another redrive had sent it before;
+            `refused`: see `error`.
         message_id: Id of the copy; empty if there is none.
         queue: Queue of the copy, at `offset`.
     """
@@ -200,13 +202,17 @@ class Redriver:
             raise failures[0]
 
     async def _sent_before(self, letters: Sequence[DeadLetter]) -> list[RedriveResult]:
-        """Return the results of dead letters that a run of this redrive has sent already."""
+        """Return the results of dead letters that were sent already.
+
+        With `again` those that other redrives have sent do not count.
+        """
         turns = asyncio.Semaphore(SEARCHES_AT_ONCE)
 
         async def find(letter: DeadLetter) -> RedriveResult | None:
             async with turns:
                 for copy in await find_copies(self._queries, letter):
-                    if copy.properties.get(REDRIVE_ID) == self._order.operation.op_id:
+                    own = copy.properties.get(REDRIVE_ID) == self._order.operation.op_id
+                    if own or not self._order.again:
                         place = copy.message_id, copy.queue, copy.offset
                         return RedriveResult(letter, "repeated", *place)
             return None
@@ -224,7 +230,7 @@ class Redriver:
             if letter.origin is None:
                 raise InvalidArgument(f"dead letter {letter.message_id} has no origin")
             topic = letter.origin.queue.topic
-        once = redrive_producer_id(operation.op_id, letter.message_id)
+        once = redrive_producer_id(operation.op_id if order.again else "", letter.message_id)
         queue = destination(letter, await self._queues_of(topic), once)
         message = copy_of(
             letter, operation.op_id, operation.by, operation.reason, to_topic=order.to_topic

@@ -6,7 +6,7 @@ Method: the in-memory broker; runs that end before they record what they have se
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -70,6 +70,31 @@ async def test_redrive_that_is_repeated_after_a_queue_retired_sends_nothing_twic
         (again,) = [one async for one in letters.redrive(GROUP, resumed)]
         assert again.outcome == "passed_over"
         assert await copies(broker) == [sent]
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_redrives_at_the_same_time_send_a_dead_letter_once(again: bool) -> None:
+    async with MemoryBroker() as broker, broker.admin() as admin:
+        await broker.create_topic(TOPIC, 1)
+        await die(broker, QueueRef(TOPIC, "broker-0", 0))
+        letters = DeadLetters(admin)
+        orders = [
+            replace(ORDER, operation=Operation("ann", "the bank is back", op_id), again=again)
+            for op_id in ("r1", "r2")
+        ]
+        # Each has read the dead letter before the other one has recorded it.
+        read = [[one async for one in letters.read(GROUP)] for _ in orders]
+        outcomes = list[str]()
+        for order, found in zip(orders, read, strict=True):
+            results = Redriver(admin, GROUP, order).run(_each(found))
+            outcomes += [one.outcome async for one in results]
+        assert outcomes == ["redriven", "redriven" if again else "repeated"]
+        assert len(await copies(broker)) == 1 + again
+
+
+async def _each(letters: Sequence[DeadLetter]) -> AsyncIterator[DeadLetter]:
+    for one in letters:
+        yield one
 
 
 async def test_what_one_broker_has_stored_is_recorded_if_another_one_does_not_answer() -> None:
