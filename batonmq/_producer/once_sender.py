@@ -67,6 +67,7 @@ class StoredOnce(NamedTuple):
 
     Attributes:
         offset: Its offset; -1 if it has none yet.
+        message_id: Its id; empty if it is in no queue yet.
         schedule_id: Of a message for later; empty otherwise.
         transaction_id: Of a message that begins a transaction; empty otherwise.
         duplicate: Whether an earlier attempt had stored it.
@@ -78,6 +79,7 @@ class StoredOnce(NamedTuple):
     deliver_unix_ms: int = 0
     transaction_id: str = ""
     duplicate: bool = False
+    message_id: str = ""
 
 
 class _AppendItem(NamedTuple):
@@ -234,7 +236,12 @@ class OnceSender:
                 duplicate=later.duplicate,
             )
         queue, receipt = await self._appends.send(of(_AppendItem), choose())
-        return StoredOnce(queue, receipt.first_offset, duplicate=receipt.duplicate)
+        return StoredOnce(
+            queue,
+            receipt.first_offset,
+            duplicate=receipt.duplicate,
+            message_id=f"{queue.broker}-{receipt.position:x}-0",
+        )
 
     def _free(self, size: int) -> None:
         self._free_bytes += size

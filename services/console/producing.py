@@ -1,12 +1,17 @@
-"""Sends one message that a person has typed."""
+"""Sends one message that a person has typed: once, also if the browser sends its form again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from hashlib import blake2b
+from typing import Any
 
-from batonmq._producer.producer import Producer
-from batonmq._producer.producer_settings import ProducerSettings
-from batonmq._producer.receipts import Receipt
+from batonmq._common.aio import without_group
+from batonmq._core.records import Message
+from batonmq._producer.once_sender import OnceMessage, OnceSender
 from batonmq.admin.operation import Operation
 from batonmq.errors import InvalidArgument
 from batonmq_server.console.core.change_plan import ChangePlan, ChangeResult
@@ -14,6 +19,7 @@ from batonmq_server.console.core.formats import counted
 from batonmq_server.console.viewers import Viewer
 
 _TIMEOUT_MS = 10_000
+_FIELDS = ("topic", "body", "form", "tag", "keys", "ordering_key", "properties")
 
 
 async def plan_produce(viewer: Viewer, fields: Mapping[str, str]) -> ChangePlan:
@@ -29,25 +35,57 @@ async def plan_produce(viewer: Viewer, fields: Mapping[str, str]) -> ChangePlan:
 
 
 async def produce(viewer: Viewer, fields: Mapping[str, str], operation: Operation) -> ChangeResult:
-    """Send the message of a form, and return where it is stored."""
-    topic = fields.get("topic", "")
+    """Send the message of a form, unless the same form was sent before; return where it is."""
     body = body_of(fields)
-    settings = ProducerSettings(security=viewer.security, delivery_timeout_ms=_TIMEOUT_MS)
-    async with Producer(viewer.nameserver, settings, environment=viewer.environment) as producer:
-        receipt: Receipt = await producer.send(
-            topic,
-            body,
-            tag=fields.get("tag", "").strip(),
-            keys=fields.get("keys", "").split(),
-            properties=properties_of(fields.get("properties", "")),
-            ordering_key=fields.get("ordering_key", "").strip() or None,
-        )
-    return ChangeResult(
-        (
-            f"The message with {counted(len(body), 'byte')} is stored at {receipt.queue} offset "
-            f"{receipt.offset} as {receipt.message_id}.",
-        )
+    message = Message(
+        body,
+        fields.get("tag", "").strip(),
+        tuple(fields.get("keys", "").split()),
+        properties_of(fields.get("properties", "")),
     )
+    sending = OnceMessage(
+        topic=fields.get("topic", ""),
+        message=message,
+        once=once_id(fields, operation.op_id),
+        ordering_key=fields.get("ordering_key", "").strip() or None,
+    )
+    async with _sender(viewer) as sender:
+        stored = await sender.send(sending, _TIMEOUT_MS)
+    place = f"at {stored.queue} offset {stored.offset} as {stored.message_id}"
+    if stored.duplicate:
+        sentences = (
+            f"This form was sent before: its message is stored {place}, and was not sent again.",
+            "Load the form again to send another message with the same content.",
+        )
+        return ChangeResult(sentences)
+    return ChangeResult((f"The message with {counted(len(body), 'byte')} is stored {place}.",))
+
+
+def once_id(fields: Mapping[str, str], op_id: str) -> int:
+    """Return the producer id of the message of a form: equal if the form is sent again unchanged.
+
+    Returns:
+        63 bits, not 0.
+    """
+    text = json.dumps([op_id, *(fields.get(name, "") for name in _FIELDS)])
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1 or 1
+
+
+@asynccontextmanager
+async def _sender(viewer: Viewer) -> AsyncIterator[OnceSender]:
+    with without_group():
+        async with asyncio.TaskGroup() as tasks:
+            started: list[asyncio.Task[None]] = []
+
+            def spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+                started.append(tasks.create_task(work))
+                return started[-1]
+
+            try:
+                yield OnceSender(viewer.admin.directory, viewer.environment, spawn)
+            finally:
+                for task in started:
+                    task.cancel()
 
 
 def body_of(fields: Mapping[str, str]) -> bytes:

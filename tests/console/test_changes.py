@@ -224,6 +224,31 @@ async def test_message_is_sent_found_and_traced() -> None:
         assert bad.status_code == 400
 
 
+async def test_form_that_is_sent_several_times_stores_its_message_once() -> None:
+    async with scene() as shown:
+        await shown.broker.create_topic("orders", 4)
+        form = form_of(await shown.page("/change/produce?topic=orders"))
+        form |= {"by": "ann", "reason": "a test", "body": "once", "keys": "k"}
+        async with asyncio.TaskGroup() as tasks:  # a double click
+            posts = [
+                tasks.create_task(shown.browser.post("/change/produce", data=form))
+                for _ in range(2)
+            ]
+        pages = [post.result().text for post in posts]
+        pages.append((await shown.browser.post("/change/produce", data=form)).text)
+        assert sum("was not sent again" in page for page in pages) == 2
+        places = {found[1] for page in pages if (found := re.search(r"as (broker-0-\w+-0)", page))}
+        assert len(places) == 1
+        assert [one.body for one in await shown.broker.messages("orders")] == [b"once"]
+        # The form with another content, as after a look back, is another message.
+        other = await shown.browser.post("/change/produce", data=form | {"body": "other"})
+        assert "is stored at" in other.text
+        fresh = await carry_out(shown, "/change/produce?topic=orders", body="once", keys="k")
+        assert "is stored at" in fresh.text
+        bodies = sorted(one.body for one in await shown.broker.messages("orders"))
+        assert bodies == [b"once", b"once", b"other"]
+
+
 async def test_dead_letters_are_shown_exported_and_redriven_with_a_result_for_each() -> None:
     async with scene() as shown:
         await shown.broker.create_topic("orders", 1)
