@@ -325,7 +325,7 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         """
         half = run.halves.get(item.transaction_id)
         if half is None or item.transaction_id not in self._open:
-            run.outcomes[index] = self._find_end(item, run)
+            run.outcomes[index] = self._find_end(item, run, context)
             return
         if item.topic and read_header(_readable(half).batch).topic != item.topic:
             raise _not_found(item, f"of topic {item.topic}")
@@ -348,12 +348,13 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         batch = commit_batch(item.transaction_id, half, queue_id)
         return CheckedBatch(read_header(batch), batch)
 
-    def _find_end(self, item: _EndItem, run: _EndRun) -> pb.EndReceipt:
+    def _find_end(self, item: _EndItem, run: _EndRun, context: Context) -> pb.EndReceipt:
         """Return the receipt of an earlier end with the same outcome.
 
         Raises:
             TransactionEnded: it has another outcome.
             TransactionNotFound: its outcome is not known.
+            PermissionDenied: the caller may not write to its topic, where that is known.
         """
         ended = self._store.transactions.ended.get(item.transaction_id)
         if ended is None:
@@ -364,6 +365,8 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         topic, queue_id, first_offset, next_position = place or self._place_of(ended)
         if item.topic and topic not in ("", item.topic):
             raise _not_found(item, f"of topic {item.topic}")
+        if topic and self._require is not None:
+            self._require(context, produce(topic))
         run.next_position = max(run.next_position, next_position)
         if ended.outcome is not item.outcome:
             name = ended.outcome.name.lower()

@@ -232,4 +232,8 @@ async def test_transaction_is_listed_asked_and_ended_only_by_callers_that_may_pr
         assert len((await allowed.ListTransactions(listing, CONTEXT)).transactions) == 1
         (outcome,) = (await allowed.End(end, CONTEXT)).outcomes
         assert outcome.receipt.first_offset == 0
+        (outcome,) = (await stranger.End(end, CONTEXT)).outcomes
+        assert error_from_pb(outcome.error).reason == "PERMISSION_DENIED", "it has ended"
+        (outcome,) = (await allowed.End(end, CONTEXT)).outcomes
+        assert outcome.receipt.duplicate
         assert scene.bodies() == [b"body"]
