@@ -15,7 +15,7 @@ from apache.rocketmq.v2 import definition_pb2 as pb
 from apache.rocketmq.v2 import service_pb2, service_pb2_grpc
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
-from batonmq_server.gateway.app import PING_INTERVAL_MS
+from batonmq_server.gateway.config import PING_INTERVAL_MS
 from batonmq_server.gateway.message_proto import duration
 from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster

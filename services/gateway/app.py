@@ -20,7 +20,7 @@ from batonmq._producer.producer import Producer
 from batonmq_server.gateway.access import OPERATORS_RULES, RULES, SERVICE
 from batonmq_server.gateway.client_commands import ClientCommands
 from batonmq_server.gateway.clients import RemoteClients
-from batonmq_server.gateway.config import GatewaySettings
+from batonmq_server.gateway.config import PING_INTERVAL_MS, GatewaySettings
 from batonmq_server.gateway.core.receipt_handles import KEY_BYTES_MIN, ReceiptSigner
 from batonmq_server.gateway.events import RemoteEvents
 from batonmq_server.gateway.gateway_parts import GatewayParts
@@ -44,9 +44,6 @@ log = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 2.0
 """How often silent clients are forgotten, and gauges are set."""
-PING_INTERVAL_MS = 30_000
-"""How often the connections of remote clients are pinged. At the interval of the other services
-1,000 clients that wait would cost several percent of a core."""
 _SERIAL_BITS = 62
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 from apache.rocketmq.v2 import definition_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq_server.gateway.callers import VERSION_CHARACTERS_MAX, Caller
+from batonmq_server.gateway.config import PING_INTERVAL_MS
+from batonmq_server.gateway.core.client_connections import ClientConnections
+from batonmq_server.gateway.core.message_leases import LeaseTerms
 
 CLIENTS_MAX = 100_000
 """Clients that are remembered; calls of further ones are served, and leave nothing in memory."""
 GROUPS_MAX = 1_000
 """Groups of one client that are remembered."""
 HOST_CHARACTERS_MAX = 255
+DOUBT_MS = PING_INTERVAL_MS + 10_000
+"""Time within which a broken connection is noticed: that between two pings, and for the answer."""
 _FORGET_AFTER = 4
 """A client is forgotten after so many of its timeouts."""
 
@@ -26,7 +32,7 @@ class RemoteClient:
     Attributes:
         seen_ms: When it last called, by the monotonic clock.
         identity: Its identity; empty while access control is off.
-        open_calls: Receive calls and telemetry streams that are open.
+        connections: Those that it calls by.
         groups: The groups that it consumes for.
         kind: What it is, as its settings say.
         version: Version of its library; empty if it has named none.
@@ -36,7 +42,7 @@ class RemoteClient:
 
     language: str
     seen_ms: int
-    open_calls: int = 0
+    connections: ClientConnections = field(default_factory=ClientConnections)
     groups: set[str] = field(default_factory=set)
     identity: str = ""
     kind: pb.ClientType.ValueType = pb.CLIENT_TYPE_UNSPECIFIED
@@ -48,6 +54,15 @@ class RemoteClient:
     def reads_queues(self) -> bool:
         """Whether it reads stored queues by itself."""
         return self.kind == pb.PULL_CONSUMER
+
+    @contextmanager
+    def calling(self, caller: Caller) -> Iterator[None]:
+        """Count a receive call or a telemetry stream as open."""
+        self.connections.open(caller.peer)
+        try:
+            yield
+        finally:
+            self.connections.close(caller.peer)
 
     def describe(self, sent: pb.Settings) -> None:
         """Note what the settings of the client say about it."""
@@ -100,6 +115,7 @@ class RemoteClients:
             if len(self._clients) < CLIENTS_MAX:
                 self._clients[caller.client_id] = client
         client.seen_ms = now_ms
+        client.connections.note(caller.peer, now_ms)
         if group and len(client.groups) < GROUPS_MAX:
             client.groups.add(group)
         return client
@@ -119,7 +135,22 @@ class RemoteClients:
         client = self._clients.get(client_id)
         if client is None:
             return False
-        return client.open_calls > 0 or self.silent_ms(client) < self._timeout_ms
+        open_calls = client.connections.open_calls
+        return open_calls > 0 or self.silent_ms(client) < self._timeout_ms
+
+    def broke(self, caller: Caller) -> None:
+        """Note that the connection of a caller may be broken."""
+        client = self._clients.get(caller.client_id)
+        if client is not None:
+            client.connections.broke(caller.peer, self._clock.monotonic_ms())
+
+    def may_renew(self, terms: LeaseTerms) -> bool:
+        """Whether a client is alive, and has what it was sent on these terms, as far as known."""
+        client = self._clients.get(terms.client_id)
+        if client is None or not self.is_alive(terms.client_id):
+            return False
+        reception = terms.reception
+        return reception is None or not client.connections.may_lack(reception, DOUBT_MS)
 
     def consumes(self, group: str) -> bool:
         """Whether a client that is alive consumes for a group; it looks at all clients."""
@@ -137,7 +168,7 @@ class RemoteClients:
         """Forget clients that were silent for long; called at intervals, as it looks at all."""
         limit_ms = _FORGET_AFTER * self._timeout_ms
         for client_id, client in list(self._clients.items()):
-            if not client.open_calls and self.silent_ms(client) > limit_ms:
+            if not client.connections.open_calls and self.silent_ms(client) > limit_ms:
                 del self._clients[client_id]
 
 

@@ -8,6 +8,10 @@ from pydantic import Field, model_validator
 
 from batonmq_server.runtime.settings import ADDRESS, ServiceSettings, names_of
 
+PING_INTERVAL_MS = 30_000
+"""How often the connections of remote clients are pinged. At the interval of the other services
+1,000 clients that wait would cost several percent of a core."""
+
 
 class GatewaySettings(ServiceSettings):
     """Settings from BATON_GATEWAY_<NAME>. A gateway keeps no data, so there is no directory."""
@@ -53,7 +57,7 @@ class GatewaySettings(ServiceSettings):
     """Longest invisible duration that a call may ask for, in milliseconds."""
     renew_ms: int = Field(60_000, ge=1_000)
     """Lease of messages with automatic renewal, in milliseconds. It is renewed for 3 hours at most,
-    as long as the client is alive."""
+    as long as the client is alive, and not if its answer may be lost with a connection."""
     client_timeout_ms: int = Field(30_000, ge=1_000)
     """Time without a sign of life after which a client counts as dead, in milliseconds."""
     polling_ms_max: int = Field(20_000, ge=0)

@@ -296,19 +296,21 @@ class GroupConsumer:
         if one.attempt == 1:
             events.begun(self.group, message.topic, message.store_unix_ms)
 
-    def undo(self, deliveries: Sequence[Delivery], *, begun: bool = False) -> None:
-        """Take back deliveries that did not reach their client.
+    def undo(self, deliveries: Sequence[Delivery], begun_count: int = 0) -> None:
+        """Take back the deliveries of a receive call that has failed.
+
+        Its client drops those that arrived, as it has no end of the answer.
 
         Args:
-            begun: Whether the first one was on its way. Its attempt counts: a client that can't
-                read a message, such as a large one, ends the call each time.
+            begun_count: The first ones that were sent, or were on their way. Their attempts count:
+                a client that can't read a message, such as a large one, ends the call each time.
         """
         now_ms = self._clock.monotonic_ms()
         for number, one in enumerate(deliveries):
             pool = self._find_pool(one.queue, one.message.topic)
             if pool is None:
                 continue
-            if begun and not number:
+            if number < begun_count:
                 pool.leases.lapse(one.offset, one.serial, now_ms)
             else:
                 pool.leases.undo(one.offset, one.serial)
@@ -662,7 +664,7 @@ class GroupConsumer:
     def _expire(self, held: HeldMessages) -> None:
         now_ms = self._clock.monotonic_ms()
         for pool in list(self._each_pool()):
-            for lease in pool.leases.expire(now_ms, self._parts.clients.is_alive):
+            for lease in pool.leases.expire(now_ms, self._parts.clients.may_renew):
                 failure = HandlingFailure(
                     "timeout", "not acknowledged within its invisible duration"
                 )

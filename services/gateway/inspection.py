@@ -161,7 +161,7 @@ class GatewayServicer(pb_grpc.GatewayServiceServicer):
             namespace=client.namespace,
             identity=client.identity,
             silent_ms=self._clients.silent_ms(client),
-            open_call_count=client.open_calls,
+            open_call_count=client.connections.open_calls,
         )
 
     def _held_messages(

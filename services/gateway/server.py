@@ -16,6 +16,7 @@ from batonmq._producer.once_sender import OnceSender
 from batonmq._producer.producer import Producer
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled
 from batonmq_server.gateway.callers import Caller, Context
+from batonmq_server.gateway.core.client_connections import Reception
 from batonmq_server.gateway.core.long_polls import shared_wait_ms
 from batonmq_server.gateway.core.message_leases import LeaseTerms
 from batonmq_server.gateway.core.receipt_handles import BadHandle, ForeignHandle, ReceiptHandle
@@ -259,40 +260,48 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         """See the proto."""
         call, language = "ReceiveMessage", "OTHER"
         group: GroupConsumer | None = None
-        unsent: list[Delivery] = []
-        begun = False
+        batch: list[Delivery] = []
+        begun_count, ended = 0, False
+        reception = Reception(context.peer() or "")
         try:
             caller = Caller.of(context)
             language = caller.language
-            group, unsent = await self._receive(caller, request, context)
+            group, batch = await self._receive(caller, request, context, reception)
             topic = echoed(request.message_queue.topic, caller)
-            code = pb.OK if unsent else pb.MESSAGE_NOT_FOUND
-            text = "OK" if unsent else "no message arrived in time"
+            code = pb.OK if batch else pb.MESSAGE_NOT_FOUND
+            text = "OK" if batch else "no message arrived in time"
             self._metrics.answered(call, language, code)
             yield service_pb2.ReceiveMessageResponse(status=pb.Status(code=code, message=text))
             now_unix_ms = self._clock.unix_ms()
             yield service_pb2.ReceiveMessageResponse(delivery_timestamp=timestamp(now_unix_ms))
-            while unsent:
-                begun = True
-                message = self._received(group.group, unsent[0], topic)
+            for one in batch:
+                begun_count += 1
+                message = self._received(group.group, one, topic)
                 yield service_pb2.ReceiveMessageResponse(message=message)
-                begun = False
-                group.handed_out(unsent.pop(0))
+                group.handed_out(one)
                 self._metrics.delivered.inc()
+            reception.sent_ms, ended = self._clock.monotonic_ms(), True
         except (Refused, BatonError) as error:
+            ended = not batch
             self._metrics.answered(call, language, status_of(error).code)
             yield service_pb2.ReceiveMessageResponse(status=status_of(error))
         finally:
-            if unsent and group is not None:
-                group.undo(unsent, begun=begun)
+            if not ended and context.time_remaining() != 0:
+                self._parts.clients.broke(Caller.of(context))
+            if not ended and batch and group is not None:
+                group.undo(batch, begun_count)
 
     async def _receive(
-        self, caller: Caller, request: service_pb2.ReceiveMessageRequest, context: Context
+        self,
+        caller: Caller,
+        request: service_pb2.ReceiveMessageRequest,
+        context: Context,
+        reception: Reception,
     ) -> tuple[GroupConsumer, list[Delivery]]:
         name, topic = caller.group(request.group), caller.topic(request.message_queue.topic)
         settings = self._parts.settings
         _check_batch_size(request.batch_size)
-        terms = LeaseTerms(caller.client_id, settings.renew_ms, renewed=True)
+        terms = LeaseTerms(caller.client_id, settings.renew_ms, renewed=True, reception=reception)
         if not request.auto_renew:
             hold_ms = duration_ms(request.invisible_duration)
             if not settings.invisible_ms_min <= hold_ms <= settings.invisible_ms_max:
@@ -309,13 +318,10 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
             await query_route(self._directory, topic)
         client = self._parts.clients.note(caller, name)
         group = self._groups.subscribe(name, [(topic, expression)], caller.client_id)
-        client.open_calls += 1
-        try:
+        with client.calling(caller):
             known_id = len(request.attempt_id) <= ATTEMPT_ID_CHARACTERS_MAX
             attempt_id = request.attempt_id if known_id else ""
             batch = await group.receive(topic, request.batch_size, terms, wait_ms, attempt_id)
-        finally:
-            client.open_calls -= 1
         return group, batch
 
     def _wait_ms(
@@ -548,12 +554,8 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
     ) -> PulledMessages:
         _check_batch_size(request.batch_size)
         wait_ms = self._wait_ms(request, context)
-        client = self._parts.clients.note(caller)
-        client.open_calls += 1
-        try:
+        with self._parts.clients.note(caller).calling(caller):
             return await self._reader.pull(caller, request, wait_ms)
-        finally:
-            client.open_calls -= 1
 
     async def UpdateOffset(
         self, request: service_pb2.UpdateOffsetRequest, context: Context

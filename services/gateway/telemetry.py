@@ -70,19 +70,18 @@ class TelemetryStream:
         Args:
             answered: Called with the status of each answer to settings.
         """
-        client = self._parts.clients.note(self._caller)
-        client.open_calls += 1
-        reading = self._parts.spawn(self._read(requests, answered))
-        pushing = self._parts.spawn(self._push())
-        try:
-            while (command := await self._answers.get()) is not None:
-                yield command
-        finally:
-            reading.cancel()
-            pushing.cancel()
-            self._checks.close(self._caller.client_id, self)
-            self._parts.commands.close(self._caller.client_id, self)
-            client.open_calls -= 1
+        with self._parts.clients.note(self._caller).calling(self._caller):
+            reading = self._parts.spawn(self._read(requests, answered))
+            pushing = self._parts.spawn(self._push())
+            try:
+                while (command := await self._answers.get()) is not None:
+                    yield command
+            finally:
+                reading.cancel()
+                pushing.cancel()
+                self._checks.close(self._caller.client_id, self)
+                self._parts.commands.close(self._caller.client_id, self)
+                self._parts.clients.broke(self._caller)  # or the client has closed its side
 
     def command(self, command: service_pb2.TelemetryCommand) -> bool:
         """Send a command; return False if the client reads too slowly."""

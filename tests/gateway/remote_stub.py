@@ -41,7 +41,7 @@ class RemoteStub:
                 topic=pb.Resource(name=topic),
                 body=body,
                 system_properties=pb.SystemProperties(
-                    message_id=f"id-{body.decode()}",
+                    message_id=f"id-{body[:40].decode()}",
                     message_type=pb.FIFO if message_group else pb.NORMAL,
                     message_group=message_group or None,
                 ),
@@ -58,7 +58,7 @@ class RemoteStub:
             topic=pb.Resource(name=topic),
             body=body,
             system_properties=pb.SystemProperties(
-                message_id=f"id-{body.decode()}", message_type=pb.TRANSACTION
+                message_id=f"id-{body[:40].decode()}", message_type=pb.TRANSACTION
             ),
         )
         answer = await self.call("SendMessage", service_pb2.SendMessageRequest(messages=[message]))

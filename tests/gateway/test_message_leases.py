@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from batonmq_server.gateway.core.client_connections import Reception
 from batonmq_server.gateway.core.message_leases import (
     RENEW_MS_MAX,
     LeaseState,
@@ -20,11 +21,11 @@ TERMS = LeaseTerms("client", 1_000)
 RENEWED = LeaseTerms("client", 1_000, renewed=True)
 
 
-def alive(_: str) -> bool:
+def alive(_: LeaseTerms) -> bool:
     return True
 
 
-def dead(_: str) -> bool:
+def dead(_: LeaseTerms) -> bool:
     return False
 
 
@@ -165,6 +166,23 @@ def test_termination_of_a_client_ends_its_renewals_soon() -> None:
     leases.expire_soon("client", 100)
     leases.expire(100, alive)
     assert (mine.state, other.state) == (LeaseState.READY, LeaseState.LEASED)
+
+
+def test_answer_has_arrived_once_one_of_its_handles_is_used() -> None:
+    leases = leases_of(1, 2, 3)
+    for offset in (1, 2):
+        reception = Reception("connection")
+        (lease,) = leases.lease(
+            1, 0, LeaseTerms("client", 1_000, renewed=True, reception=reception)
+        )
+        serial = lease.serial
+        assert not leases.begin_end(offset, serial + 1, 10)
+        assert not reception.arrived
+        if offset == 1:
+            assert leases.begin_end(offset, serial, 10)
+        else:
+            assert leases.change(offset, serial, 10, 500) is not None
+        assert reception.arrived
 
 
 def test_leases_know_what_each_client_holds_and_since_when() -> None:

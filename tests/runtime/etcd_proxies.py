@@ -69,14 +69,14 @@ class StickingProxy:
         self._open -= ends
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async for piece in _pieces(reader, writer):
+        async for piece in pieces(reader, writer):
             if self.stuck:
                 self.swallowed += 1
             else:
                 writer.write(piece)
 
     async def _pass_back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async for piece in _pieces(reader, writer):
+        async for piece in pieces(reader, writer):
             if not self.stuck:
                 self.answered += 1
                 writer.write(piece)
@@ -95,12 +95,12 @@ class SlowProxy(StickingProxy):
         super().free()
 
     async def _pass_back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async for piece in _pieces(reader, writer):
+        async for piece in pieces(reader, writer):
             await self.goes_on.wait()
             writer.write(piece)
 
 
-async def _pieces(
+async def pieces(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> AsyncIterator[bytes]:
     """Yield all that arrives; then close `writer`."""

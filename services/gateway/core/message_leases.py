@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from enum import Enum
 from heapq import heapify, heappop, heappush
 
+from batonmq_server.gateway.core.client_connections import Reception
+
 RENEW_MS_MAX = 3 * 3_600_000
 """A lease that is renewed automatically lasts no longer than this."""
 _EXPIRIES_SPARE = 1_024
@@ -47,11 +49,13 @@ class LeaseTerms:
         client_id: The client.
         hold_ms: Time until the lease expires.
         renewed: Whether the lease is renewed by the same time as long as the client is alive.
+        reception: The answer that the messages came with.
     """
 
     client_id: str
     hold_ms: int
     renewed: bool = False
+    reception: Reception | None = None
 
 
 @dataclass(slots=True)
@@ -161,6 +165,7 @@ class QueueLeases:
         """
         message = self.find(offset, serial, now_ms)
         if message is not None and message.terms is not None:
+            _note_arrival(message.terms)
             message.terms = LeaseTerms(message.terms.client_id, hold_ms)
             self._set_expiry(message, now_ms + hold_ms)
         return message
@@ -172,8 +177,9 @@ class QueueLeases:
             False, without effect, if `find` finds no lease.
         """
         message = self.find(offset, serial, now_ms)
-        if message is None:
+        if message is None or message.terms is None:
             return False
+        _note_arrival(message.terms)
         self._let_go(message)
         message.state = LeaseState.ENDING
         return True
@@ -209,11 +215,11 @@ class QueueLeases:
                 message.terms = LeaseTerms(client_id, terms.hold_ms)
                 self._set_expiry(message, min(at_ms, message.expires_ms), renumber=False)
 
-    def expire(self, now_ms: int, is_alive: Callable[[str], bool]) -> list[MessageLease]:
+    def expire(self, now_ms: int, may_renew: Callable[[LeaseTerms], bool]) -> list[MessageLease]:
         """Make the messages ready whose leases have expired; renew those that are to be renewed.
 
         Args:
-            is_alive: Returns whether a client is alive.
+            may_renew: Returns whether a client still holds what it was sent on such terms.
 
         Returns:
             Messages whose attempts are used up; they are ENDING now.
@@ -231,7 +237,7 @@ class QueueLeases:
             terms = message.terms
             assert terms is not None
             too_long = now_ms - message.begin_ms >= RENEW_MS_MAX
-            if terms.renewed and not too_long and is_alive(terms.client_id):
+            if terms.renewed and not too_long and may_renew(terms):
                 self._set_expiry(message, now_ms + terms.hold_ms, renumber=False)
                 continue
             self._let_go(message)
@@ -322,6 +328,11 @@ class QueueLeases:
 def _oldest(held: dict[int, MessageLease]) -> int:
     """Return when the oldest delivery began: a dict keeps the order of the deliveries."""
     return next(iter(held.values())).begin_ms
+
+
+def _note_arrival(terms: LeaseTerms) -> None:
+    if terms.reception is not None:
+        terms.reception.arrived = True
 
 
 def _renews(message: MessageLease) -> bool:
