@@ -109,7 +109,7 @@ def leases_never_expire(patch: pytest.MonkeyPatch) -> None:
 
 def dead_clients_count_as_alive(patch: pytest.MonkeyPatch) -> None:
     """The leases of a client that died are renewed."""
-    patch.setattr(RemoteClients, "is_alive", lambda *_: True)
+    patch.setattr(RemoteClients, "may_renew", lambda *_: True)
 
 
 def message_groups_are_ignored(patch: pytest.MonkeyPatch) -> None:
