@@ -96,6 +96,7 @@ class StorageComponents:
         checker: Checks open transactions; its loop runs on the leader only.
         trimmer: Trims topics with a retention of their own; its loop runs on the leader only.
         compactor: Compacts compacted topics; its loop runs on the leader only.
+        examine: Checks a part of the log for damage; see `Scrubber.examine`.
     """
 
     node: StorageNode
@@ -107,6 +108,7 @@ class StorageComponents:
     checker: TransactionChecker
     trimmer: TopicTrimmer
     compactor: TopicCompactor
+    examine: Callable[[int, int], Awaitable[None]]
     damage: DamageTracker
     servicer: StorageServicer
     queries: QueryServicer
@@ -326,6 +328,7 @@ def build_components(
                 runtime.random,
             ),
         ),
+        examine=scrubber.examine,
         damage=damage,
         servicer=servicer,
         queries=QueryServicer(

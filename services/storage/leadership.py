@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 PRODUCER_QUEUES_MAX = 50_000
 """A follower that starts an empty copy gets the sequences of at most this many pairs of producer
 and queue, about 10 MB."""
+EXAMINED_BYTES = 16 * 1024 * 1024
+"""A leader examines at most so many bytes for a follower that got damaged bytes: one fetch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class StorageLeadership(Leadership):
         self._stream, self._synced_s = stream, deque[tuple[int, float]]()
         self._node, self._log = components.node, components.node.store.log
         self._ended = False
+        self._examined: dict[str, int] = {}
 
     @property
     def history(self) -> EpochHistory:
@@ -107,20 +110,15 @@ class StorageLeadership(Leadership):
             flusher.on_sync.remove(self._synced)
         self.in_sync_set.on_change.clear()
 
-    async def fetch(
-        self, name: str, end: int, theirs: EpochHistory, limits: FetchLimits
-    ) -> FetchResult:
-        """Return what follower `name` must do next.
-
-        Args:
-            end: End of the follower's log.
-            theirs: Epoch history of the follower's log.
+    async def fetch(self, follower: FollowerReport, limits: FetchLimits) -> FetchResult:
+        """Return what a follower must do next.
 
         Raises:
             NotLeader: the leadership has ended meanwhile.
-            DataLoss: the leader's log is damaged at `end`.
+            DataLoss: the leader's log is damaged at the end of the follower's log.
         """
         mine, log_ = self.history, self._log
+        name, end, theirs = follower.name, follower.end, follower.history
         point = log_.cut_position(common_point(mine, log_.next_position, theirs, end))
         if point < log_.first_position:
             self._follower_resets(name)
@@ -130,6 +128,8 @@ class StorageLeadership(Leadership):
             return FetchResult(point, b"", (0, 0))
         has_epoch = theirs.epoch == self.epoch
         self._follower_has(name, end + has_epoch)
+        if follower.damaged_position is not None:
+            await self._examine(follower, follower.damaged_position)
         new_data = self._new_data
         if has_epoch and end >= log_.synced_position:
             await wait_until(new_data, limits.hold_ms)
@@ -140,9 +140,20 @@ class StorageLeadership(Leadership):
             )
         except DataLoss as error:
             self.components.damage.report_error(error)
+            await self._examine(follower, error.detail.position or end)
             raise
         self._check_not_ended()  # while the object store was read
         return FetchResult(end, data, self._segment(end))
+
+    async def _examine(self, follower: FollowerReport, position: int) -> None:
+        """Check this copy between the end of a follower and `position`, at which damage was found.
+
+        The background scrub would find it too, but days later. It is done once for a position.
+        """
+        if self._examined.get(follower.name) == position:
+            return
+        self._examined[follower.name] = position
+        await self.components.examine(follower.end, min(position, follower.end + EXAMINED_BYTES))
 
     async def _reset_result(self) -> FetchResult:
         store = self._node.store
@@ -183,6 +194,21 @@ class StorageLeadership(Leadership):
         self.components.flusher.confirmed(safe)
         while self._synced_s and self._synced_s[0][0] <= safe:
             self._stream.observe_since(REPLICATION, self._synced_s.popleft()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerReport:
+    """What a follower reports of its log.
+
+    Attributes:
+        end: End of its log.
+        damaged_position: Where the last bytes that it got were damaged; None if they were not.
+    """
+
+    name: str
+    end: int
+    history: EpochHistory
+    damaged_position: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

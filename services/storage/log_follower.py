@@ -61,6 +61,8 @@ class LogFollower:
         self._node_id, self._broker = settings.node_id, settings.broker_name
         self._hold_ms = settings.replica_policy.hold_ms
         self.first_position = 0
+        self._leader_digest = b""
+        self._damaged_position: int | None = None
         self._last_answer_ms: int | None = None
         self._confirmed_position = 0
 
@@ -85,6 +87,7 @@ class LogFollower:
             try:
                 await self._step()
                 self._stuck.clear()
+                self._damaged_position = None
                 failures = 0
             except OSError as error:
                 self._copy.fail(error)
@@ -101,13 +104,19 @@ class LogFollower:
             await self._copy.recover()
             components = self._copy.components
             history, end = components.node.history, components.node.store.log.next_position
+        digest = history.digest
+        with_history, self._leader_digest = digest != self._leader_digest, b""
         request = pb.FetchRequest(
             node_id=self._node_id,
             broker=self._broker,
             position=end,
-            history=[pb.EpochStart(epoch=epoch, position=at) for epoch, at in history.starts],
+            history=[pb.EpochStart(epoch=epoch, position=at) for epoch, at in history.starts]
+            if with_history
+            else (),
+            history_digest=digest,
             hold_ms=self._hold_ms,
             problem=self._stuck.problem,
+            damaged_position=self._damaged_position,
         )
         try:
             answer = await self._peer.stub().Fetch(
@@ -120,7 +129,12 @@ class LogFollower:
                 f"the leader has epoch {answer.epoch}, this node {history.epoch}",
                 detail=OldEpochDetail(epoch=answer.epoch, current=history.epoch),
             )
-        theirs = read_history((start.epoch, start.position) for start in answer.history)
+        theirs = history
+        if answer.history_digest != digest:
+            if not with_history:
+                return  # another leader, or an earlier version: it did not know this history
+            theirs = read_history((start.epoch, start.position) for start in answer.history)
+        self._leader_digest = answer.history_digest
         async with self._copy.writing:
             now = self._copy.components.node
             if now is not components.node or (now.history, now.store.log.next_position) != (
@@ -158,7 +172,11 @@ class LogFollower:
             self.first_position = answer.first_position
             await self._adopt(components, theirs)
             if answer.data:
-                await self._write(components, answer.data, segment)
+                try:
+                    await self._write(components, answer.data, segment)
+                except DataLoss as error:
+                    self._damaged_position = error.detail.position
+                    raise
                 # A purged segment may contain the start of an epoch. Without that epoch the leader
                 # would have this log cut there.
                 await self._adopt(components, theirs)

@@ -21,7 +21,7 @@ from batonmq_server.runtime.replication.follow_problem import PROBLEM_CHARS_MAX
 from batonmq_server.runtime.replication.leader_servicer import LeaderServicer
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core.epochs import EpochHistory, read_history
-from batonmq_server.storage.leadership import FetchLimits
+from batonmq_server.storage.leadership import FetchLimits, FollowerReport
 from batonmq_server.storage.replica import StorageReplica
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -40,19 +40,33 @@ class StorageReplicationServicer(pb_grpc.ReplicationServiceServicer):
         """See the proto."""
         leadership = self._role.leadership
         limits = FetchLimits(request.hold_ms, request.bytes_max or BYTES_DEFAULT)
+        mine = leadership.history
+        equal = request.history_digest == mine.digest
         history = self._check(request, limits)
+        if equal:
+            history = mine
+        elif not request.history and request.history_digest not in (b"", history.digest):
+            return pb.FetchResponse(
+                epoch=leadership.epoch,
+                history=_starts(mine),
+                history_digest=mine.digest,
+                position=request.position,
+            )
         if history.epoch > leadership.epoch:
             raise OldEpoch(
                 f"this leader has epoch {leadership.epoch}, the follower has seen {history.epoch}",
                 detail=OldEpochDetail(epoch=leadership.epoch, current=history.epoch),
             )
         leadership.in_sync_set.set_problem(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
-        fetched = await leadership.fetch(request.node_id, request.position, history, limits)
+        damaged = request.damaged_position if request.HasField("damaged_position") else None
+        report = FollowerReport(request.node_id, request.position, history, damaged)
+        fetched = await leadership.fetch(report, limits)
         self._role.check_still(leadership)
         store = leadership.components.node.store
         return pb.FetchResponse(
             epoch=leadership.epoch,
-            history=[pb.EpochStart(epoch=e, position=at) for e, at in leadership.history.starts],
+            history=() if equal else _starts(mine),
+            history_digest=mine.digest,
             position=fetched.position,
             data=fetched.data,
             confirmed_position=store.readable_position,
@@ -110,6 +124,10 @@ class StorageReplicationServicer(pb_grpc.ReplicationServiceServicer):
             return read_history((start.epoch, start.position) for start in request.history)
         except DataLoss as error:
             raise InvalidArgument(error.message, facts={"field": "history"}) from error
+
+
+def _starts(history: EpochHistory) -> list[pb.EpochStart]:
+    return [pb.EpochStart(epoch=epoch, position=at) for epoch, at in history.starts]
 
 
 class CurrentServicer:

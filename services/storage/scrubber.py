@@ -60,6 +60,7 @@ class Scrubber:
             while (range_ := self._scrub.next_range()) is not None:
                 begin = range_.position
                 await self.check(range_)
+                self._scrub.checked(range_)
                 await asyncio.sleep((range_.position - begin) / self._bytes_per_s)
             await asyncio.sleep(ROUND_INTERVAL_S)
 
@@ -75,7 +76,17 @@ class Scrubber:
         await self._in_thread(_compare, queues)
         for repair in queues.repairs:
             await self._rebuild(repair)
-        self._scrub.checked(range_)
+
+    async def examine(self, position: int, last_position: int) -> None:
+        """Check the batches from `position` to `last_position`, out of turn.
+
+        Args:
+            position: Begin of a batch.
+            last_position: A position in the last batch to check.
+        """
+        while position <= last_position and (range_ := self._scrub.range_from(position)):
+            await self.check(range_)
+            position = range_.position
 
 
 def _compare(queues: QueueScrub) -> None:

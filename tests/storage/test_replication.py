@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
@@ -39,6 +40,7 @@ from batonmq_server.storage.core.recovery import decode_synced
 from batonmq_server.storage.log_copy import LogCopy
 from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.replica import StorageReplica
+from batonmq_server.storage.replication_server import StorageReplicationServicer
 from tests.storage.batches import batch
 from tests.storage.replicas import BROKER, SEGMENT_BYTES, Replica, Scene
 from tests.support.conditions import until
@@ -47,6 +49,8 @@ from tests.support.replica_nodes import LEASE_MS
 pytestmark = pytest.mark.timeout(180)
 
 PRODUCER = (77, 1)
+LENGTH_AT = 8
+"""Where a batch has its length."""
 DUE_MS = 2_000
 """Time in which a test damages what is due."""
 
@@ -817,17 +821,180 @@ async def test_follower_that_receives_only_damaged_bytes_reports_it(
     await scene.wait_equal()
 
 
+class Fetches:
+    """Changes the fetches that leaders answer, and keeps how many epochs each had.
+
+    Attributes:
+        histories: Number of epochs in the request and in the answer.
+        earlier: The leader is one of an earlier version.
+        change: Called with each request and answer.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.histories: list[tuple[int, int]] = []
+        self.earlier = False
+        self.change: Callable[[replication_pb.FetchRequest, replication_pb.FetchResponse], None]
+        self.change = lambda request, answer: None
+        fetch = StorageReplicationServicer.Fetch
+
+        async def answered(
+            servicer: StorageReplicationServicer,
+            request: replication_pb.FetchRequest,
+            context: Any,
+        ) -> replication_pb.FetchResponse:
+            sent, earlier = len(request.history), self.earlier
+            if earlier:
+                request.ClearField("history_digest")
+            answer = await fetch(servicer, request, context)
+            if earlier:
+                answer.ClearField("history_digest")
+            self.change(request, answer)
+            self.histories.append((sent, len(answer.history)))
+            return answer
+
+        monkeypatch.setattr(StorageReplicationServicer, "Fetch", answered)
+
+
+async def write_epochs(scene: Scene, count: int) -> Replica:
+    """Let several leaders write one batch each; return the last one."""
+    leader = await three(scene)
+    for number in range(count - 1):
+        await leader.append(*numbered(number, 1))
+        await scene.wait_equal()
+        await leader.crash()
+        await scene.start(leader.name)
+        leader = await scene.leader()
+        await scene.wait_in_sync("a", "b", "c")
+    await leader.append(*numbered(count - 1, 1))
+    return leader
+
+
+async def test_fetches_have_no_history_while_leader_and_follower_have_the_same(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetches = Fetches(monkeypatch)
+    leader = await write_epochs(scene, 3)
+    await until(lambda: fetches.histories[-4:] == [(0, 0)] * 4)
+    fetches.histories.clear()
+    for number in range(3, 20):
+        await leader.append(*numbered(number, 1))
+    assert set(fetches.histories) == {(0, 0)}
+    late = others(scene, leader)[0]
+    await scene.nodes[late].crash()
+    await scene.start(late)  # a new process sends its history once
+    await until(lambda: any(sent and not answered for sent, answered in fetches.histories))
+    await scene.wait_in_sync("a", "b", "c")
+    await leader.crash()
+    second = await scene.leader()
+    assert await second.bodies() == [b"%d" % number for number in range(20)]
+    await scene.start(leader.name)
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
+
+
+async def test_leader_of_an_earlier_version_gets_the_history_and_resets_no_copy(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes requests that were sent to a leader of this version for those of empty copies."""
+    fetches = Fetches(monkeypatch)
+    leader = await write_epochs(scene, 2)
+    await until(lambda: fetches.histories[-4:] == [(0, 0)] * 4)
+    fetches.histories.clear()
+    caplog.clear()
+    fetches.earlier = True
+    for number in range(2, 10):
+        await leader.append(*numbered(number, 1))
+    assert (2, 2) in fetches.histories
+    assert set(fetches.histories) <= {(0, 0), (0, 2), (2, 2)}
+    assert (0, 2) in fetches.histories
+    fetches.earlier = False
+    await until(lambda: fetches.histories[-1] == (0, 0))
+    assert await leader.bodies() == [b"%d" % number for number in range(10)]
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
+    assert not [one for one in caplog.messages if "discarding" in one or "cutting" in one]
+
+
+async def test_leader_whose_bytes_are_damaged_at_a_follower_examines_its_log_at_once(
+    scene: Scene,
+) -> None:
+    """Another member has all of it: the leader resigns, and does not wait for its scrub."""
+    scene.settings |= {"scrub_bytes_per_s": 0}
+    leader = await three(scene)
+    late, other = others(scene, leader)
+    await scene.nodes[late].stop()
+    await scene.wait_in_sync(leader.name, other)
+    receipts = await leader.append(*numbered(0, 50))
+    rot(leader, receipts[20].position)
+    assert (await scene.set_record()).leader == leader.name
+    await scene.start(late)
+
+    async def resigned() -> bool:
+        return (await scene.set_record()).leader != leader.name
+
+    await until(resigned)
+    second = await scene.leader()
+    assert await second.bodies() == [b"%d" % number for number in range(50)]
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
+
+
+async def test_leader_that_can_not_read_its_log_for_a_follower_examines_it_at_once(
+    scene: Scene,
+) -> None:
+    """The length of a batch is damaged, so the leader does not even find the next one."""
+    scene.settings |= {"scrub_bytes_per_s": 0}
+    leader = await three(scene)
+    late, other = others(scene, leader)
+    await scene.nodes[late].stop()
+    await scene.wait_in_sync(leader.name, other)
+    receipts = await leader.append(*numbered(0, 50))
+    rot(leader, receipts[20].position, at=LENGTH_AT)
+    await scene.start(late)
+
+    async def resigned() -> bool:
+        return (await scene.set_record()).leader != leader.name
+
+    await until(resigned)
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
+
+
+async def test_bytes_that_were_damaged_on_the_way_change_nothing_at_the_leader(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetches = Fetches(monkeypatch)
+    scene.members = ("a", "b")
+    await scene.start("a", "b")
+    leader = await scene.leader()
+    await scene.wait_in_sync("a", "b")
+    reported: list[int] = []
+
+    def damage(request: replication_pb.FetchRequest, answer: replication_pb.FetchResponse) -> None:
+        if request.HasField("damaged_position"):
+            reported.append(request.damaged_position)
+        if answer.data and not reported:
+            answer.data = answer.data[:-1] + bytes([answer.data[-1] ^ 1])
+
+    fetches.change = damage
+    (receipt,) = await leader.append(*numbered(0, 1))
+    assert reported == [receipt.position]
+    await scene.wait_equal()
+    assert (await leader.describe()).damaged_batch_count == 0
+    assert (await scene.set_record()).leader == leader.name
+
+
 def _position(name: str) -> int:
     """Return the position in the id of a scheduled batch or transaction."""
     return int(name.rpartition("-")[2], 16) & (1 << 64) - 1
 
 
-def rot(node: Replica, position: int) -> None:
+def rot(node: Replica, position: int, at: int = 100) -> None:
     """Flip a bit of the batch at `position`, which is in the first segment."""
     with min((node.folder / "log").iterdir()).open("r+b") as file:
-        file.seek(position + 100)
+        file.seek(position + at)
         (byte,) = file.read(1)
-        file.seek(position + 100)
+        file.seek(position + at)
         file.write(bytes([byte ^ 1]))
 
 

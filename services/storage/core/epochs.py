@@ -21,6 +21,8 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
 from itertools import pairwise
 
 from batonmq._core.checksum import crc32c
@@ -37,7 +39,7 @@ EpochStart = tuple[int, int]
 """An epoch, and the first position it wrote, or would have written."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EpochHistory:
     """The epochs of one log; epochs and positions in `starts` rise strictly.
 
@@ -53,6 +55,11 @@ class EpochHistory:
     def epoch(self) -> int:
         """The last epoch; 0 if there is none."""
         return self.starts[-1][0] if self.starts else 0
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of `starts`, by which two nodes see that their histories are equal."""
+        return sha256(b"".join(START.pack(*start) for start in self.starts)).digest()
 
     def position(self, end: int) -> ReplicaPosition:
         """Return the position of a node with this history and a log that ends at `end`."""
@@ -103,7 +110,7 @@ def read_history(starts: Iterable[EpochStart]) -> EpochHistory:
 def common_point(one: EpochHistory, one_end: int, other: EpochHistory, other_end: int) -> int:
     """Return the position up to which two logs hold the same bytes, by their histories."""
     end = min(one_end, other_end)
-    if one.starts == other.starts and one.epoch_at(0):  # nearly always: each fetch compares them
+    if one.starts == other.starts and one.epoch_at(0):
         return end
     starts = sorted({start for _, start in (*one.starts, *other.starts) if start < end} | {0})
     for start in starts:

@@ -79,16 +79,21 @@ class LogScrub:
 
     def next_range(self) -> ScrubRange | None:
         """Return the range to check next; None at the end of a round."""
+        range_ = self.range_from(self.position)
+        self.position = range_.position if range_ is not None else self._log.first_position
+        return range_
+
+    def range_from(self, position: int) -> ScrubRange | None:
+        """Return the first range from `position` on; None if nothing there is to be checked."""
         log = self._log
         # Blocks from the object store are checked whenever they are read.
-        self.position = log.next_local(max(self.position, log.first_position))
-        if self.position >= log.synced_position:
-            self.position = log.first_position
+        position = log.next_local(max(position, log.first_position))
+        if position >= log.synced_position:
             return None
-        path, begin, end = log.segment_of(self.position)
+        path, begin, end = log.segment_of(position)
         end_position = min(end, log.synced_position)
-        next_position = min(self.position + RANGE_BYTES, end_position)
-        return ScrubRange(path, begin, end, self.position, next_position, end_position)
+        next_position = min(position + RANGE_BYTES, end_position)
+        return ScrubRange(path, begin, end, position, next_position, end_position)
 
     def check(self, range_: ScrubRange) -> None:
         """Check a range.

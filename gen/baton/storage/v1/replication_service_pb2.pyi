@@ -58,6 +58,8 @@ class FetchRequest(_message.Message):
     HOLD_MS_FIELD_NUMBER: _builtins.int
     BYTES_MAX_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    HISTORY_DIGEST_FIELD_NUMBER: _builtins.int
+    DAMAGED_POSITION_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node id of the follower. Required."""
     broker: _builtins.str
@@ -70,9 +72,19 @@ class FetchRequest(_message.Message):
     """Approximate maximum of bytes to send, 64 KiB to 16 MiB; 0 means 4 MiB. One batch always fits."""
     problem: _builtins.str
     """Why the follower can't apply the leader's answers, if that needs an operator; otherwise empty."""
+    history_digest: _builtins.bytes
+    """Digest of the follower's history: SHA-256 of its starts, each as epoch and position of 8 bytes,
+    big-endian. Empty from an earlier version.
+    """
+    damaged_position: _builtins.int
+    """Where the last bytes that the leader sent were damaged; unset if they were not. The leader checks
+    its own copy from `position` to there.
+    """
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochStart]:
-        """History of the follower's log, ascending; empty if the log is empty."""
+        """History of the follower's log, ascending. Empty if the log is empty, or if the last response of
+        this leader had the same `history_digest`.
+        """
 
     def __init__(
         self,
@@ -84,12 +96,16 @@ class FetchRequest(_message.Message):
         hold_ms: _builtins.int = ...,
         bytes_max: _builtins.int = ...,
         problem: _builtins.str = ...,
+        history_digest: _builtins.bytes = ...,
+        damaged_position: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_damaged_position", b"_damaged_position", "damaged_position", b"damaged_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "bytes_max", b"bytes_max", "history", b"history", "hold_ms", b"hold_ms", "node_id", b"node_id", "position", b"position", "problem", b"problem"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_damaged_position", b"_damaged_position", "broker", b"broker", "bytes_max", b"bytes_max", "damaged_position", b"damaged_position", "history", b"history", "history_digest", b"history_digest", "hold_ms", b"hold_ms", "node_id", b"node_id", "position", b"position", "problem", b"problem"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__damaged_position: _TypeAlias = _typing.Literal["damaged_position"]  # noqa: Y015
+    _WhichOneofArgType__damaged_position: _TypeAlias = _typing.Literal["_damaged_position", b"_damaged_position"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__damaged_position) -> _WhichOneofReturnType__damaged_position | None: ...
 
 Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
 
@@ -110,6 +126,7 @@ class FetchResponse(_message.Message):
     SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
     FIRST_POSITION_FIELD_NUMBER: _builtins.int
     PRODUCERS_FIELD_NUMBER: _builtins.int
+    HISTORY_DIGEST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the leader."""
     position: _builtins.int
@@ -141,9 +158,11 @@ class FetchResponse(_message.Message):
     (docs/reference/format.md) with nothing else. If there are too many producers, those that wrote
     last.
     """
+    history_digest: _builtins.bytes
+    """Digest of the leader's history, as in the request. Empty from an earlier version."""
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochStart]:
-        """History of the leader's log, ascending."""
+        """History of the leader's log, ascending. Empty if `history_digest` is that of the request."""
 
     def __init__(
         self,
@@ -159,10 +178,11 @@ class FetchResponse(_message.Message):
         segment_bytes: _builtins.int = ...,
         first_position: _builtins.int = ...,
         producers: _builtins.bytes = ...,
+        history_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_floors", b"_floors", "floors", b"floors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_floors", b"_floors", "confirmed_position", b"confirmed_position", "data", b"data", "end_position", b"end_position", "epoch", b"epoch", "first_position", b"first_position", "floors", b"floors", "history", b"history", "position", b"position", "producers", b"producers", "segment_bytes", b"segment_bytes", "segment_position", b"segment_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_floors", b"_floors", "confirmed_position", b"confirmed_position", "data", b"data", "end_position", b"end_position", "epoch", b"epoch", "first_position", b"first_position", "floors", b"floors", "history", b"history", "history_digest", b"history_digest", "position", b"position", "producers", b"producers", "segment_bytes", b"segment_bytes", "segment_position", b"segment_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__floors: _TypeAlias = _typing.Literal["floors"]  # noqa: Y015
     _WhichOneofArgType__floors: _TypeAlias = _typing.Literal["_floors", b"_floors"]  # noqa: Y015

@@ -67,6 +67,11 @@ class ReplicationServiceServicer:
         The follower first adopts, durably, the part of `history` that begins at or before its own end,
         and then writes `data`. So its history never has an epoch that begins after its end.
 
+        Histories are sent only while they differ. A leader that sets `history_digest` in its responses
+        accepts requests without `history`, with the digest of it. If the digest is not that of its own
+        history, it answers with its history and nothing else, and the follower calls again with
+        `history`.
+
         Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
         WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).
         """

@@ -46,6 +46,11 @@ class ReplicationServiceStub:
     The follower first adopts, durably, the part of `history` that begins at or before its own end,
     and then writes `data`. So its history never has an epoch that begins after its end.
 
+    Histories are sent only while they differ. A leader that sets `history_digest` in its responses
+    accepts requests without `history`, with the digest of it. If the digest is not that of its own
+    history, it answers with its history and nothing else, and the follower calls again with
+    `history`.
+
     Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
     WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).
     """
@@ -69,6 +74,11 @@ class ReplicationServiceAsyncStub(ReplicationServiceStub):
 
     The follower first adopts, durably, the part of `history` that begins at or before its own end,
     and then writes `data`. So its history never has an epoch that begins after its end.
+
+    Histories are sent only while they differ. A leader that sets `history_digest` in its responses
+    accepts requests without `history`, with the digest of it. If the digest is not that of its own
+    history, it answers with its history and nothing else, and the follower calls again with
+    `history`.
 
     Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
     WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).
@@ -96,6 +106,11 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
 
         The follower first adopts, durably, the part of `history` that begins at or before its own end,
         and then writes `data`. So its history never has an epoch that begins after its end.
+
+        Histories are sent only while they differ. A leader that sets `history_digest` in its responses
+        accepts requests without `history`, with the digest of it. If the digest is not that of its own
+        history, it answers with its history and nothing else, and the follower calls again with
+        `history`.
 
         Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
         WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).
