@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -25,10 +25,11 @@ from batonmq_server.storage.core.tier import (
 from batonmq_server.storage.core.tier_file import FetchBlocks
 from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.tier_store import ObjectFiles, SegmentStore, unreachable
+from batonmq_server.storage.timed_objects import TimedObjects
 
 Value = TypeVar("Value")
 CALLS_MAX = 8
-"""Calls of the store at once."""
+"""Calls of the store at once; a call that takes longer than a reader waits does not count."""
 AHEAD = 3
 """Ranges that are read ahead for a reader that reads one range after another: 12 MiB."""
 HELD_MAX = 128
@@ -225,7 +226,7 @@ class TierReader:
     ) -> None:
         found: dict[int, bytes] = {}
         try:
-            async with self._calls:
+            async with self._slot():
                 await self.in_thread(
                     lambda _: found.update(self.store.fetch(manifest, blocks)), None
                 )
@@ -238,6 +239,24 @@ class TierReader:
             del self._running[key]
             if not future.done():
                 future.cancel()
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        """Wait until a call may begin. Calls that hang do not keep others waiting for ever."""
+        await self._calls.acquire()
+        held = [True]
+
+        def free() -> None:
+            if held:
+                held.clear()
+                self._calls.release()
+
+        timer = asyncio.get_running_loop().call_later(self._timeout_ms / 1000, free)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            free()
 
     def _fetch_now(self, manifest: TierManifest, blocks: range) -> None:
         try:
@@ -269,7 +288,9 @@ def open_tier(
     """
     if not settings.tier_url:
         return None
-    found = files if files is not None else open_object_store(settings.tier_url)
+    found = files
+    if found is None:
+        found = TimedObjects(open_object_store(settings.tier_url), settings.tier_timeout_ms)
     return TierReader(
         SegmentStore(found, f"{settings.cluster}/{settings.broker_name}"),
         in_thread,
