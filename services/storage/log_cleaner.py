@@ -204,13 +204,25 @@ class LogCleaner:
     def _keep_from(self) -> int:
         """Return the position from which the log must be kept."""
         log = self._store.log
-        sealed = self._removable()
-        if not sealed:
+        sealed = [
+            SealedSegment(*segment, log.is_purged(segment[0]), log.stored(segment[0]) is not None)
+            for segment in log.sealed()
+        ]
+        wanted = self._expired_before(sealed) if sealed else log.first_position
+        if wanted <= log.first_position:
             return log.first_position
+        # Only now: to find out what is needed costs more, with many compacted queues.
+        positions = [position() for position in self._bounds.needed_from]
+        wanted = min([wanted, *(position for position in positions if position is not None)])
+        ends = (segment.next_position for segment in sealed)
+        return max((end for end in ends if end <= wanted), default=log.first_position)
+
+    def _expired_before(self, sealed: Sequence[SealedSegment]) -> int:
+        """Return the position before which the log is to be removed, if it is not needed."""
+        log = self._store.log
         first_position = self._bounds.leader_first_position()
         if first_position is not None:
-            ends = (segment.next_position for segment in sealed)
-            return max((end for end in ends if end <= first_position), default=log.first_position)
+            return first_position
         log_bytes = log.end_position - log.first_position - log.purged_bytes_count
         keep_from = self._retention.keep_from(
             sealed,
@@ -219,18 +231,7 @@ class LogCleaner:
             self.newest_unix_ms,
             self._bounds.held_from,
         )
-        return max(keep_from, min(self._bounds.gone_before(), sealed[-1].next_position))
-
-    def _removable(self) -> list[SealedSegment]:
-        """Return the sealed segments before the first one that is still needed."""
-        positions = [position() for position in self._bounds.needed_from]
-        needed_from = min((p for p in positions if p is not None), default=math.inf)
-        log = self._store.log
-        sealed = (
-            SealedSegment(*segment, log.is_purged(segment[0]), log.stored(segment[0]) is not None)
-            for segment in log.sealed()
-        )
-        return [segment for segment in sealed if segment.next_position <= needed_from]
+        return max(keep_from, self._bounds.gone_before())
 
     def newest_unix_ms(self, segment: SealedSegment) -> int:
         """Return the store time of the next batch after the segment: none in it is younger."""

