@@ -62,9 +62,9 @@ def test_timeout_of_the_store_itself_is_its_error() -> None:
 def test_call_without_an_answer_is_abandoned_and_goes_on() -> None:
     memory = MemoryObjects()
     objects = TimedObjects(memory, 1)
-    with hanging(memory):
-        with pytest.raises(Unreachable, match=r"failed with a: no answer within 0\.012 s"):
-            objects.write("a", b"late")
+    refused = pytest.raises(Unreachable, match=r"failed with a: no answer within 0\.012 s")
+    with hanging(memory), refused:
+        objects.write("a", b"late")
     written = threading.Event()
     memory.before = lambda operation, name: written.set()
     while not memory.files:
