@@ -45,12 +45,15 @@ class Appender:
         batches: Sequence[CheckedBatch],
         topics: Mapping[str, LocalTopic | BatonError],
         members_min: int = 1,
+        *,
+        frees_space: bool = False,
     ) -> list[StoreReceipt | BatonError]:
         """Write `batches` and return one outcome each, in order. Nothing is safe until a sync.
 
         Args:
             topics: Every topic of `batches`, or the error that makes it unusable.
             members_min: Reject all batches if fewer replicas are in sync.
+            frees_space: Write them to a full disk too, if they fit.
 
         Raises:
             NotServing: the disk has failed.
@@ -59,7 +62,9 @@ class Appender:
         if not batches:
             return []
         self.flusher.check()
-        rejection = self.role.rejection(members_min) or self._rejection()
+        rejection = self.role.rejection(members_min)
+        if rejection is None and not frees_space:
+            rejection = self.disk_rejection()
         try:
             outcomes = self.store.append(batches, topics, self.clock.unix_ms(), rejection)
         except Exception as error:
@@ -79,7 +84,7 @@ class Appender:
             DiskFull, Overloaded: there is no room; nothing was written.
         """
         self.flusher.check()
-        if (rejection := self.role.rejection(1) or self._rejection()) is not None:
+        if (rejection := self.role.rejection(1) or self.disk_rejection()) is not None:
             raise rejection
         try:
             positions = self.store.relocate(relocated, self.clock.unix_ms())
@@ -140,9 +145,9 @@ class Appender:
         if not isinstance(outcome, DiskFull) or outcome.facts:
             return outcome
         self.retention.record_no_space()
-        return self._rejection() or outcome
+        return self.disk_rejection() or outcome
 
-    def _rejection(self) -> DiskFull | None:
+    def disk_rejection(self) -> DiskFull | None:
         """Return why nothing may be written, by the disk as it is now; None if writes are ok."""
         if self.retention.state is DiskState.FULL:
             self.retention.remeasure(DiskUsage(*self.space()))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from batonmq.errors import BatonError
 from batonmq_server.runtime.descriptor_shortage import is_shortage
+from batonmq_server.storage.core.checkpoint_writer import CheckpointCapture
 from batonmq_server.storage.core.commitlog import NO_SPACE, PositionRange
 from batonmq_server.storage.flusher import Flusher, InThread
 from batonmq_server.storage.node import StorageNode
@@ -21,6 +22,10 @@ INTERVAL_S = 30
 _LOOK_S = 1
 
 
+async def _no_reserve() -> None:
+    return
+
+
 class Checkpointer:
     """Takes checkpoints of a node.
 
@@ -28,6 +33,7 @@ class Checkpointer:
         in_thread: Runs the blocking write outside the event loop.
         on_shortage: Called if the process has no free descriptor for a checkpoint.
         on_purge: Called with the segments that a checkpoint has purged.
+        free_reserve: Frees a little space, for a checkpoint that frees more.
 
     Attributes:
         one_at_a_time: Lock held while a checkpoint is taken.
@@ -40,10 +46,11 @@ class Checkpointer:
         in_thread: InThread,
         on_shortage: Callable[[], None] = lambda: None,
         on_purge: Callable[[Sequence[PositionRange]], None] = lambda _: None,
+        free_reserve: Callable[[], Awaitable[None]] = _no_reserve,
     ) -> None:
         self._on_shortage, self._on_purge, self._store = on_shortage, on_purge, node.store
         self._log, self._steps = node.store.log, node.checkpointing
-        self._flusher, self._in_thread = flusher, in_thread
+        self._flusher, self._in_thread, self._free_reserve = flusher, in_thread, free_reserve
         self.one_at_a_time = asyncio.Lock()
 
     def position(self) -> int:
@@ -86,7 +93,7 @@ class Checkpointer:
                 for _ in self._steps.collect(capture):
                     await asyncio.sleep(0)
                 await self._flusher.wait_until_safe(position)
-                await self._in_thread(self._steps.write, capture)
+                await self._write(capture)
             except OSError as error:
                 if is_shortage(error):
                     self._on_shortage()
@@ -104,3 +111,17 @@ class Checkpointer:
             seconds = asyncio.get_running_loop().time() - begin
             log.info("checkpoint taken position=%d ms=%d", position, seconds * 1000)
             return True
+
+    async def _write(self, capture: CheckpointCapture) -> None:
+        """Write a checkpoint; one that purges segments may use the reserve on a full disk.
+
+        Raises:
+            OSError: see `CheckpointWriter.write`.
+        """
+        try:
+            await self._in_thread(self._steps.write, capture)
+        except OSError as error:
+            if not capture.purged or error.errno not in NO_SPACE:
+                raise
+            await self._free_reserve()
+            await self._in_thread(self._steps.write, capture)

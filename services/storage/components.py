@@ -170,7 +170,13 @@ def build_components(
     retention = Retention(settings.retention_policy(), settings.segment_bytes)
     stream.usage = lambda: retention.usage
     shortage = metrics.descriptor_shortages.inc
-    checkpointer = Checkpointer(node, flusher, in_thread, shortage, partial(_count_purged, metrics))
+
+    async def free_reserve() -> None:
+        await cleaner.free_reserve()
+
+    checkpointer = Checkpointer(
+        node, flusher, in_thread, shortage, partial(_count_purged, metrics), free_reserve
+    )
     damage = DamageTracker(metrics.damaged_batches.inc)
     repairs = QueueRepairer(
         node, in_thread, partial(_queue_rebuilt, metrics, stream), runtime.random

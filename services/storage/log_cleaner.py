@@ -155,7 +155,7 @@ class LogCleaner:
         await self.observe()
         position, written = self._keep_from(), self._store.log.next_position
         if position > self._bounds.checkpointed() and not await self._bounds.checkpoint():
-            await self._in_thread(self._free_reserve, None)
+            await self.free_reserve()
             await self._bounds.checkpoint()
         position = min(position, self._bounds.checkpointed())
         ends = [end for _, end in self._store.log.sealed() if end <= position]
@@ -168,6 +168,10 @@ class LogCleaner:
             removed = await self._remove(ends[-1])
         await self.observe()
         return removed
+
+    async def free_reserve(self) -> None:
+        """Remove the reserve file: what is written next frees more space."""
+        await self._in_thread(self._free_reserve, None)
 
     async def observe(self) -> None:
         """Measure the disk usage and update the disk state."""

@@ -121,9 +121,13 @@ class TopicPurger:
         return self._topics.is_gone(topic, key[0])
 
     async def _seal(self, queues: list[tuple[QueueKey, ConsumeQueue]]) -> None:
-        """Close the current segment if it has messages of `queues`; wait until all is safe."""
+        """Close the current segment if it has messages of `queues`; wait until all is safe.
+
+        On a full disk it stays open: a new segment may not fit, and the order fits into this one.
+        """
         position = max(queue.last_position for _, queue in queues)
-        if self._log.segment_end(position) > self._log.next_position:
+        is_open = self._log.segment_end(position) > self._log.next_position
+        if is_open and self._appender.disk_rejection() is None:
             self._appender.roll()
         await self._appender.flusher.wait_until_safe(self._log.next_position)
 
@@ -174,7 +178,8 @@ class TopicPurger:
 
     async def _carry_out(self, order: PurgeOrder) -> None:
         """Store an order, wait until it is safe, and take the checkpoint that carries it out."""
-        (outcome,) = self._appender.append([checked(encode_order(order))], SYSTEM_TOPICS)
+        batch = checked(encode_order(order))
+        (outcome,) = self._appender.append([batch], SYSTEM_TOPICS, frees_space=True)
         if isinstance(outcome, BatonError):
             raise outcome
         await self._appender.flusher.wait_until_safe(outcome.next_position)

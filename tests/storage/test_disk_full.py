@@ -17,7 +17,9 @@ import pytest
 
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import query_service_pb2 as query_pb
+from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._core.records import decode_records, read_header
 from batonmq.errors import DiskFull
@@ -324,6 +326,45 @@ async def test_log_that_outgrows_its_disk_loses_its_oldest_segments_and_continue
         ) as node:
             assert await next_offset(node) == stored_count
             assert (await node.append(batch(b"x")))[0].first_offset == stored_count
+
+
+async def test_purge_frees_a_full_disk_although_the_log_is_needed_from_its_begin_on(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """Not a byte is free. Retention can't help: a message for later is in the first segment."""
+    with small_file_system(tmp_path / "disk", 8) as disk:
+        async with running_node(
+            etcd_endpoint, disk / "data", segment_bytes=SEGMENT_BYTES, **PROPER
+        ) as node:
+            await node.put_topic("junk", 99)
+            for number in range(12):
+                if number == 1:
+                    await schedule_later(node)
+                await node.append(*(batch(bytes(100_000), topic="junk") for _ in range(2)))
+            await node.append(batch(b"a"))
+            fill_up(disk, leave_bytes=0)
+            await until(lambda: has_state(node, pb.DISK_STATE_FULL))
+            (refused,) = await rejections(node, batch(b"b"))
+            assert refused is not None
+            await node.etcd.delete(node.etcd.key("topics", "junk"))
+            purge = pb.PurgeTopicRequest(topic="junk")
+            answer = await node.stub.PurgeTopic(purge, timeout=TIMEOUT_S)
+            assert (answer.purged_segments, answer.remaining_segments) == (10, 2)
+            await until(lambda: has_state(node, pb.DISK_STATE_OK))
+            assert await rejections(node, batch(b"b")) == [None]
+        async with running_node(
+            etcd_endpoint, disk / "data", segment_bytes=SEGMENT_BYTES, **PROPER
+        ) as node:
+            assert await next_offset(node) == 2
+
+
+async def schedule_later(node: RunningNode) -> None:
+    item = schedule_pb.ScheduleItem(
+        batch=batch(b"later"), deliver_unix_ms=Clock().unix_ms() + 3_600_000
+    )
+    request = schedule_pb.ScheduleRequest(items=[item])
+    (outcome,) = (await node.schedule.Schedule(request, timeout=TIMEOUT_S)).outcomes
+    assert outcome.HasField("receipt"), outcome
 
 
 async def test_append_is_rejected_until_a_new_segment_fits(

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from batonmq._common.clock import Clock
 from batonmq._core.records import decode_records, read_header
-from batonmq.errors import BatonError
+from batonmq.errors import BatonError, DiskFull
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.core.checks import CheckedBatch, LocalTopic, check
@@ -128,10 +128,15 @@ class PlainAppender:
         )
         self.metrics = StorageMetrics(CollectorRegistry())
 
-    def append(self, batches: Sequence[CheckedBatch], topics: Any) -> list[Any]:
+    def append(
+        self, batches: Sequence[CheckedBatch], topics: Any, *, frees_space: bool = False
+    ) -> list[Any]:
         outcomes = self.store.append(batches, topics, NOW)
         self.flusher.notify_written()
         return outcomes
+
+    def disk_rejection(self) -> DiskFull | None:
+        return None
 
     def roll(self) -> None:
         self.store.log.roll()

@@ -7,7 +7,7 @@
 4. `done` records that the checkpoint is written.
 
 A checkpoint carries out the purge orders before it: the queues drop their messages in step 1, and
-the segments are purged in step 3.
+the segments are purged at the begin of step 3.
 """
 
 from __future__ import annotations
@@ -146,6 +146,8 @@ class CheckpointWriter:
                 unknown which index entries are on disk.
         """
         disk, keys = self._disk, capture.keys
+        for begin, end in capture.purged:  # first, as it frees space for the rest
+            disk.replace_sparse(segment_path(begin), purged_head(end - begin), end - begin)
         paths = []
         for run in keys.ended:
             disk.replace(run.path, encode_run(run))
@@ -162,8 +164,6 @@ class CheckpointWriter:
             if is_shortage(error):
                 raise  # no sync has failed: the next checkpoint writes and syncs everything again
             raise OSError(errno.EIO, f"indexes not synced: {error}") from error
-        for begin, end in capture.purged:
-            disk.replace_sparse(segment_path(begin), purged_head(end - begin), end - begin)
         disk.replace(PATH, encode(_checkpoint(capture)))
         for path in filter(None, (*capture.obsolete_paths, keys.obsolete)):
             disk.remove(path)

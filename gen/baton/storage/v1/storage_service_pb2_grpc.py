@@ -173,7 +173,8 @@ class StorageServiceServicer:
         possible at once: log segments in which every message is of a deleted topic are purged, after
         the current segment is closed if it has messages of the topic. The order is stored in the log, so
         every node of the replica set carries it out. The call reads these segments, and returns once the
-        leader has carried the order out. A repeated call has nothing left to do.
+        leader has carried the order out. A repeated call has nothing left to do. On a full disk the order
+        is stored too, if it fits into the current segment, which stays open then.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), ALREADY_EXISTS (TOPIC_EXISTS: the topic is not
         deleted), RESOURCE_EXHAUSTED (DISK_FULL: the order can't be stored), UNAVAILABLE (NOT_LEADER,
