@@ -22,6 +22,7 @@ from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._connection.routes import query_route, writable_queues_of
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import Session
+from batonmq._core.delays import DelayLeft
 from batonmq._core.queue_sender import ONE_BATCH_EPOCH
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import (
@@ -144,11 +145,12 @@ class RetrySender:
     async def send(self, request: RetryRequest) -> bool:
         """Repeat until the message is stored; return False if its queue is lost before that."""
         session, message, failures = self._session, request.message, 0
+        delay = DelayLeft(request.delay_ms or 0, session.clock.monotonic_ms())
         name = retry_topic if request.delay_ms is not None else dead_letter_topic
         topic = name(session.group)
         while request.still_owned():
             try:
-                receipt = await self._send(request, topic)
+                receipt = await self._send(request, topic, delay)
             except BatonError as error:
                 self._queues.pop(topic, None)
                 level = logging.ERROR if error.retry is Retry.NEVER else logging.WARNING
@@ -160,16 +162,20 @@ class RetrySender:
                 return True
         return False
 
-    async def _send(self, request: RetryRequest, topic: str) -> pb.ScheduleReceipt:
-        message = request.message
+    async def _send(
+        self, request: RetryRequest, topic: str, delay: DelayLeft
+    ) -> pb.ScheduleReceipt:
+        message, clock = request.message, self._session.clock
         once = retry_producer_id(
             message.queue, message.topic_id, message.offset, request.reset_epoch
         )
         queues = await self._queues_of(topic)
         queue = retry_queue(queues, message.queue.broker, once)
+        delay_ms = delay.at(clock.monotonic_ms())
         item = pb.ScheduleItem(
             batch=_encode(request, queue, once, self._session.incarnation.client_id),
-            deliver_unix_ms=self._session.clock.unix_ms() + (request.delay_ms or 0),
+            deliver_unix_ms=clock.unix_ms() + delay_ms,  # for storage of an earlier version
+            delay_ms=delay_ms,
         )
         outcome = await self._batcher(queue.broker).call(item)
         if isinstance(outcome, BatonError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from operator import index
 
 from batonmq.errors import InvalidArgument, LimitExceeded
@@ -46,6 +47,24 @@ def parse_duration_ms(text: str) -> int:
             facts={"field": "delay", "limit": DURATION_MS_MAX},
         )
     return duration_ms
+
+
+@dataclass(frozen=True, slots=True)
+class DelayLeft:
+    """A delay that counts from a moment on, by a monotonic clock.
+
+    It is sent as what is left of it, so the wall clocks of sender and storage may differ.
+
+    Attributes:
+        from_ms: Monotonic time from which the delay counts.
+    """
+
+    delay_ms: int
+    from_ms: int
+
+    def at(self, now_ms: int) -> int:
+        """Return what is left at a monotonic time; rounded up, as the clock has milliseconds."""
+        return max(0, self.delay_ms - max(0, now_ms - self.from_ms - 1))
 
 
 LEVELS_MS = tuple(map(parse_duration_ms, LEVEL_NAMES))

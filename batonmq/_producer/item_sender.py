@@ -47,7 +47,7 @@ class OutgoingMessage(Generic[Item]):
         bytes_count: Size of its record.
         choose: Returns the queue; called again if that queue is no longer writable.
         late_ms: Monotonic time from which on no attempt is repeated.
-        item: Makes the item of the request from the batch.
+        item: Makes the item of the request from the batch; called for each attempt.
         once: Producer id of this message alone, 63 bits; 0 for one of the sender.
     """
 
@@ -94,10 +94,10 @@ class ItemSender(Generic[Item, Stored]):
         refusals = 0
         while True:
             lane = self._take_lane(queue, sending.once)
-            item = sending.item(self._encode(sending.builder, queue, lane))
+            batch = self._encode(sending.builder, queue, lane)
             unsure = True  # if this is cancelled while it waits, the batch may be stored
             try:
-                stored = await self._repeat(sending, queue, item)
+                stored = await self._repeat(sending, queue, batch)
             except _Rejected as refused:
                 unsure = refused.unsure
                 error = refused.error
@@ -141,7 +141,9 @@ class ItemSender(Generic[Item, Stored]):
             born_unix_ms=self._clock.unix_ms(),
         )
 
-    async def _repeat(self, sending: OutgoingMessage[Item], queue: QueueRef, item: Item) -> Stored:
+    async def _repeat(
+        self, sending: OutgoingMessage[Item], queue: QueueRef, batch: bytes
+    ) -> Stored:
         """Send the same bytes until there is a receipt, and return it.
 
         Raises:
@@ -149,7 +151,7 @@ class ItemSender(Generic[Item, Stored]):
         """
         unsure, failures = False, 0
         while True:
-            outcome = await self._batcher(queue.broker).call(item)
+            outcome = await self._batcher(queue.broker).call(sending.item(batch))
             if not isinstance(outcome, BatonError):
                 return outcome
             doubt = unsure and not isinstance(outcome, DuplicateSequence)

@@ -15,7 +15,7 @@ from batonmq._common.aio import begin_task, only_error, unless
 from batonmq._common.client_block import ClientBlock
 from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._connection.routes import follow_route, wait_for_route
-from batonmq._core.delays import deliver_time
+from batonmq._core.delays import DelayLeft, deliver_time
 from batonmq._core.names import check_group
 from batonmq._core.ordering_key import with_ordering_key
 from batonmq._core.queues import QueueRef
@@ -246,9 +246,10 @@ class Producer:
                 added, a few keys move to a new queue; a message of such a key is sent when the
                 earlier messages of the key have an outcome.
             queue: Send to this queue.
-            deliver_at_unix_ms: Time of delivery, at most 40 days ahead; a time in the past means
-                at once.
-            delay_ms: Delay of the delivery, from now by the clock of this machine.
+            deliver_at_unix_ms: Time of delivery by the clock of the storage node, at most 40 days
+                ahead; a time in the past means at once.
+            delay_ms: Delay of the delivery, from now; the wall clock of this machine does not
+                matter.
             delay_level: 1 to 18 for 1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h.
 
         Raises:
@@ -746,12 +747,15 @@ class Producer:
     ) -> PendingSchedule:
         self._refuse_if_closing()
         at_unix_ms, delay_ms, level = when
+        now_unix_ms, now_ms = self._clock.unix_ms(), self._clock.monotonic_ms()
         deliver_unix_ms = deliver_time(
-            self._clock.unix_ms(),
+            now_unix_ms,
             deliver_at_unix_ms=at_unix_ms,
             delay_ms=delay_ms,
             delay_level=level,
         )
+        is_time = at_unix_ms is not None
+        delay = None if is_time else DelayLeft(deliver_unix_ms - now_unix_ms, now_ms)
         record = encode_record(message)
         known = self._buffer.topics.get(topic) or await self._open_topic(
             topic, self._settings.delivery_timeout_ms
@@ -762,7 +766,7 @@ class Producer:
 
         await self._scheduled.admit(record)
         self._refuse_if_closing()
-        return self._scheduled.submit(message, record, deliver_unix_ms, choose)
+        return self._scheduled.submit(message, record, deliver_unix_ms, delay, choose)
 
     async def _open_topic(self, topic: str, timeout_ms: int) -> TopicQueues:
         """Wait for the route of a topic and return the topic.

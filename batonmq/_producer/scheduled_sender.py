@@ -16,6 +16,7 @@ from baton.storage.v1 import schedule_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import Directory
+from batonmq._core.delays import DelayLeft
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder, Message
 from batonmq._producer.item_sender import ItemSender, OutgoingMessage
@@ -121,12 +122,15 @@ class ScheduledSender:
         message: Message,
         record: bytes,
         deliver_unix_ms: int,
+        delay: DelayLeft | None,
         choose: Callable[[], QueueRef],
     ) -> PendingSchedule:
         """Start to send a message.
 
         Args:
             record: The message, encoded.
+            deliver_unix_ms: Time of delivery; with a delay, that by the clock of this machine.
+            delay: Delay of the delivery; None if the time was given.
             choose: Returns the queue; called again if that queue is no longer writable.
 
         Raises:
@@ -139,7 +143,11 @@ class ScheduledSender:
             len(record),
             choose,
             self._clock.monotonic_ms() + self._settings.delivery_timeout_ms,
-            lambda batch: pb.ScheduleItem(batch=batch, deliver_unix_ms=deliver_unix_ms),
+            lambda batch: pb.ScheduleItem(
+                batch=batch,
+                deliver_unix_ms=deliver_unix_ms,
+                delay_ms=None if delay is None else delay.at(self._clock.monotonic_ms()),
+            ),
         )
         queue = choose()
         future: asyncio.Future[ScheduleReceipt] = asyncio.get_running_loop().create_future()

@@ -14,7 +14,7 @@ from baton.storage.v1 import schedule_service_pb2 as pb
 from baton.storage.v1 import schedule_service_pb2_grpc as pb_grpc
 from batonmq._common.aio import in_steps
 from batonmq._common.rpc import error_to_pb
-from batonmq._core.delays import check_deliver_time
+from batonmq._core.delays import check_deliver_time, deliver_time
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled, WrongBroker
 from batonmq_server.runtime.access.guard import PermissionCheck
@@ -328,7 +328,10 @@ class _ScheduleRun:
 
 def _checked(item: pb.ScheduleItem, owner: int, now_unix_ms: int) -> _Item | BatonError:
     try:
-        deliver_unix_ms = check_deliver_time(item.deliver_unix_ms, now_unix_ms)
+        if item.HasField("delay_ms"):
+            deliver_unix_ms = deliver_time(now_unix_ms, delay_ms=item.delay_ms)
+        else:
+            deliver_unix_ms = check_deliver_time(item.deliver_unix_ms, now_unix_ms)
         return _Item(deliver_unix_ms, check_no_outputs(check(item.batch, owner)))
     except BatonError as error:
         return error

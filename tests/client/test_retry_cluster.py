@@ -32,6 +32,7 @@ from batonmq._core.retries import HandlingFailure, dead_letter_topic
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from tests.client.group import QUICK, Scene, scene
+from tests.support.clock import WrongClock
 from tests.support.cluster import local_cluster
 from tests.support.conditions import until
 
@@ -123,6 +124,36 @@ async def test_message_that_always_fails_becomes_a_dead_letter_with_all_its_fiel
             "baton.client": "a",
         }
         await until(lambda: _no_lag(at))
+
+
+async def test_retry_waits_for_its_delay_although_the_clock_of_the_consumer_is_behind(
+    nameserver: str,
+) -> None:
+    """Each attempt would be due at once, and a message would be a dead letter in a moment."""
+    async with scene(nameserver, queue_count=1) as at:
+        failed_unix_ms: list[int] = []
+        stored_unix_ms: list[int] = []
+
+        async def handle(message: ReceivedMessage) -> object:
+            if message.attempts == 1:
+                failed_unix_ms.append(Clock().unix_ms())
+                return RetryLater(1_500)
+            stored_unix_ms.append(message.store_unix_ms)
+            return None
+
+        async with Producer(nameserver) as producer:
+            await producer.send(at.topic, b"body")
+        environment = ClientEnvironment(clock=WrongClock(600_000))
+        async with (
+            Consumer(
+                at.nameserver, at.group, {at.topic: "*"}, BACK, environment=environment
+            ) as consumer,
+            asyncio.TaskGroup() as tasks,
+        ):
+            tasks.create_task(consumer.run(handle))
+            await until(lambda: bool(stored_unix_ms))
+            consumer.stop()
+        assert stored_unix_ms[0] >= failed_unix_ms[0] + 1_500
 
 
 async def _no_lag(at: Scene) -> bool:

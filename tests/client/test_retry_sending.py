@@ -42,6 +42,7 @@ from batonmq._core.records import (
 from batonmq._core.retries import HandlingFailure
 from batonmq.errors import BatonError, DiskFull, NotServing, QueueNotFound
 from tests.client.twins import BROKER, NameserverTwin
+from tests.support.clock import MovableClock
 from tests.support.grpc_server import serving_at
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -224,3 +225,22 @@ def test_messages_of_other_topics_or_without_origin_are_not_changed() -> None:
     for one in (of_other_group, by_hand):
         restore_original(one, "g")
         assert (one.attempts, one.properties, one.topic) == (1, {"a": "1"}, one.queue.topic)
+
+
+async def test_repeated_attempt_has_what_is_left_of_the_delay() -> None:
+    async with sending() as (storage, sender):
+        clock = MovableClock()
+        sender._session.clock = clock
+
+        class SlowRefusals(list[BatonError]):
+            def pop(self, *_: Any) -> BatonError:
+                clock.ahead_ms += 4_000
+                return super().pop(0)
+
+        storage.refusals = SlowRefusals([DiskFull("full", retry_after_ms=1)] * 2)
+        assert await sender.send(request_for(message(), 10_000))
+        (item,) = storage.items
+        assert 0 < item.delay_ms <= 2_001
+        assert await sender.send(request_for(message(1), None))
+        assert storage.items[1].HasField("delay_ms")
+        assert storage.items[1].delay_ms == 0

@@ -20,6 +20,7 @@ from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from batonmq._blocking import BlockingProducer
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_to_pb
+from batonmq._connection.directory import ClientEnvironment
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
@@ -39,6 +40,7 @@ from batonmq.errors import (
     Unreachable,
 )
 from tests.client.twins import Context, twins
+from tests.support.clock import WrongClock
 from tests.support.cluster import local_cluster
 from tests.support.conditions import until
 from tests.support.grpc_server import serving_at
@@ -103,6 +105,23 @@ async def test_delay_level_and_due_time_determine_the_delivery(nameserver: str) 
     later = await receive(nameserver, topic, 2)
     assert {one.body for one in later} == due.keys()
     assert all(one.store_unix_ms >= due[one.body] for one in later)
+
+
+@pytest.mark.parametrize("behind_ms", [600_000, -600_000])
+async def test_delay_does_not_depend_on_the_wall_clock_of_the_sender(
+    nameserver: str, behind_ms: int
+) -> None:
+    topic = await new_topic(nameserver)
+    environment = ClientEnvironment(clock=WrongClock(behind_ms))
+    async with Producer(nameserver, environment=environment) as producer:
+        before = Clock().unix_ms()
+        delay = await producer.send(topic, b"delay", delay_ms=60_000)
+        level = await producer.send(topic, b"level", delay_level=5)
+        after = Clock().unix_ms()
+        for receipt in (delay, level):
+            assert before + 60_000 <= receipt.deliver_unix_ms <= after + 60_000
+        at = await producer.send(topic, b"at", deliver_at_unix_ms=before + 30_000)
+        assert at.deliver_unix_ms == before + 30_000
 
 
 async def test_cancelled_message_is_not_delivered(nameserver: str) -> None:

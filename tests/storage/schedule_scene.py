@@ -183,6 +183,19 @@ class Scene:
             raise error_from_pb(outcome.error)
         return outcome.receipt
 
+    async def schedule_after(
+        self, raw: bytes, delay_ms: int, *, sender_unix_ms: int
+    ) -> pb.ScheduleReceipt:
+        """Schedule a batch with a delay, as a sender with its own clock does."""
+        item = pb.ScheduleItem(
+            batch=raw, deliver_unix_ms=sender_unix_ms + max(delay_ms, 0), delay_ms=delay_ms
+        )
+        request = pb.ScheduleRequest(items=[item])
+        (outcome,) = (await self.servicer.Schedule(request, None)).outcomes  # type: ignore[arg-type]
+        if outcome.HasField("error"):
+            raise error_from_pb(outcome.error)
+        return outcome.receipt
+
     async def cancel(self, schedule_id: str) -> None:
         request = pb.CancelScheduledRequest(schedule_id=schedule_id)
         await self.servicer.CancelScheduled(request, None)  # type: ignore[arg-type]

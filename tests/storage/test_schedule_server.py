@@ -106,6 +106,37 @@ async def test_retry_gets_the_first_receipt_even_after_delivery_and_restart() ->
         assert scene.bodies() == [b"a", b"b"]
 
 
+async def test_delay_counts_from_the_first_attempt_by_the_clock_of_storage() -> None:
+    """The delivery time beside it is that of a sender whose clock is an hour behind or ahead."""
+    raw = batch(b"a", producer=(5, 1))
+    async with new_scene() as scene:
+        first = await scene.schedule_after(raw, 10_000, sender_unix_ms=NOW - HOUR_MS)
+        assert (first.deliver_unix_ms, first.duplicate) == (NOW + 10_000, False)
+        scene.clock.pass_ms(9_999)
+        again = await scene.schedule_after(raw, 7, sender_unix_ms=NOW + HOUR_MS)
+        assert (again.schedule_id, again.deliver_unix_ms) == (first.schedule_id, NOW + 10_000)
+        assert again.duplicate
+        await scene.deliver()
+        assert scene.bodies() == []
+        scene.clock.pass_ms(1)
+        await scene.deliver()
+        assert scene.bodies() == [b"a"]
+        at_once = await scene.schedule_after(batch(b"b"), 0, sender_unix_ms=NOW + HOUR_MS)
+        assert at_once.deliver_unix_ms == NOW + 10_000
+        await scene.deliver()
+        assert scene.bodies() == [b"a", b"b"]
+
+
+@pytest.mark.parametrize(
+    ("delay_ms", "kind"), [(-1, InvalidArgument), (AHEAD_MS_MAX + 1, LimitExceeded)]
+)
+async def test_bad_delay_is_rejected(delay_ms: int, kind: type[BatonError]) -> None:
+    async with new_scene() as scene:
+        with pytest.raises(kind):
+            await scene.schedule_after(batch(b"a"), delay_ms, sender_unix_ms=NOW)
+        assert scene.waiting() == 0
+
+
 async def test_scheduled_batch_of_another_identity_takes_no_sequence_and_fences_none() -> None:
     async with new_scene() as scene:
         await scene.schedule(batch(b"a", producer=(5, 1)), NOW + 10)

@@ -13,3 +13,13 @@ class MovableClock(Clock):
 
     def monotonic_ms(self) -> int:
         return super().monotonic_ms() + self.ahead_ms
+
+
+class WrongClock(Clock):
+    """The real clock, with wall time that is behind; ahead if `behind_ms` is negative."""
+
+    def __init__(self, behind_ms: int) -> None:
+        self.behind_ms = behind_ms
+
+    def unix_ms(self) -> int:
+        return super().unix_ms() - self.behind_ms

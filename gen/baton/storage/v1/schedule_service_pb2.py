@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.common.v1 import error_pb2 as baton_dot_common_dot_v1_dot_error__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'baton/storage/v1/schedule_service.proto\x12\x10\x62\x61ton.storage.v1\x1a\x1b\x62\x61ton/common/v1/error.proto\"@\n\x0fScheduleRequest\x12-\n\x05items\x18\x01 \x03(\x0b\x32\x1e.baton.storage.v1.ScheduleItem\"6\n\x0cScheduleItem\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x0c\x12\x17\n\x0f\x64\x65liver_unix_ms\x18\x02 \x01(\x03\"G\n\x10ScheduleResponse\x12\x33\n\x08outcomes\x18\x01 \x03(\x0b\x32!.baton.storage.v1.ScheduleOutcome\"{\n\x0fScheduleOutcome\x12\x34\n\x07receipt\x18\x01 \x01(\x0b\x32!.baton.storage.v1.ScheduleReceiptH\x00\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.baton.common.v1.ErrorH\x00\x42\t\n\x07outcome\"R\n\x0fScheduleReceipt\x12\x13\n\x0bschedule_id\x18\x01 \x01(\t\x12\x17\n\x0f\x64\x65liver_unix_ms\x18\x02 \x01(\x03\x12\x11\n\tduplicate\x18\x03 \x01(\x08\"-\n\x16\x43\x61ncelScheduledRequest\x12\x13\n\x0bschedule_id\x18\x01 \x01(\t\"\x19\n\x17\x43\x61ncelScheduledResponse\"(\n\x14ListScheduledRequest\x12\x10\n\x08position\x18\x01 \x01(\x03\"_\n\x15ListScheduledResponse\x12/\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x1e.baton.storage.v1.WaitingBatch\x12\x15\n\rnext_position\x18\x02 \x01(\x03\"X\n\x0cWaitingBatch\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x0c\x12\x17\n\x0f\x64\x65liver_unix_ms\x18\x02 \x01(\x03\x12\x0e\n\x06number\x18\x03 \x01(\x03\x12\x10\n\x08topic_id\x18\x04 \x01(\x03\x32\xae\x02\n\x0fScheduleService\x12Q\n\x08Schedule\x12!.baton.storage.v1.ScheduleRequest\x1a\".baton.storage.v1.ScheduleResponse\x12\x66\n\x0f\x43\x61ncelScheduled\x12(.baton.storage.v1.CancelScheduledRequest\x1a).baton.storage.v1.CancelScheduledResponse\x12`\n\rListScheduled\x12&.baton.storage.v1.ListScheduledRequest\x1a\'.baton.storage.v1.ListScheduledResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'baton/storage/v1/schedule_service.proto\x12\x10\x62\x61ton.storage.v1\x1a\x1b\x62\x61ton/common/v1/error.proto\"@\n\x0fScheduleRequest\x12-\n\x05items\x18\x01 \x03(\x0b\x32\x1e.baton.storage.v1.ScheduleItem\"Z\n\x0cScheduleItem\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x0c\x12\x17\n\x0f\x64\x65liver_unix_ms\x18\x02 \x01(\x03\x12\x15\n\x08\x64\x65lay_ms\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x0b\n\t_delay_ms\"G\n\x10ScheduleResponse\x12\x33\n\x08outcomes\x18\x01 \x03(\x0b\x32!.baton.storage.v1.ScheduleOutcome\"{\n\x0fScheduleOutcome\x12\x34\n\x07receipt\x18\x01 \x01(\x0b\x32!.baton.storage.v1.ScheduleReceiptH\x00\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.baton.common.v1.ErrorH\x00\x42\t\n\x07outcome\"R\n\x0fScheduleReceipt\x12\x13\n\x0bschedule_id\x18\x01 \x01(\t\x12\x17\n\x0f\x64\x65liver_unix_ms\x18\x02 \x01(\x03\x12\x11\n\tduplicate\x18\x03 \x01(\x08\"-\n\x16\x43\x61ncelScheduledRequest\x12\x13\n\x0bschedule_id\x18\x01 \x01(\t\"\x19\n\x17\x43\x61ncelScheduledResponse\"(\n\x14ListScheduledRequest\x12\x10\n\x08position\x18\x01 \x01(\x03\"_\n\x15ListScheduledResponse\x12/\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x1e.baton.storage.v1.WaitingBatch\x12\x15\n\rnext_position\x18\x02 \x01(\x03\"X\n\x0cWaitingBatch\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x0c\x12\x17\n\x0f\x64\x65liver_unix_ms\x18\x02 \x01(\x03\x12\x0e\n\x06number\x18\x03 \x01(\x03\x12\x10\n\x08topic_id\x18\x04 \x01(\x03\x32\xae\x02\n\x0fScheduleService\x12Q\n\x08Schedule\x12!.baton.storage.v1.ScheduleRequest\x1a\".baton.storage.v1.ScheduleResponse\x12\x66\n\x0f\x43\x61ncelScheduled\x12(.baton.storage.v1.CancelScheduledRequest\x1a).baton.storage.v1.CancelScheduledResponse\x12`\n\rListScheduled\x12&.baton.storage.v1.ListScheduledRequest\x1a\'.baton.storage.v1.ListScheduledResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,23 +35,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCHEDULEREQUEST']._serialized_start=90
   _globals['_SCHEDULEREQUEST']._serialized_end=154
   _globals['_SCHEDULEITEM']._serialized_start=156
-  _globals['_SCHEDULEITEM']._serialized_end=210
-  _globals['_SCHEDULERESPONSE']._serialized_start=212
-  _globals['_SCHEDULERESPONSE']._serialized_end=283
-  _globals['_SCHEDULEOUTCOME']._serialized_start=285
-  _globals['_SCHEDULEOUTCOME']._serialized_end=408
-  _globals['_SCHEDULERECEIPT']._serialized_start=410
-  _globals['_SCHEDULERECEIPT']._serialized_end=492
-  _globals['_CANCELSCHEDULEDREQUEST']._serialized_start=494
-  _globals['_CANCELSCHEDULEDREQUEST']._serialized_end=539
-  _globals['_CANCELSCHEDULEDRESPONSE']._serialized_start=541
-  _globals['_CANCELSCHEDULEDRESPONSE']._serialized_end=566
-  _globals['_LISTSCHEDULEDREQUEST']._serialized_start=568
-  _globals['_LISTSCHEDULEDREQUEST']._serialized_end=608
-  _globals['_LISTSCHEDULEDRESPONSE']._serialized_start=610
-  _globals['_LISTSCHEDULEDRESPONSE']._serialized_end=705
-  _globals['_WAITINGBATCH']._serialized_start=707
-  _globals['_WAITINGBATCH']._serialized_end=795
-  _globals['_SCHEDULESERVICE']._serialized_start=798
-  _globals['_SCHEDULESERVICE']._serialized_end=1100
+  _globals['_SCHEDULEITEM']._serialized_end=246
+  _globals['_SCHEDULERESPONSE']._serialized_start=248
+  _globals['_SCHEDULERESPONSE']._serialized_end=319
+  _globals['_SCHEDULEOUTCOME']._serialized_start=321
+  _globals['_SCHEDULEOUTCOME']._serialized_end=444
+  _globals['_SCHEDULERECEIPT']._serialized_start=446
+  _globals['_SCHEDULERECEIPT']._serialized_end=528
+  _globals['_CANCELSCHEDULEDREQUEST']._serialized_start=530
+  _globals['_CANCELSCHEDULEDREQUEST']._serialized_end=575
+  _globals['_CANCELSCHEDULEDRESPONSE']._serialized_start=577
+  _globals['_CANCELSCHEDULEDRESPONSE']._serialized_end=602
+  _globals['_LISTSCHEDULEDREQUEST']._serialized_start=604
+  _globals['_LISTSCHEDULEDREQUEST']._serialized_end=644
+  _globals['_LISTSCHEDULEDRESPONSE']._serialized_start=646
+  _globals['_LISTSCHEDULEDRESPONSE']._serialized_end=741
+  _globals['_WAITINGBATCH']._serialized_start=743
+  _globals['_WAITINGBATCH']._serialized_end=831
+  _globals['_SCHEDULESERVICE']._serialized_start=834
+  _globals['_SCHEDULESERVICE']._serialized_end=1136
 # @@protoc_insertion_point(module_scope)

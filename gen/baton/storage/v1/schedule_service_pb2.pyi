@@ -51,23 +51,32 @@ class ScheduleItem(_message.Message):
 
     BATCH_FIELD_NUMBER: _builtins.int
     DELIVER_UNIX_MS_FIELD_NUMBER: _builtins.int
+    DELAY_MS_FIELD_NUMBER: _builtins.int
     batch: _builtins.bytes
     """The batch, as for Append; all its messages become visible together. Required."""
     deliver_unix_ms: _builtins.int
     """Delivery time, wall clock of the storage node, milliseconds since the Unix epoch; up to 40 days
-    ahead. Required.
+    ahead. Required; ignored if `delay_ms` is set.
+    """
+    delay_ms: _builtins.int
+    """Time from the moment at which storage accepts the batch until its delivery, 0 to 40 days. So the
+    clock of the sender does not matter. A repeated batch keeps the delivery time of the first attempt.
+    An earlier version of storage ignores it: set `deliver_unix_ms` too.
     """
     def __init__(
         self,
         *,
         batch: _builtins.bytes = ...,
         deliver_unix_ms: _builtins.int = ...,
+        delay_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms", "delay_ms", b"delay_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "deliver_unix_ms", b"deliver_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms", "batch", b"batch", "delay_ms", b"delay_ms", "deliver_unix_ms", b"deliver_unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__delay_ms: _TypeAlias = _typing.Literal["delay_ms"]  # noqa: Y015
+    _WhichOneofArgType__delay_ms: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__delay_ms) -> _WhichOneofReturnType__delay_ms | None: ...
 
 Global___ScheduleItem: _TypeAlias = ScheduleItem  # noqa: Y015
 
