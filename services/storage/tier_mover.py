@@ -156,6 +156,10 @@ class TierMover:
         """What the store has; while it does not answer, what it had."""
         return self._stored if self._stored is not None else self._seen
 
+    def _is_purged(self, position: int) -> bool:
+        """Return whether a segment is purged for good: a start does not need it either."""
+        return self._parts.node.checkpointing.is_purged(position)
+
     def _local(self) -> list[LocalSegment]:
         log_, history = self._log, self._parts.node.history
         return [
@@ -233,7 +237,7 @@ class TierMover:
         except FileNotFoundError:  # retention has removed it meanwhile
             return False
         except DataLoss as error:
-            self._refuse(segment.name, error)
+            self._refuse(segment, error)
             return True
         finally:
             upload.close()
@@ -247,7 +251,7 @@ class TierMover:
         return True
 
     async def _remove_from_store(self) -> None:
-        gone = due_store_removals(self._known, self._log.first_position, self._log.is_purged)
+        gone = due_store_removals(self._known, self._log.first_position, self._is_purged)
         if not gone:
             return
         store, first_position = self._parts.store, self._log.first_position
@@ -288,7 +292,7 @@ class TierMover:
             due_store_removals(
                 {segment for segment, _ in found} - self._known,
                 self._log.first_position,
-                self._log.is_purged,
+                self._is_purged,
             )
         )
         for segment, name in found:
@@ -316,7 +320,7 @@ class TierMover:
             except FileNotFoundError:  # retention has removed it meanwhile
                 continue
             except DataLoss as error:
-                self._refuse(one.name, error)
+                self._refuse(one, error)
         return moved
 
     def _is_held(self, segment: LocalSegment, scheduled: Int64Array) -> bool:
@@ -380,7 +384,10 @@ class TierMover:
             self._log.move_back(manifest)
             log.warning("local copy not removed path=%s error=%s", path, error)
 
-    def _refuse(self, name: SegmentName, error: DataLoss) -> None:
+    def _refuse(self, segment: LocalSegment, error: DataLoss) -> None:
+        if segment not in self._local():
+            return  # its file was replaced while it was read: it is purged
+        name = segment.name
         self._refused.add(name)
         self._parts.metrics.failures.labels("move").inc()
         log.error("segment not moved, it stays on the local disk name=%s error=%s", name, error)

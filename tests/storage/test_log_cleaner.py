@@ -23,9 +23,16 @@ from batonmq._common.clock import Clock
 from batonmq.errors import DataLoss
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.core import floors
+from batonmq_server.storage.core.commitlog import FILLER, purged_head, segment_path
 from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
-from batonmq_server.storage.core.retention import DiskState, Retention, RetentionPolicy
+from batonmq_server.storage.core.purge import PurgeOrder, encode_order
+from batonmq_server.storage.core.retention import (
+    DiskState,
+    Retention,
+    RetentionPolicy,
+    SealedSegment,
+)
 from batonmq_server.storage.core.schedule import (
     FIRST,
     ScheduledBatch,
@@ -220,6 +227,55 @@ async def test_log_is_kept_below_its_maximum_size() -> None:
         await scene.clean()
         assert len(scene.segments()) == 3
         assert readable(scene.store) == list(range(12, 20))
+
+
+async def test_segment_that_a_checkpoint_is_purging_makes_no_other_one_younger(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with new_scene() as scene:
+        for number in range(4):
+            fill(scene.store, 3, now=NOW + number)
+        order = PurgeOrder((), ((SEGMENT_BYTES, 2 * SEGMENT_BYTES),))
+        scene.store.append([checked(encode_order(order))], SYSTEM_TOPICS, NOW + HOUR_MS)
+        await scene.flusher.sync()
+        steps = scene.node.checkpointing
+        capture = steps.begin()
+        steps.write(capture)
+        assert scene.cleaner.newest_unix_ms(SealedSegment(0, SEGMENT_BYTES)) == NOW + 2
+        assert not caplog.records
+        assert not steps.is_purged(SEGMENT_BYTES), "after a crash the log may need it again"
+        list(steps.done(capture))
+        assert steps.is_purged(SEGMENT_BYTES)
+
+
+class FullDisk(MemoryDisk):
+    """A disk on which no file can be replaced while it is full."""
+
+    is_full = False
+
+    def replace_sparse(self, path: str, head: bytes, size: int) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "no space")
+        super().replace_sparse(path, head, size)
+
+
+async def test_purge_that_finds_no_space_is_done_by_the_next_checkpoint() -> None:
+    with new_scene(FullDisk()) as scene:
+        assert isinstance(scene.disk, FullDisk)
+        fill(scene.store, 9)
+        order = PurgeOrder((), ((SEGMENT_BYTES, 2 * SEGMENT_BYTES),))
+        scene.store.append([checked(encode_order(order))], SYSTEM_TOPICS, NOW)
+        await scene.flusher.sync()
+        path = segment_path(SEGMENT_BYTES)
+        before = scene.disk.load(path)
+
+        scene.disk.is_full = True
+        assert not await scene.checkpointer.take()
+        assert scene.disk.load(path) == before
+        assert scene.store.log.is_purged(SEGMENT_BYTES)
+        scene.disk.is_full = False
+        assert await scene.checkpointer.take()
+        assert scene.disk.load(path)[: FILLER.size] == purged_head(SEGMENT_BYTES)
 
 
 async def test_what_is_needed_is_looked_up_only_if_messages_have_expired() -> None:

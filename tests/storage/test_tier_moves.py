@@ -28,6 +28,7 @@ from batonmq_server.storage.core.queue_reader import ReadSpec
 from batonmq_server.storage.core.queue_repair import QueueRepair
 from batonmq_server.storage.core.scrub import LogScrub
 from batonmq_server.storage.core.tier import TierPolicy
+from batonmq_server.storage.core.tier_upload import SegmentComparison
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.flusher import in_thread
 from batonmq_server.storage.node import StorageNode, recover_directory
@@ -676,6 +677,29 @@ async def test_purged_segment_leaves_the_store() -> None:
         assert await scene.checkpointer.take()
         await scene.move()
         assert scene.store.log.is_purged(0)
+        assert not any(f"/{0:020d}-" in name for name in scene.objects.files)
+
+
+async def test_segment_that_is_purged_while_it_is_compared_with_the_store_is_no_damage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with tier_scene() as scene:
+        await filled(scene)
+        await scene.move()
+        order = PurgeOrder((), ((0, SEGMENT_BYTES),), trims=())
+        scene.store.append([checked(encode_order(order))], SYSTEM_TOPICS, NOW)
+        await scene.flusher.sync()
+        scene.later(2)
+        compare_next, steps = SegmentComparison.compare_next, scene.node.checkpointing
+
+        def purge_first(comparison: SegmentComparison) -> bool:
+            if not scene.store.log.is_purged(0):
+                steps.write(steps.begin())
+            return compare_next(comparison)
+
+        monkeypatch.setattr(SegmentComparison, "compare_next", purge_first)
+        await scene.move()
+        assert scene.metric("baton_storage_tier_failures_total", work="move") == 0
         assert not any(f"/{0:020d}-" in name for name in scene.objects.files)
 
 

@@ -7,7 +7,7 @@
 4. `done` records that the checkpoint is written.
 
 A checkpoint carries out the purge orders before it: the queues drop their messages in step 1, and
-the segments are purged at the begin of step 3.
+the segments read as purged from then on. Their files are replaced at the begin of step 3.
 """
 
 from __future__ import annotations
@@ -75,6 +75,12 @@ class CheckpointWriter:
     def __init__(self, disk: Disk, store: MessageStore, position: int) -> None:
         self._disk, self._store, self.position = disk, store, position
         self._obsolete_paths: list[str] = []
+        self._purging: list[PositionRange] = []
+
+    def is_purged(self, position: int) -> bool:
+        """Return whether the segment with `position` is purged, and a checkpoint says so."""
+        unwritten = any(begin <= position < end for begin, end in self._purging)
+        return not unwritten and self._store.log.is_purged(position)
 
     @property
     def has_obsolete(self) -> bool:
@@ -104,6 +110,10 @@ class CheckpointWriter:
         self.remove_later(store.drop_messages({id_ for one in orders for id_ in one.topic_ids}))
         self.remove_later(store.trim(trim for one in orders for trim in one.trims))
         queues = list(store.queues.values())
+        # Their files are not read from now on: they are replaced while other tasks run.
+        for segment in (due := due_segments(store.log, orders)):
+            store.log.purged(segment)
+        self._purging = [one for one in self._purging if store.log.is_purged(one[0])] + due
         return CheckpointCapture(
             position,
             store.store_unix_ms,
@@ -121,7 +131,7 @@ class CheckpointWriter:
             store.transactions.snapshot_ended(),
             store.outputs.snapshot(),
             tuple(self._obsolete_paths),
-            due_segments(store.log, orders),
+            list(self._purging),
             [
                 (key, section)
                 for key, part in store.compacted.parts.items()
@@ -171,8 +181,7 @@ class CheckpointWriter:
     def done(self, capture: CheckpointCapture) -> Iterator[None]:
         """Record that `write` succeeded; yields now and then so that other tasks run."""
         self.position = capture.position
-        for segment in capture.purged:
-            self._store.log.purged(segment)
+        self._purging = [one for one in self._purging if one not in capture.purged]
         orders = self._store.purge_orders
         orders[:] = [order for order in orders if order.next_position > capture.position]
         self._store.keys.saved(capture.keys)
