@@ -158,9 +158,7 @@ class _SetClient:
             raise offsets_unreachable(error) from error
         if isinstance(outcome, UnknownQueue):
             token, floor_token = outcome.detail.token, outcome.detail.floor_token
-            return Observation(
-                token=token, closed=True, floor_token=floor_token, deleted=token > 0
-            )
+            return Observation(token=token, closed=True, floor_token=floor_token, deleted=token > 0)
         if isinstance(outcome, BatonError):
             raise offsets_unreachable(outcome)
         return outcome
