@@ -619,6 +619,7 @@ def test_s3_calls_for_a_queue_without_progress_are_unknown(
         "queue": "readers/news/broker-a/3",
         "token": "0",
         "reset_epoch": "0",
+        "floor_token": "0",
     }
     assert KEY not in scene.table
 
