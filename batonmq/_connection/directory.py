@@ -97,6 +97,12 @@ class OffsetsLeader(NamedTuple):
     stub: offsets_grpc.OffsetsServiceAsyncStub
 
 
+def _has_port(address: str) -> bool:
+    """Return whether an address ends with a port, from 1 to 65535."""
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16
+
+
 def with_reachable_addresses(nodes: Iterable[pb.Node], nameserver: str) -> list[pb.Node]:
     """Return the nodes, each with the address at which this client reaches it.
 
@@ -125,7 +131,7 @@ class Directory:
         random: Draws the delays before retries, also those of its clients.
 
     Raises:
-        InvalidArgument: `nameserver` has no address.
+        InvalidArgument: `nameserver` has no address, or one without a port: gRPC would use 443.
     """
 
     def __init__(
@@ -136,9 +142,10 @@ class Directory:
     ) -> None:
         self.connect = connect
         self._addresses = [part.strip() for part in nameserver.split(",") if part.strip()]
-        if not self._addresses:
+        wrong = [address for address in self._addresses if not _has_port(address)]
+        if wrong or not self._addresses:
             raise InvalidArgument(
-                f"{nameserver!r} is not an address of a nameserver",
+                f"{(wrong or [nameserver])[0]!r} is not an address of a nameserver",
                 remedy="Give host:port, or several separated by commas.",
                 facts={"field": "nameserver"},
             )

@@ -55,8 +55,11 @@ class Nameserver(nameserver_grpc.NameserverServiceServicer):
         return pb.DescribeClusterResponse(nodes=[self._node])
 
 
-@pytest.mark.parametrize("nameserver", ["", " ", ",", " , ,"])
-def test_list_without_an_address_is_refused(nameserver: str) -> None:
+@pytest.mark.parametrize(
+    "nameserver",
+    ["", " ", ",", " , ,", "ns", "ns:", ":9876", "ns:0", "ns:65536", "ns:http", "a:1,b"],
+)
+def test_list_without_an_address_or_a_port_is_refused(nameserver: str) -> None:
     with pytest.raises(InvalidArgument, match="is not an address of a nameserver") as refused:
         Directory(nameserver, Random(1))
     assert refused.value.facts == {"field": "nameserver"}
