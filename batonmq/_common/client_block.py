@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 
 from batonmq.errors import InvalidArgument
 
@@ -40,6 +42,14 @@ class ClientBlock:
             return asyncio.get_running_loop() is self.loop
         except RuntimeError:
             return False
+
+    def passes_on(self, call: Callable[[], object]) -> bool:
+        """Have the loop of the block make a call, and return True, if the caller runs elsewhere."""
+        if self.loop is None or self.runs_here():
+            return False
+        with suppress(RuntimeError):  # the loop is closed, and so is the client
+            self.loop.call_soon_threadsafe(call)
+        return True
 
     def check(self) -> None:
         """Return if the block has begun, in the running event loop.

@@ -7,7 +7,8 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -279,14 +280,19 @@ class Consumer:
     def pause(self, queue: QueueRef) -> None:
         """Pull and start no message of a queue until `resume`; running handlers continue.
 
-        The consumer keeps the queue. A queue that is not assigned yet is paused once it is.
+        The consumer keeps the queue. A queue that is not assigned yet is paused once it is. Any
+        thread may call this, such as that of a handler.
         """
+        if self._block.passes_on(partial(self.pause, queue)):
+            return
         self._session.paused.add(queue)
         if (assigned := self._queues.get(queue)) is not None:
             assigned.pause()
 
     def resume(self, queue: QueueRef) -> None:
-        """Pull and start messages of a paused queue again."""
+        """Pull and start messages of a paused queue again; any thread may call this."""
+        if self._block.passes_on(partial(self.resume, queue)):
+            return
         self._session.paused.discard(queue)
         if (assigned := self._queues.get(queue)) is not None:
             assigned.resume()
@@ -368,9 +374,7 @@ class Consumer:
         `drain_timeout_ms`. A consumer that has stopped can't be started again. Any thread may call
         this, such as that of a handler.
         """
-        if (loop := self._block.loop) is not None and not self._block.runs_here():
-            with suppress(RuntimeError):  # the loop is closed, and so is the consumer
-                loop.call_soon_threadsafe(self.stop)
+        if self._block.passes_on(self.stop):
             return
         self._stopped.set()
         if self._dispatcher is not None:

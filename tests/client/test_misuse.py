@@ -276,20 +276,24 @@ def _error_in_own_loop(call: Coroutine[Any, Any, object]) -> BaseException | Non
     return None
 
 
-def test_handler_in_a_thread_may_stop_the_consumer() -> None:
+def test_handler_in_a_thread_may_stop_the_consumer_and_pause_queues() -> None:
     async def run() -> None:
         async with MemoryBroker() as broker, producer(broker) as sender:
             await broker.create_topic(TOPIC, queues=1)
             await sender.send(TOPIC, b"x")
+            await sender.send(TOPIC, b"y")
             async with consumer(broker) as one:
-                handled: list[int] = []
+                handled: list[tuple[bytes, int]] = []
 
                 def handle(message: ReceivedMessage) -> None:
-                    handled.append(message.attempts)
-                    one.stop()
+                    handled.append((message.body, message.attempts))
+                    one.pause(message.queue)
+                    one.resume(message.queue)
+                    if message.body == b"y":
+                        one.stop()
 
                 await one.run(handle)
-            assert handled == [1]
+            assert handled == [(b"x", 1), (b"y", 1)]
             assert await broker.settled("g") is None
 
     asyncio.run(run(), debug=True)  # asyncio refuses calls in a wrong thread then
