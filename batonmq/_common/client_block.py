@@ -36,6 +36,10 @@ class ClientBlock:
             )
         self.loop = asyncio.get_running_loop()
 
+    def undo(self) -> None:
+        """Note that the block has not begun after all: it may be tried again."""
+        self.loop = None
+
     def runs_here(self) -> bool:
         """Return whether the caller runs in the event loop of the block."""
         try:

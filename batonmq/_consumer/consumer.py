@@ -305,6 +305,7 @@ class Consumer:
                 await session.local.open()
             await self._join()
         except BaseException:
+            self._block.undo()
             await self._close_files()
             raise
         if session.metrics is not None:

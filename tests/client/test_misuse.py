@@ -25,7 +25,7 @@ from batonmq import (
     QueueRef,
     ReceivedMessage,
 )
-from batonmq.errors import InvalidArgument, Unreachable
+from batonmq.errors import InvalidArgument, TopicNotFound, Unreachable
 from batonmq.idempotence import MemoryStore, idempotent
 from batonmq.schemas import PydanticSchema, decoding
 from batonmq_server.testing import MemoryBroker, run_virtual
@@ -96,6 +96,21 @@ def test_client_has_one_block(make: Callable[[MemoryBroker], Any]) -> None:
                 while not one.assignment:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
             assert asyncio.get_running_loop().time() < 5, "a member was left behind"
+
+    run_virtual(run())
+
+
+def test_consumer_that_could_not_join_may_be_tried_again() -> None:
+    async def run() -> None:
+        async with MemoryBroker() as broker, producer(broker) as sender:
+            one = consumer(broker)
+            with pytest.raises(TopicNotFound):
+                async with one:
+                    pass
+            await broker.create_topic(TOPIC, queues=1)
+            await sender.send(TOPIC, b"x")
+            async with one:
+                assert (await anext(one)).body == b"x"
 
     run_virtual(run())
 
