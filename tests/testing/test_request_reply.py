@@ -339,9 +339,9 @@ def test_request_with_an_argument_of_a_wrong_type_fails_alone() -> None:
                 asyncio.TaskGroup() as tasks,
             ):
                 other = tasks.create_task(producer.request(TOPIC, b"1"))
-                with pytest.raises(TypeError):
+                with pytest.raises(InvalidArgument, match="body must be bytes"):
                     await producer.request(TOPIC, "text")  # type: ignore[arg-type]
-                with pytest.raises(AttributeError):
+                with pytest.raises(InvalidArgument, match="ordering_key must be str"):
                     await producer.request(TOPIC, b"2", ordering_key=5)  # type: ignore[arg-type]
                 assert (await other).body == b"1=1"
                 assert (await producer.send(TOPIC, b"3")).offset == 1
