@@ -658,7 +658,10 @@ class OldRequest(BatonError):
 
 
 class NotAssigned(BatonError):
-    """The member's generation of the group is too old, or another member has the queue in it."""
+    """The member's generation of the group is too old, or another member has the queue in it.
+
+    Or the record of the group does not have the queue at all.
+    """
 
     reason = "NOT_ASSIGNED"
     kind = "FAILED_PRECONDITION"

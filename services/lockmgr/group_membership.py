@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq._common import timeouts
 from batonmq._core.queues import GroupQueue, Incarnation
-from batonmq.errors import Internal, NotMember, NotSubscribed, SubscriptionDraining
+from batonmq.errors import (
+    Internal,
+    NotAssigned,
+    NotMember,
+    NotSubscribed,
+    SubscriptionDraining,
+)
 from batonmq_server.lockmgr.core.lock_entry import Requester
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.group_gates import GroupGate, GroupGates
@@ -28,6 +34,7 @@ class GroupMembers:
     """A group record, as far as the lock manager needs it.
 
     Attributes:
+        queue_counts: Number of queues that can be assigned, by topic and broker.
         damage: Why the newest record is not readable; None if it is. Then the others are those of
             the last readable record.
     """
@@ -35,6 +42,7 @@ class GroupMembers:
     generation: int = 0
     members: frozenset[Incarnation] = frozenset()
     topics: frozenset[str] = frozenset()
+    queue_counts: Mapping[tuple[str, str], int] = field(default_factory=dict)
     damage: Internal | None = None
 
     def has(self, incarnation: Incarnation) -> bool:
@@ -92,6 +100,7 @@ class GroupMembership:
             ModeChanged: queues of the group have no owners.
             NotSubscribed: the group does not subscribe to the topic.
             SubscriptionDraining: the subscription of the group is being changed.
+            NotAssigned: the group can't be assigned the queue: it does not exist.
         """
         group, gate = self.group(key.group), self._group_gates.get(key.group)
         client_id = requester.incarnation.client_id
@@ -122,6 +131,12 @@ class GroupMembership:
                     "group": key.group,
                     "subscription_generation": gate.subscription_generation,
                 },
+            )
+        if key.queue_id >= group.queue_counts.get((key.topic, key.broker), 0):
+            raise NotAssigned(
+                f"generation {group.generation} of {key.group} does not have {key}",
+                retry_after_ms=100,
+                facts={"generation": requester.generation, "current": group.generation},
             )
         return gate
 
@@ -178,4 +193,9 @@ def _members_of(group: StoredGroup) -> GroupMembers:
             for one in (member.incarnation for member in group.members)
         ),
         topics=frozenset(subscription.topic for subscription in group.subscriptions),
+        queue_counts={
+            (topic.topic, part.broker): len(part.member_numbers)
+            for topic in group.assignments
+            for part in topic.brokers
+        },
     )

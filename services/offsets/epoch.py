@@ -34,6 +34,7 @@ from batonmq_server.offsets.placement_resolver import PlacementResolver
 from batonmq_server.offsets.server import OffsetsServicer
 from batonmq_server.offsets.telemetry import OffsetsTelemetry
 from batonmq_server.offsets.tombstone_expiry import TombstoneExpiry
+from batonmq_server.offsets.topic_queues import TopicQueues
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
 Write = Callable[[Sequence[Entry]], Awaitable[None]]
@@ -168,6 +169,7 @@ def _servicer_parts(state: EpochState, context: EpochContext) -> ServicerParts:
         resolver=PlacementResolver(
             state.table, directory.offsets_set, directory.etcd, directory.placements
         ),
+        queues=TopicQueues(directory.etcd),
         exporter=GroupExporter(state),
     )
 

@@ -28,6 +28,7 @@ from batonmq_server.offsets.persistence import TokenChangeKey
 from batonmq_server.offsets.placement_resolver import PlacementResolver
 from batonmq_server.offsets.request_reader import RequestReader
 from batonmq_server.offsets.telemetry import OffsetsTelemetry
+from batonmq_server.offsets.topic_queues import TopicQueues
 
 Context = grpc.aio.ServicerContext[Any, Any]
 P = ParamSpec("P")
@@ -43,6 +44,7 @@ class ServicerParts:
     modes: GroupModes
     telemetry: OffsetsTelemetry
     resolver: PlacementResolver
+    queues: TopicQueues
     exporter: GroupExporter
 
 
@@ -56,6 +58,7 @@ class OffsetsCalls(pb_grpc.OffsetsServiceServicer):
         self._resets = ResetExecutor(state.table, state.history)
         self._clock, self._modes, self._telemetry = parts.clock, parts.modes, parts.telemetry
         self._resolver, self._exporter = parts.resolver, parts.exporter
+        self._queues = parts.queues
         self._reader = RequestReader(state.table, state.table.limits.ack_ranges_max)
 
     def _now(self) -> Instant:

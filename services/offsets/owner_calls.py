@@ -6,6 +6,8 @@ holder itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError
@@ -78,10 +80,14 @@ class OwnerCalls(OffsetsCalls):
             request.items, lambda one: self._reader.commit(one, request)
         )
         check_single(item[0] for item in items)
-        unowned = (key for key, holder, _ in items if not holder.token)
-        await self._resolve(key for key in unowned if self._modes.exists(key.group))
+        missing = await self._check_unowned(key for key, holder, _ in items if not holder.token)
         now, outcomes = self._now(), []
-        results = [attempt(self._commit, *item, now, ProgressSource.COMMIT) for item in items]
+        results = [
+            missing[item[0]]
+            if item[0] in missing
+            else attempt(self._commit, *item, now, ProgressSource.COMMIT)
+            for item in items
+        ]
         for (key, holder, _), result in zip(items, results, strict=True):
             if isinstance(result, BatonError):
                 failure = self._item_error("commit", key, holder.token, result)
@@ -116,6 +122,19 @@ class OwnerCalls(OffsetsCalls):
         await self._commits.wait_durable(item[0] for item in items)
         self._telemetry.report_commits("close", [item[:2] for item in items], results)
         return pb.CloseResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
+
+    async def _check_unowned(self, keys: Iterable[GroupQueue]) -> dict[GroupQueue, BatonError]:
+        """Prepare commits without a token; return the queues for which one must not be applied.
+
+        It would create progress on a queue that does not exist, which nothing removes.
+        """
+        valid = [
+            key
+            for key in keys
+            if not isinstance(attempt(self._modes.check, key.group, 0), BatonError)
+        ]
+        await self._resolve(valid)
+        return await self._queues.missing(key for key in valid if key not in self._table)
 
     def _deliver(
         self,

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from baton.lockmgr.v1.lockmgr_service_pb2_grpc import LockmgrServiceAsyncStub as Stub
 
 GROUP, TOPIC, BROKER = "group", "topic", "broker-a"
+QUEUE_COUNT = 2_000
+"""Queues of each topic."""
 HOLD_MS = 15_000
 """How long an Acquire waits in a test that expects a grant."""
 TIMEOUT_S = 20.0
@@ -216,15 +218,26 @@ class Scene:
         return node
 
     async def set_group(
-        self, *members: Member, topics: Sequence[str] = (TOPIC,), **gate: Any
+        self,
+        *members: Member,
+        topics: Sequence[str] = (TOPIC,),
+        queue_count: int = QUEUE_COUNT,
+        **gate: Any,
     ) -> int:
-        """Write the group record, and its gate if that has changed; return the new generation."""
+        """Write the group record, and its gate if that has changed; return the new generation.
+
+        The lock manager does not compare the members of the assignment, so there are none.
+        """
         self.generation += 1
+        unassigned = nameserver_pb.BrokerAssignment(broker=BROKER, member_numbers=[0] * queue_count)
         group = StoredGroup(
             name=GROUP,
             generation=self.generation,
             members=[nameserver_pb.Member(incarnation=m.incarnation) for m in members],
             subscriptions=[nameserver_pb.Subscription(topic=t, expression="*") for t in topics],
+            assignments=[
+                nameserver_pb.TopicAssignment(topic=t, brokers=[unassigned]) for t in topics
+            ],
         )
         parts = split_record(group, 0, {})
         changed, vanished = changed_parts(self.parts, parts)

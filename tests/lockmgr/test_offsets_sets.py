@@ -35,6 +35,12 @@ async def far_group(s: Scene, member: Member, token: int = 0) -> None:
         generation=1,
         members=[nameserver_pb.Member(incarnation=member.incarnation)],
         subscriptions=[nameserver_pb.Subscription(topic=TOPIC, expression="*")],
+        assignments=[
+            nameserver_pb.TopicAssignment(
+                topic=TOPIC,
+                brokers=[nameserver_pb.BrokerAssignment(broker="broker-a", member_numbers=[1])],
+            )
+        ],
     )
     put = [
         Put(f"groups/{FAR}", group.SerializeToString()),

@@ -290,7 +290,7 @@ async def test_well_formed_request_at_every_limit_is_accepted(scene: Scene) -> N
     node, a = await scene.leader(), Member("a" * 255)
     request = acquire_request()
     request.incarnation.CopyFrom(a.incarnation)
-    request.generation = await scene.set_group(a)
+    request.generation = await scene.set_group(a, queue_count=65_536)
     many(1_024)(request)
     queue_id(65_535)(request)
     resuming(*((n, n + 1) for n in range(0, 2 * 4_096, 2)))(request)

@@ -294,6 +294,32 @@ async def test_topic_outside_of_the_subscription_is_denied_at_once(scene: Scene)
     assert (await scene.stored_count(), await fence_count(scene)) == (0, 0)
 
 
+async def test_queue_that_does_not_exist_is_denied_at_once_and_leaves_no_lock(scene: Scene) -> None:
+    """Else a member could create locks and progress that nothing removes."""
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a, queue_count=2)
+    outcomes = await a.acquire_each(node, generation, range(4), hold_ms=HOLD_MS)
+    assert [isinstance(outcomes[one], pb.Grant) for one in range(4)] == [True, True, False, False]
+    assert {type(outcomes[2]), type(outcomes[3])} == {NotAssigned}
+    elsewhere = acquire_item_on("broker-z")
+    request = pb.AcquireRequest(
+        incarnation=a.incarnation, acquire_seq=9, generation=generation, items=[elsewhere]
+    )
+    (answer,) = [one async for one in node.stub.Acquire(request, timeout=TIMEOUT_S)]
+    assert isinstance(error_from_pb(answer.error), NotAssigned)
+    assert await scene.stored_count() == 2
+    assert {entry.queue.queue.queue_id for entry in await entries(node)} == {0, 1}
+    grown = await scene.set_group(a, queue_count=4)
+    outcomes = await a.acquire_each(node, grown, [2, 3], hold_ms=HOLD_MS)
+    assert all(isinstance(one, pb.Grant) for one in outcomes.values())
+
+
+def acquire_item_on(broker: str) -> pb.AcquireItem:
+    item = pb.AcquireItem(queue=queue())
+    item.queue.queue.broker = broker
+    return item
+
+
 async def test_request_with_a_newer_generation_waits_for_the_group_record(scene: Scene) -> None:
     node, a = await scene.leader(), Member("a")
     async with asyncio.TaskGroup() as tasks:

@@ -12,7 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.common.v1 import error_pb2, queue_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1.stored_gate_pb2 import StoredGate
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
@@ -93,6 +95,12 @@ class Service:
                 pb.RecordDeliveredRequest(items=[delivery]), timeout=TIMEOUT_S
             )
             assert recorded.outcomes[0].HasField("delivered")
+
+
+async def store_topic(etcd: EtcdSession, queue_count: int = 8) -> None:
+    """Write the topic of all queues to etcd, as the nameserver does."""
+    spread = [nameserver_pb.QueueSpread(broker="broker-a", queue_count=queue_count)]
+    await etcd.put("topics/news", StoredTopic(topic_id=1, spread=spread).SerializeToString())
 
 
 def single_set_directory(etcd: EtcdSession, *groups: str) -> PlacementDirectory:

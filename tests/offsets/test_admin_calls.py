@@ -31,6 +31,7 @@ from tests.offsets.service_calls import (
     reasons,
     rejection,
     run,
+    store_topic,
 )
 from tests.support.conditions import until
 
@@ -275,8 +276,9 @@ async def test_resets_are_published_and_repetitions_only_counted(
 
 
 @pytest.mark.parametrize("method", ["Reset", "Clone"])
-async def test_owner_is_fenced_by_a_reset(service: Service, method: str) -> None:
+async def test_owner_is_fenced_by_a_reset(service: Service, etcd: EtcdSession, method: str) -> None:
     await worked(service)
+    await store_topic(etcd)
     move: Any = reset() if method == "Reset" else clone(from_group="empty", to_group="readers")
     if method == "Clone":
         service.add_gate("empty", ownership=2)

@@ -12,6 +12,7 @@ import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2 as pb
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.offsets.service_calls import (
     TERM,
     VALID_ITEMS,
@@ -21,6 +22,7 @@ from tests.offsets.service_calls import (
     queue,
     reasons,
     run,
+    store_topic,
 )
 
 OFF = nameserver_pb.OWNERSHIP_OFF
@@ -167,7 +169,10 @@ def commit(group: str, **fields: Any) -> pb.CommitRequest:
     return pb.CommitRequest(items=[pb.CommitItem(queue=queue(group), **fields)])
 
 
-async def test_s15_group_without_ownership_commits_without_token(service: Service) -> None:
+async def test_s15_group_without_ownership_commits_without_token(
+    service: Service, etcd: EtcdSession
+) -> None:
+    await store_topic(etcd)
     service.add_gate("free", ownership=OFF)
     request = commit("free", committed_offset=40, acked=[run(42, 44)])
     for noop in (False, True):
@@ -175,6 +180,35 @@ async def test_s15_group_without_ownership_commits_without_token(service: Servic
         assert answer.outcomes[0].committed == pb.Committed(committed_offset=40, noop=noop)
     now = await progress(service, "free")
     assert (now.token, now.closed, now.acked_count, now.delivered_offset) == (0, True, 2, 40)
+
+
+async def test_s15_commit_without_token_creates_no_progress_on_a_queue_that_does_not_exist(
+    service: Service, etcd: EtcdSession
+) -> None:
+    """Nothing would remove it."""
+    service.add_gate("free", ownership=OFF)
+    answer = await call(service, "Commit", commit("free", committed_offset=4))
+    assert reasons(answer.outcomes) == ["REASON_TOPIC_NOT_FOUND"]
+    await store_topic(etcd, queue_count=4)
+    elsewhere = queue("free")
+    elsewhere.queue.broker = "broker-z"
+    queues = [queue("free", 3), queue("free", 4), elsewhere]
+    request = pb.CommitRequest(items=[pb.CommitItem(queue=one) for one in queues])
+    answer = await call(service, "Commit", request)
+    assert answer.outcomes[0].HasField("committed")
+    assert reasons(answer.outcomes)[1:] == ["REASON_QUEUE_NOT_FOUND"] * 2
+    assert [key.queue_id for key in service.offsets.table.queues_of("free")] == [3]
+
+
+async def test_s15_commit_without_token_goes_on_when_the_topic_is_deleted(
+    service: Service, etcd: EtcdSession
+) -> None:
+    await store_topic(etcd)
+    service.add_gate("free", ownership=OFF)
+    await call(service, "Commit", commit("free", committed_offset=4))
+    await etcd.delete("topics/news")
+    answer = await call(service, "Commit", commit("free", committed_offset=6))
+    assert answer.outcomes[0].committed.committed_offset == 6
 
 
 @pytest.mark.parametrize("method", ["RecordDelivered", "Commit", "Close"])

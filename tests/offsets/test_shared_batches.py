@@ -17,7 +17,16 @@ from batonmq._common.clock import Clock
 from batonmq_server.offsets import placement_resolver
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.runtime.group_placements import PLACEMENTS_PREFIX
-from tests.offsets.service_calls import TERM, VALID_ITEMS, Service, call, queue, reasons, run
+from tests.offsets.service_calls import (
+    TERM,
+    VALID_ITEMS,
+    Service,
+    call,
+    queue,
+    reasons,
+    run,
+    store_topic,
+)
 from tests.support.conditions import until
 
 MADE_UP = [f"made-up-{number}" for number in range(5)]
@@ -119,6 +128,7 @@ async def test_call_under_a_token_for_an_unknown_group_is_rejected_without_readi
 async def test_commit_without_token_for_an_unknown_group_creates_no_placement(
     service: Service, etcd: StalledEtcd
 ) -> None:
+    await store_topic(etcd)
     service.add_gate("readers", ownership="OWNERSHIP_OFF")
     items = [pb.CommitItem(queue=queue(group), committed_offset=1) for group in MADE_UP]
     items.append(pb.CommitItem(queue=queue(), committed_offset=1))

@@ -199,12 +199,12 @@ class OffsetsServiceServicer:
     def Commit(self, request, context):
         """Commits acknowledged offsets. Acks are united as sets, so repeating a call is harmless and
         committed progress never goes back. A group without ownership commits with token 0; its first
-        commit on a queue creates the progress. Acks are accepted also while deliveries are paused by
-        ACK_CAP.
+        commit on a queue, which must exist, creates the progress. Acks are accepted also while deliveries
+        are paused by ACK_CAP.
 
         Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, MODE_CHANGED), NOT_FOUND
-        (UNKNOWN_QUEUE; without token GROUP_NOT_FOUND), UNAVAILABLE (NOT_SERVING: the groups have not been
-        read from etcd yet).
+        (UNKNOWN_QUEUE; without token GROUP_NOT_FOUND, TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), UNAVAILABLE
+        (NOT_SERVING: the groups, or the topic, have not been read from etcd yet).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

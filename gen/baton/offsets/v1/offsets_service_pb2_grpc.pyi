@@ -80,12 +80,12 @@ class OffsetsServiceStub:
     Commit: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.CommitRequest, _offsets_service_pb2.CommitResponse]
     """Commits acknowledged offsets. Acks are united as sets, so repeating a call is harmless and
     committed progress never goes back. A group without ownership commits with token 0; its first
-    commit on a queue creates the progress. Acks are accepted also while deliveries are paused by
-    ACK_CAP.
+    commit on a queue, which must exist, creates the progress. Acks are accepted also while deliveries
+    are paused by ACK_CAP.
 
     Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, MODE_CHANGED), NOT_FOUND
-    (UNKNOWN_QUEUE; without token GROUP_NOT_FOUND), UNAVAILABLE (NOT_SERVING: the groups have not been
-    read from etcd yet).
+    (UNKNOWN_QUEUE; without token GROUP_NOT_FOUND, TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), UNAVAILABLE
+    (NOT_SERVING: the groups, or the topic, have not been read from etcd yet).
     """
     Close: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.CloseRequest, _offsets_service_pb2.CloseResponse]
     """Closes the token of the holder: it has stopped handling messages of the queue.
@@ -222,12 +222,12 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
     Commit: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.CommitRequest, _offsets_service_pb2.CommitResponse]  # type: ignore[assignment]
     """Commits acknowledged offsets. Acks are united as sets, so repeating a call is harmless and
     committed progress never goes back. A group without ownership commits with token 0; its first
-    commit on a queue creates the progress. Acks are accepted also while deliveries are paused by
-    ACK_CAP.
+    commit on a queue, which must exist, creates the progress. Acks are accepted also while deliveries
+    are paused by ACK_CAP.
 
     Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, MODE_CHANGED), NOT_FOUND
-    (UNKNOWN_QUEUE; without token GROUP_NOT_FOUND), UNAVAILABLE (NOT_SERVING: the groups have not been
-    read from etcd yet).
+    (UNKNOWN_QUEUE; without token GROUP_NOT_FOUND, TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), UNAVAILABLE
+    (NOT_SERVING: the groups, or the topic, have not been read from etcd yet).
     """
     Close: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.CloseRequest, _offsets_service_pb2.CloseResponse]  # type: ignore[assignment]
     """Closes the token of the holder: it has stopped handling messages of the queue.
@@ -391,12 +391,12 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_offsets_service_pb2.CommitResponse, _abc.Awaitable[_offsets_service_pb2.CommitResponse]]:
         """Commits acknowledged offsets. Acks are united as sets, so repeating a call is harmless and
         committed progress never goes back. A group without ownership commits with token 0; its first
-        commit on a queue creates the progress. Acks are accepted also while deliveries are paused by
-        ACK_CAP.
+        commit on a queue, which must exist, creates the progress. Acks are accepted also while deliveries
+        are paused by ACK_CAP.
 
         Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, MODE_CHANGED), NOT_FOUND
-        (UNKNOWN_QUEUE; without token GROUP_NOT_FOUND), UNAVAILABLE (NOT_SERVING: the groups have not been
-        read from etcd yet).
+        (UNKNOWN_QUEUE; without token GROUP_NOT_FOUND, TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), UNAVAILABLE
+        (NOT_SERVING: the groups, or the topic, have not been read from etcd yet).
         """
 
     @_abc_1.abstractmethod
