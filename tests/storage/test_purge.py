@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from contextlib import ExitStack
 from typing import cast
 
 import grpc.aio
@@ -16,9 +17,10 @@ import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
+from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
-from batonmq.errors import BatonError, TopicExists
+from batonmq.errors import BatonError, DiskFull, TopicExists
 from batonmq_server.storage import checkpointer, topic_purger
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.commitlog import CommitLog, purged_head
@@ -26,9 +28,11 @@ from batonmq_server.storage.topic_cache import TopicCache
 from batonmq_server.storage.topic_purger import TopicPurger
 from tests.storage.batches import NOW, TOPIC_ID, batch
 from tests.storage.replicas import BROKER, SEGMENT_BYTES, Replica, Scene
+from tests.storage.test_disk_full import PROPER
 from tests.storage.test_log_cleaner import at_once, fill, new_scene
 from tests.storage.test_purge_machine import DeletedTopics, PlainAppender
 from tests.support.conditions import until
+from tests.support.tmpfs import fill_up, small_file_system
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -160,6 +164,53 @@ async def test_purge_is_carried_out_after_the_leader_has_crashed(
     await scene.start(leader.name)
     await scene.wait_equal()
     assert await successor.bodies() == [b"first", b"last"]
+
+
+async def test_purge_frees_the_full_disks_of_all_nodes(scene: Scene) -> None:
+    """Not a byte is free on any of them, and a message for later keeps retention from helping."""
+    scene.settings |= PROPER
+    with ExitStack() as disks:
+        for name in scene.members:
+            disks.enter_context(small_file_system(scene.folder / name, 8))
+        await scene.start("a", "b", "c")
+        leader = await scene.leader()
+        await scene.wait_in_sync("a", "b", "c")
+        await put(scene)
+        later = schedule_pb.ScheduleItem(batch=batch(b"later"), delay_ms=3_600_000)
+        request = schedule_pb.ScheduleRequest(items=[later])
+        await leader.scheduling.Schedule(request, timeout=TIMEOUT_S)
+        for _ in range(60):
+            await leader.append(batch(bytes(50_000), topic=GONE))
+        await leader.append(batch(b"last"))
+        await scene.wait_equal()
+        for name in scene.members:
+            fill_up(scene.folder / name, leave_bytes=0)
+
+        async def is_full() -> bool:
+            described = [await node.describe() for node in scene.nodes.values()]
+            return all(one.disk_state == pb.DISK_STATE_FULL for one in described)
+
+        await until(is_full)
+        await delete(scene)
+        answer = await purge(leader)
+        assert answer.purged_segments > 50
+        await until(
+            lambda: all(
+                purged_count(node) == answer.purged_segments for node in scene.nodes.values()
+            )
+        )
+
+        async def is_written() -> bool:
+            try:
+                await leader.append(batch(b"next"))
+            except DiskFull:  # it looks at the disk once more in a moment
+                return False
+            return True
+
+        await until(is_written)
+        await scene.wait_equal()
+        assert await leader.bodies() == [b"last", b"next"]
+        await scene.stop()
 
 
 async def test_purge_of_a_former_leader_writes_nothing(
