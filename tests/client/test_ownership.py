@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -551,13 +551,15 @@ async def test_messages_in_handlers_that_fill_the_span_make_room_when_they_end()
 async def test_acks_of_filtered_messages_travel_with_credit() -> None:
     few: dict[str, Any] = {"pull_messages_max": 2, "span_max": 8, "commit_interval_ms": 3_600_000}
     async with twins(1) as at, running_consumer(at, expression="b", **few):
+
+        def acked_beyond(offset: int) -> Callable[[], bool]:
+            return lambda: at.storage.credits[-1].progress.committed_offset > offset
+
         at.nameserver.assign("a", [0])
         await wait_for_held_pulls(at, 0)
         for end in range(20, 120, 20):
             at.storage.send(0, *(["a:"] * 20))
-            await until(
-                lambda before=end - 20: at.storage.credits[-1].progress.committed_offset > before
-            )  # type: ignore[misc]
+            await until(acked_beyond(end - 20))
         assert at.committed(0) > 60
         assert at.offsets.commits == []
 

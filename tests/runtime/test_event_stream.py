@@ -289,11 +289,16 @@ async def test_watcher_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(events, "UNREAD_S_MAX", 0.05)
     hub = new_hub()
     watching = hub.watch()
+    received: list[pb.MetricBatch] = []
+
+    async def read_one() -> None:
+        received.append(await anext(aiter(watching)))
+
     async with asyncio.TaskGroup() as tasks:
-        first = tasks.create_task(anext(aiter(watching)))
+        tasks.create_task(read_one())
         await until(lambda: hub.watched)
         hub.publish(event(1))
-    assert len(first.result().events) == 1
+    assert len(received[0].events) == 1
     await until(lambda: not hub.watched)
     assert not hub._watchers, "another watcher may take its place"
     with pytest.raises(Overloaded, match="has not read a batch"):

@@ -30,7 +30,11 @@ TIMEOUT_MS = 100
 def hanging(objects: MemoryObjects) -> Iterator[threading.Event]:
     """Let all calls wait until the event is set, or the block ends."""
     answer = threading.Event()
-    objects.before = lambda operation, name: answer.wait() and None
+
+    def wait(operation: str, name: str) -> None:
+        answer.wait()
+
+    objects.before = wait
     try:
         yield answer
     finally:
