@@ -256,7 +256,7 @@ MUTANTS = (
         broken_clients.answer_of_an_older_epoch,
         OLD_CALLS,
         ("V6", "V7", "V8"),
-        first_run=49,
+        first_run=123,
     ),
     Mutant("advance not in flight", broken_offsets.advance_not_in_flight, FORCES, ("V8", "V7")),
     Mutant(
@@ -405,7 +405,7 @@ MUTANTS = (
         "keep the longer log",
         broken_stores.keep_the_longer_log,
         STORES_SPLIT,
-        ("section 12",),
+        ("section 12", "V4"),
     ),
     Mutant(
         "show what is not confirmed",
@@ -460,8 +460,8 @@ MUTANTS = (
         "seal by a lower move",
         broken_moves.seal_by_a_lower_move,
         TO_AND_FRO,
-        ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
-        first_run=52,
+        ("V1", "V2", "V3", "V5", "V7", "V9", "section 5", "L2"),
+        first_run=23,
     ),
     Mutant(
         "adopt a lower move",

@@ -87,9 +87,9 @@ def floor_is_not_stored(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], tuple[int, frozenset[str]]] = {
-    floor_is_not_raised: (0, frozenset({"token", "handled"})),
+    floor_is_not_raised: (0, frozenset({"token", "handled", "left"})),
     floor_has_no_reset_epoch: (0, frozenset({"handled"})),
-    floor_is_not_stored: (0, frozenset({"token", "handled"})),
+    floor_is_not_stored: (0, frozenset({"token", "handled", "left"})),
 }
 """The first run to play, and the rules that are to be broken."""
 
