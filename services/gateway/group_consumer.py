@@ -296,21 +296,21 @@ class GroupConsumer:
         if one.attempt == 1:
             events.begun(self.group, message.topic, message.store_unix_ms)
 
-    def undo(self, deliveries: Sequence[Delivery], begun: Delivery | None = None) -> None:
+    def undo(self, deliveries: Sequence[Delivery], begun_count: int = 0) -> None:
         """Take back the deliveries of a receive call that has failed.
 
         Its client drops those that arrived, as it has no end of the answer.
 
         Args:
-            begun: The one that was on its way. Its attempt counts: a client that can't read a
-                message, such as a large one, ends the call each time.
+            begun_count: The first ones that were sent, or were on their way. Their attempts count:
+                a client that can't read a message, such as a large one, ends the call each time.
         """
         now_ms = self._clock.monotonic_ms()
-        for one in deliveries:
+        for number, one in enumerate(deliveries):
             pool = self._find_pool(one.queue, one.message.topic)
             if pool is None:
                 continue
-            if one is begun:
+            if number < begun_count:
                 pool.leases.lapse(one.offset, one.serial, now_ms)
             else:
                 pool.leases.undo(one.offset, one.serial)

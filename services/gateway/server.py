@@ -261,8 +261,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
         call, language = "ReceiveMessage", "OTHER"
         group: GroupConsumer | None = None
         batch: list[Delivery] = []
-        begun: Delivery | None = None
-        ended = False
+        begun_count, ended = 0, False
         reception = Reception(context.peer() or "")
         try:
             caller = Caller.of(context)
@@ -275,10 +274,11 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
             yield service_pb2.ReceiveMessageResponse(status=pb.Status(code=code, message=text))
             now_unix_ms = self._clock.unix_ms()
             yield service_pb2.ReceiveMessageResponse(delivery_timestamp=timestamp(now_unix_ms))
-            for begun in batch:
-                message = self._received(group.group, begun, topic)
+            for one in batch:
+                begun_count += 1
+                message = self._received(group.group, one, topic)
                 yield service_pb2.ReceiveMessageResponse(message=message)
-                group.handed_out(begun)
+                group.handed_out(one)
                 self._metrics.delivered.inc()
             reception.sent_ms, ended = self._clock.monotonic_ms(), True
         except (Refused, BatonError) as error:
@@ -289,7 +289,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
             if not ended and context.time_remaining() != 0:
                 self._parts.clients.broke(Caller.of(context))
             if not ended and batch and group is not None:
-                group.undo(batch, begun)
+                group.undo(batch, begun_count)
 
     async def _receive(
         self,

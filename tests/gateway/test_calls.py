@@ -534,33 +534,6 @@ async def test_message_that_its_client_can_not_read_becomes_a_dead_letter(tmp_pa
         assert sum(one.next_offset or 0 for one in letters) == 1
 
 
-async def test_messages_before_one_that_their_client_can_not_read_are_no_dead_letters(
-    tmp_path: Path,
-) -> None:
-    async with scene(tmp_path, queues=1) as at:
-        await at.stub.receive("billing", "orders", wait_ms=500)
-        async with Producer(at.nameserver) as producer:
-            for body in (b"a", b"b", bytes(1 << 20), b"c"):
-                await producer.send("orders", body)
-        limit = [("grpc.max_receive_message_length", 64 * 1024)]
-        got: list[bytes] = []
-        async with grpc.aio.insecure_channel(at.address, options=limit) as channel:
-            stub = RemoteStub(channel, "small@1@0@a")
-            while len(got) < 3:
-                try:
-                    _, messages = await stub.receive("billing", "orders", wait_ms=500)
-                except grpc.aio.AioRpcError as error:
-                    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                else:
-                    handles = list(map(handle_of, messages))
-                    if handles:
-                        await stub.ack("billing", "orders", handles)
-                    got += [message.body for message in messages]
-        assert sorted(got) == [b"a", b"b", b"c"]
-        letters = (await at.admin.describe_topic("%DLQ%billing")).queues
-        assert sum(one.next_offset or 0 for one in letters) == 1
-
-
 async def test_message_whose_answer_was_lost_comes_again_when_the_call_is_repeated(
     tmp_path: Path,
 ) -> None:
