@@ -94,9 +94,9 @@ breaking: $(SETUP) ## check that protos/ is compatible with MAIN (default main)
 # computes comes after them, with a worker per core. More workers only make every process late. `make -k test` goes on
 # after a session that fails.
 PYTEST = pytest -q --dist loadfile --no-loadscope-reorder --durations=20 $(if $(CI),--required)
-test: services sim spark ## what CI runs: every kind of test, in 15 minutes on two cores
+test: services sim spark ## what CI runs: every kind of test, in 18 minutes on two cores
 
-# No test that waits for another process: under three minutes on two cores.
+# No test that waits for another process: six minutes on two cores.
 QUICK := not sim and not e2e and not spark and not etcd
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
 	$(PYTEST) -n 3 -m "$(QUICK)"
@@ -117,7 +117,7 @@ sim: $(SETUP)   ## seeded cluster simulations only
 spark: $(SETUP) ## tests of the sources, sinks and jobs of Spark; uses JAVA_HOME or the JVM of a wheel
 	$(PYTEST) -n 2 -m "spark and not long" tests/spark
 
-long: $(SETUP)  ## what the 15 minutes of `make test` leave out: long tests, and simulations of 200 seeds
+long: $(SETUP)  ## what `make test` leaves out: long tests, and simulations of 200 seeds
 	$(PYTEST) -n 3 -m "$(E2E) and long"
 	$(PYTEST) -n 2 -m "spark and long" tests/spark
 	BATON_SIM_SEEDS=200 $(PYTEST) -n 2 -m sim tests/simulation
