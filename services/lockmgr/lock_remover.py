@@ -12,7 +12,7 @@ from batonmq.errors import BatonError, NotLeader
 from batonmq_server.lockmgr.core.decision import is_removable, is_unused
 from batonmq_server.lockmgr.core.lock_entry import ChangeStep, LockEntry, Observation
 from batonmq_server.lockmgr.entry_changes import EntryChanges
-from batonmq_server.lockmgr.lock_store import LockWrite, WriteConflict
+from batonmq_server.lockmgr.ownerless_write import write_ownerless
 from batonmq_server.lockmgr.queue_notifier import QueueNotifier
 from batonmq_server.lockmgr.queue_observer import QueueObserver
 from batonmq_server.lockmgr.term import Term
@@ -70,13 +70,6 @@ class LockRemover:
 
     async def _remove(self, entry: LockEntry) -> None:
         """Remove a marked entry from etcd."""
-        key = entry.key
-        result = await self._term.store.persist(LockWrite(key, None, entry.revision))
-        if isinstance(result, WriteConflict):
-            if not result.deposed:
-                log.error("lock in etcd was changed by another writer key=%s", key)
-                self._table.end_reloaded(key, result.lock, result.revision, fenced=False)
-            return
-        self._table.end_removed(key)
-        self._notifier.change_ended(key)
-        log.info("lock removed, its progress was deleted key=%s", key)
+        if await write_ownerless(self._term, entry, None):
+            self._notifier.change_ended(entry.key)
+            log.info("lock removed, its progress was deleted key=%s", entry.key)

@@ -37,7 +37,7 @@ from batonmq_server.lockmgr.handover_executor import (
     HandOverRefusal,
     handover_pending,
 )
-from batonmq_server.lockmgr.lock_store import LockWrite, WriteConflict
+from batonmq_server.lockmgr.ownerless_write import write_ownerless
 from batonmq_server.lockmgr.queue_notifier import QueueNotifier
 from batonmq_server.lockmgr.queue_observer import QueueObserver
 from batonmq_server.lockmgr.queue_requests import ClearRequest, ForceRequest
@@ -179,16 +179,7 @@ class QueueReleaser:
 
     async def _write_free(self, entry: LockEntry) -> bool | None:
         """Write a marked entry without its owner; for the result see `_release`."""
-        key, lock = entry.key, entry.lock.freed()
-        result = await self._term.store.persist(LockWrite(key, lock, entry.revision))
-        if isinstance(result, WriteConflict) and result.deposed:
-            return None
-        if isinstance(result, WriteConflict):
-            log.error("lock in etcd was changed by another writer key=%s", key)
-            self._table.end_reloaded(key, result.lock, result.revision, fenced=False)
-        else:
-            self._table.end_freed(key, lock, result, self._term.now_ms())
-        return not isinstance(result, WriteConflict)
+        return await write_ownerless(self._term, entry, entry.lock.freed())
 
     # Forced by an operator
 

@@ -440,6 +440,7 @@ def test_owner_with_a_token_that_offsets_does_not_have_keeps_the_queue_for_its_l
         (owned(), RECREATED, LEASE_END_MS, False),
         (owned(), RECREATED, LEASE_END_MS + 1, True),
         (LockEntry(KEY), RECREATED, LEASE_START_MS, False),
+        (LockEntry(KEY, revision=1), DRAINED, LEASE_START_MS, False),
     ],
 )
 def test_lock_is_removable_if_its_progress_was_deleted_and_nobody_uses_it(

@@ -23,6 +23,14 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_remover, "INTERVAL_S", 0.01)
 
 
+async def used_and_released(scene: Scene, member: Member, node: Node) -> int:
+    """Let a member own the queue and release it; return the token that it had."""
+    grant = await member.acquire(node, await scene.set_group(member))
+    await scene.close(grant.token)
+    await member.release(node, grant.token)
+    return grant.token
+
+
 async def delete_group(scene: Scene) -> None:
     """Delete the progress of the group, as a nameserver does once the group is gone."""
     await scene.etcd.delete(f"gates/{GROUP}")
@@ -49,35 +57,27 @@ async def two_looks(scene: Scene) -> None:
 
 async def test_lock_of_a_deleted_group_is_removed_and_its_token_goes_on(scene: Scene) -> None:
     a, node = Member("a"), await scene.leader()
-    generation = await scene.set_group(a)
-    grant = await a.acquire(node, generation)
-    await scene.close(grant.token)
-    await a.release(node, grant.token)
+    token = await used_and_released(scene, a, node)
     await delete_group(scene)
     await removed(scene, node)
     again = await a.acquire(node, await scene.set_group(a))
-    assert again.token == grant.token + 2, "the tombstone has one of its own"
+    assert again.token == token + 2, "the tombstone has one of its own"
     assert (await scene.stored()) is not None
 
 
 async def test_free_lock_of_a_group_that_exists_stays(scene: Scene) -> None:
     a, node = Member("a"), await scene.leader()
-    grant = await a.acquire(node, await scene.set_group(a))
-    await scene.close(grant.token)
-    await a.release(node, grant.token)
+    token = await used_and_released(scene, a, node)
     await two_looks(scene)
     stored = await scene.stored()
     assert stored is not None
-    assert stored.token == grant.token
+    assert stored.token == token
 
 
 async def test_lock_without_progress_at_a_restored_offsets_stays(scene: Scene) -> None:
     """Its token protects against a second use of the tokens since the backup."""
     a, node = Member("a"), await scene.leader()
-    generation = await scene.set_group(a)
-    grant = await a.acquire(node, generation)
-    await scene.close(grant.token)
-    await a.release(node, grant.token)
+    await used_and_released(scene, a, node)
     seen = len(scene.rules.seen)
 
     async def restored(request: Any, proceed: Any) -> Any:
@@ -115,9 +115,7 @@ async def test_lock_of_a_silent_owner_stays_while_the_queue_has_progress(scene: 
 
 async def test_removal_with_a_lost_answer_is_made_once(scene: Scene) -> None:
     a, node = Member("a"), await scene.leader()
-    grant = await a.acquire(node, await scene.set_group(a))
-    await scene.close(grant.token)
-    await a.release(node, grant.token)
+    token = await used_and_released(scene, a, node)
     transact = node.session.txn
     lost: list[int | None] = []
 
@@ -132,14 +130,12 @@ async def test_removal_with_a_lost_answer_is_made_once(scene: Scene) -> None:
     await delete_group(scene)
     await removed(scene, node)
     assert lost
-    assert (await a.acquire(node, await scene.set_group(a))).token == grant.token + 2
+    assert (await a.acquire(node, await scene.set_group(a))).token == token + 2
 
 
 async def test_deposed_leader_removes_no_lock(scene: Scene) -> None:
     a, old = Member("a"), await scene.leader()
-    grant = await a.acquire(old, await scene.set_group(a))
-    await scene.close(grant.token)
-    await a.release(old, grant.token)
+    await used_and_released(scene, a, old)
     transact = old.session.txn
     outcomes: list[int | None] = []
 

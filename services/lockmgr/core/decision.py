@@ -290,7 +290,7 @@ def is_removable(
     The next token must be greater than the lock's in any case. An offsets that was restored from an
     old backup does not know that: then the lock's token is needed.
     """
-    return is_unused(entry, now_ms, policy) and observation.floor_token >= entry.lock.token
+    return is_unused(entry, now_ms, policy) and 0 < entry.lock.token <= observation.floor_token
 
 
 def is_unused(entry: LockEntry, now_ms: int, policy: LockPolicy) -> bool:
