@@ -6,6 +6,9 @@ Method: small parts behind a real channel; and a task that counts how often it r
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from random import Random
 
 import pytest
@@ -88,76 +91,68 @@ async def test_queue_deleted_between_two_parts_hides_no_other_queue(
     assert {token for _, token in seen[len(first.queues) :]} == {2}
 
 
+@dataclass
+class Turns:
+    """How often a task has run."""
+
+    count: int = 0
+
+
+@asynccontextmanager
+async def counting_turns() -> AsyncIterator[Turns]:
+    """Run a task that counts its turns until the block ends."""
+    turns = Turns()
+
+    async def count() -> None:
+        while True:
+            await asyncio.sleep(0)
+            turns.count += 1
+
+    async with asyncio.TaskGroup() as tasks:
+        counting = tasks.create_task(count())
+        await asyncio.sleep(0)
+        yield turns
+        counting.cancel()
+
+
+def disk_with_queues(count: int) -> tuple[MemoryOffsetsDisk, list[GroupQueue]]:
+    """Return a disk with progress of a group on so many queues, and the queues."""
+    disk = MemoryOffsetsDisk(Random(1), lambda _: 0.0)
+    _, table, records = recover_standalone(disk, QueueLimits(), NOW)
+    entries_of = persistence.entries_of(table, records)
+    keys = [GroupQueue("readers", "news", "broker-a", number) for number in range(count)]
+    for key in keys:
+        table.commit_unowned(key, Acks(0, 5, EMPTY), NOW)
+    disk.write_blocking([entry for key in keys for entry in entries_of(key)])
+    return disk, keys
+
+
 async def test_recovery_in_steps_does_not_block_other_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(persistence, "RECOVERY_STEP", 10)
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    disk = MemoryOffsetsDisk(Random(1), lambda _: 0.0)
-    _, table, records = recover_standalone(disk, QueueLimits(), NOW)
-    entries_of = persistence.entries_of(table, records)
-    keys = [GroupQueue("readers", "news", "broker-a", number) for number in range(200)]
-    for key in keys:
-        table.commit_unowned(key, Acks(0, 5, EMPTY), NOW)
-    disk.write_blocking([entry for key in keys for entry in entries_of(key)])
-    async with asyncio.TaskGroup() as tasks:
-        counting = tasks.create_task(count())
+    disk, keys = disk_with_queues(200)
+    async with counting_turns() as turns:
         recovered, _ = await recover_in_steps(disk, QueueLimits(), 3, NOW)
-        counting.cancel()
     assert sorted(key for key, _ in recovered.items()) == keys
     assert {recovered.query(key).committed_offset for key in keys} == {5}
-    assert turns >= len(keys) // 10
+    assert turns.count >= len(keys) // 10
 
 
 async def test_state_of_a_moved_group_is_read_without_blocking_other_tasks() -> None:
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    disk = MemoryOffsetsDisk(Random(1), lambda _: 0.0)
-    _, table, records = recover_standalone(disk, QueueLimits(), NOW)
-    entries_of = persistence.entries_of(table, records)
-    keys = [GroupQueue("readers", "news", "broker-a", number) for number in range(640)]
-    for key in keys:
-        table.commit_unowned(key, Acks(0, 5, EMPTY), NOW)
-        disk.write_blocking(entries_of(key))
-    async with asyncio.TaskGroup() as tasks:
-        counting = tasks.create_task(count())
+    disk, keys = disk_with_queues(640)
+    async with counting_turns() as turns:
         queues, _ = await persistence.state_of_group(disk, "readers")
-        counting.cancel()
     assert sorted(queues) == keys
-    assert turns >= len(keys) // STEP_ITEMS
+    assert turns.count >= len(keys) // STEP_ITEMS
 
 
 async def test_call_with_many_ranges_does_not_block_other_tasks() -> None:
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
     acked = [run(2 * number, 2 * number + 1) for number in range(1_000)]
     items = [pb.CommitItem(queue=queue(queue_id=number), acked=acked) for number in range(60)]
     request = pb.CommitRequest(items=items)
     reader = RequestReader((), ranges_max=1_000)
-    async with asyncio.TaskGroup() as tasks:
-        counting = tasks.create_task(count())
-        await asyncio.sleep(0)
-        before = turns
+    async with counting_turns() as turns:
         read = await reader.batch(request.items, lambda one: reader.commit(one, request))
-        counting.cancel()
     assert [acks.acked.count for _, _, acks in read] == [1_000] * 60
-    assert turns - before >= 60_000 // STEP_RANGES
+    assert turns.count >= 60_000 // STEP_RANGES

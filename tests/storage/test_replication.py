@@ -655,6 +655,15 @@ async def test_follower_with_a_damaged_log_repairs_itself_while_it_runs(
     assert (await scene.set_record()).leader == leader.name
 
 
+async def until_resigned(scene: Scene, leader: Replica) -> None:
+    """Wait until another node leads, or none."""
+
+    async def resigned() -> bool:
+        return (await scene.set_record()).leader != leader.name
+
+    await until(resigned)
+
+
 async def test_leader_with_a_damaged_log_resigns_and_repairs_itself(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -664,10 +673,7 @@ async def test_leader_with_a_damaged_log_resigns_and_repairs_itself(
     await scene.wait_equal()
     rot(leader, receipts[20].position)
 
-    async def resigned() -> bool:
-        return (await scene.set_record()).leader != leader.name
-
-    await until(resigned)
+    await until_resigned(scene, leader)
     second = await scene.leader()
     assert await second.bodies() == [b"%d" % number for number in range(50)]
     await scene.wait_in_sync("a", "b", "c")
@@ -775,10 +781,7 @@ async def test_leader_resigns_for_damage_although_retention_has_removed_an_earli
     rot(leader, next(at for one in stored if (at := one.position - first_position) >= 0))
     assert (await scene.set_record()).leader == leader.name
 
-    async def resigned() -> bool:
-        return (await scene.set_record()).leader != leader.name
-
-    await until(resigned)
+    await until_resigned(scene, leader)
     await scene.wait_equal()
 
 
@@ -929,10 +932,7 @@ async def test_leader_whose_bytes_are_damaged_at_a_follower_examines_its_log_at_
     assert (await scene.set_record()).leader == leader.name
     await scene.start(late)
 
-    async def resigned() -> bool:
-        return (await scene.set_record()).leader != leader.name
-
-    await until(resigned)
+    await until_resigned(scene, leader)
     second = await scene.leader()
     assert await second.bodies() == [b"%d" % number for number in range(50)]
     await scene.wait_in_sync("a", "b", "c")
@@ -952,10 +952,7 @@ async def test_leader_that_can_not_read_its_log_for_a_follower_examines_it_at_on
     rot(leader, receipts[20].position, at=LENGTH_AT)
     await scene.start(late)
 
-    async def resigned() -> bool:
-        return (await scene.set_record()).leader != leader.name
-
-    await until(resigned)
+    await until_resigned(scene, leader)
     await scene.wait_in_sync("a", "b", "c")
     await scene.wait_equal()
 
