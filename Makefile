@@ -15,7 +15,7 @@ LOCAL := $(or $(wildcard $(SETUP)),$(VENV)/.local)
 MAIN ?= main
 
 .NOTPARALLEL:
-.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit services sim e2e long spark spark-demo faults fuzz clients kombu check bench bench-quick bench-peers demo examples docs up clean \
+.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit quick-e2e sim e2e long spark spark-demo faults fuzz clients kombu check bench bench-quick bench-peers demo examples docs up clean \
   etcd helm observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
@@ -94,7 +94,7 @@ breaking: $(SETUP) ## check that protos/ is compatible with MAIN (default main)
 # computes comes after them, with a worker per core. More workers only make every process late. `make -k test` goes on
 # after a session that fails.
 PYTEST = pytest -q --dist loadfile --no-loadscope-reorder --durations=20 $(if $(CI),--required)
-test: services sim spark ## what CI runs: every kind of test, in 18 minutes on two cores
+test: quick-e2e sim spark ## what CI runs: every kind of test, in 18 minutes on two cores
 
 # No test that waits for another process: six minutes on two cores.
 QUICK := not sim and not e2e and not spark and not etcd
@@ -108,7 +108,7 @@ E2E := (e2e or etcd) and not spark
 e2e: $(SETUP)   ## real processes only, also those that need only an etcd
 	$(PYTEST) -n 3 -m "$(E2E) and not long"
 
-services: $(SETUP) ## what `make quick` and `make e2e` run, in one session
+quick-e2e: $(SETUP) ## what `make quick` and `make e2e` run, in one session
 	$(PYTEST) -n 4 -m "$(QUICK) or ($(E2E) and not long)"
 
 sim: $(SETUP)   ## seeded cluster simulations only
