@@ -25,6 +25,8 @@ from tests.support.cluster import local_cluster
 from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+FIXED_WINDOW = [("grpc.http2.bdp_probe", 0)]
+"""Options of a client to which the gateway can send 64 KiB that it has not received."""
 SETTINGS = {"invisible_ms_min": 100, "delivery_attempts_max": 17}
 
 
@@ -81,7 +83,7 @@ async def scene(folder: Path, renew_ms: int = 60_000) -> AsyncIterator[Scene]:
         Admin(cluster.nameserver) as admin,
         HaltingProxy(cluster.addresses["gateway"]) as proxy,
         grpc.aio.insecure_channel(cluster.addresses["gateway"]) as near,
-        grpc.aio.insecure_channel(proxy.address) as far,
+        grpc.aio.insecure_channel(proxy.address, options=FIXED_WINDOW) as far,
     ):
         for topic in ("orders", "refunds"):
             await admin.create_topic(topic, 1)

@@ -565,7 +565,7 @@ async def test_group_goes_on_when_two_of_its_topics_are_deleted(tmp_path: Path) 
             await at.admin.create_topic(topic, 1)
             await at.stub.receive("billing", topic, wait_ms=100)
         await at.stub.send("orders", b"a")
-        (held,) = await at.stub.receive_until("billing", "orders", 1)
+        (held,) = await at.stub.receive_until("billing", "orders", 1, wait_ms=15_000)
         for topic in ("refunds", "claims"):
             await at.admin.delete_topic(topic)
         assert await at.stub.ack("billing", "orders", [handle_of(held)]) == [pb.OK]

@@ -77,19 +77,25 @@ async def send_frames(node: RunningNode, stream: Stream, count: int = FRAMES) ->
     return flagged
 
 
+async def send_until_ahead(node: RunningNode, stream: Stream, table: Table) -> int:
+    """Send frames until more is recorded than is sent; return the number of messages sent."""
+    await send_frames(node, stream)
+    sent = FRAMES
+    while table.queue.delivered_offset == sent:  # the advance has just been used up
+        await send_frames(node, stream, 1)
+        sent += 1
+    assert table.queue.delivered_offset > sent
+    return sent
+
+
 async def test_takeover_after_a_busy_delivery_flags_exactly_what_was_sent(
     etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with busy_node(etcd_endpoint, tmp_path, monkeypatch) as (node, table):
         async with streaming(node) as stream:
             await stream.start()
-            await send_frames(node, stream)
-            assert table.calls <= FRAMES // 3
-            sent = FRAMES
-            while table.queue.delivered_offset == sent:  # the advance has just been used up
-                await send_frames(node, stream, 1)
-                sent += 1
-            assert table.queue.delivered_offset > sent
+            sent = await send_until_ahead(node, stream, table)
+            assert table.calls <= sent // 3
             table.commit(1, 50)
         await until(lambda: table.settlements == 1)
         assert table.queue.in_flight() == offsets((50, sent))
@@ -110,7 +116,7 @@ async def test_close_of_a_busy_delivery_flags_nothing(
     async with busy_node(etcd_endpoint, tmp_path, monkeypatch) as (node, table):
         async with streaming(node) as stream:
             await stream.start()
-            await send_frames(node, stream)
+            await send_until_ahead(node, stream, table)
             table.close(1, 50)
             assert table.fence(B, 1).maybe_seen == EMPTY
         await until(lambda: table.settlements == 1)
@@ -125,8 +131,7 @@ async def test_queue_is_drained_soon_after_a_busy_delivery_ends(
         streaming(node) as stream,
     ):
         await stream.start()
-        await send_frames(node, stream)
-        table.commit(1, FRAMES)
+        table.commit(1, await send_until_ahead(node, stream, table))
         assert not table.queue.drained
         await stream.stop()
         await until(lambda: table.queue.drained)
