@@ -236,7 +236,7 @@ MUTANTS = (
         broken_clients.gap_after_a_dropped_frame,
         FRAMES_OF_TWO_EPOCHS,
         ("V1", "V4", "L1", "L2"),
-        first_run=36,
+        first_run=4,
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
     Mutant("renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",)),
