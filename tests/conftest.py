@@ -6,6 +6,7 @@ import gc
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -52,6 +53,27 @@ def _close_fork_server() -> Iterator[None]:
         fork_server().close()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let every worker begin to collect at other folders.
+
+    On a fresh clone each then rewrites the assertions of a part of the files and reads what the
+    others have written. If all collected in the same order, each would rewrite all of them.
+    """
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    paths = [one for root in config.args for one in collected_paths(Path(root))]
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    first = number * len(paths) // count
+    config.args[:] = paths[first:] + paths[:first]
+
+
+def collected_paths(root: Path) -> list[str]:
+    """Return the folders and test files in a folder, in the order of their names."""
+    folders = [one for one in root.iterdir() if one.is_dir() and one.name != "__pycache__"]
+    return [str(one) for one in sorted([*folders, *root.glob("test_*.py")])]
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the tests that use a real etcd: `make quick` leaves them out."""
     if "etcd_endpoint" in getattr(item, "fixturenames", ()):
@@ -69,7 +91,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     total_s: defaultdict[str, float] = defaultdict(float)
     for item in items:
         total_s[scope_of(item.nodeid)] += expected_s(item)
-    items.sort(key=lambda item: -total_s[scope_of(item.nodeid)])
+    # by path, too, as every worker has collected in another order
+    items.sort(key=lambda item: (-total_s[scope_of(item.nodeid)], item.path))
 
 
 class FilesAndRuns(LoadFileScheduling):  # type: ignore[misc]
