@@ -76,9 +76,10 @@ UNDERWAY = RunOptions(
 FAILING = RunOptions(steps=40, fails=0.5, faults=Faults(loss=0.05))
 FAILOVER = RunOptions(steps=40, service_kills=8, service_pauses=4, joins=6, leaves=2)
 FRAMES_OF_TWO_EPOCHS = RunOptions(
-    steps=160, service_kills=24, joins=1, leaves=1, consumers=2, queues=16, commit_on_pull=False,
-    faults=Faults(slow=0.5, slow_ms_max=1_000),
+    steps=160, service_kills=40, consumers=1, queues=6, joins=0, leaves=0, commit_on_pull=False,
+    faults=Faults(slow=0.5, slow_ms_max=2_000),
 )  # fmt: skip
+LATE_FRAMES = replace(FRAMES_OF_TWO_EPOCHS, faults=Faults(slow=0.3, slow_ms_max=3_000))
 HANGING = RunOptions(
     steps=120, queues=1, consumers=2, slow_handlers=0.6, forces=4, leaves=4, joins=4
 )  # fmt: skip
@@ -135,6 +136,9 @@ TO_AND_FRO = RunOptions(
     steps=60, moves=60, consumers=2, queues=2,
     faults=Faults(slow=0.3, duplicate=0.8, slow_ms_max=5_000),
 )  # fmt: skip
+LATE_MOVES = replace(
+    TO_AND_FRO, steps=200, queues=4, faults=Faults(slow=0.1, duplicate=0.8, slow_ms_max=8_000)
+)
 OLD_CALLS = RunOptions(
     steps=80, queues=6, service_kills=16, joins=2, leaves=2,
     faults=Faults(slow=0.15, slow_ms_max=3_000, duplicate=0.3, delay_ms_max=150),
@@ -236,7 +240,6 @@ MUTANTS = (
         broken_clients.gap_after_a_dropped_frame,
         FRAMES_OF_TWO_EPOCHS,
         ("V1", "V4", "L1", "L2"),
-        first_run=4,
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
     Mutant("renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",)),
@@ -254,9 +257,8 @@ MUTANTS = (
     Mutant(
         "answer of an older epoch",
         broken_clients.answer_of_an_older_epoch,
-        OLD_CALLS,
+        LATE_FRAMES,
         ("V6", "V7", "V8"),
-        first_run=123,
     ),
     Mutant("advance not in flight", broken_offsets.advance_not_in_flight, FORCES, ("V8", "V7")),
     Mutant(
@@ -459,9 +461,8 @@ MUTANTS = (
     Mutant(
         "seal by a lower move",
         broken_moves.seal_by_a_lower_move,
-        TO_AND_FRO,
+        LATE_MOVES,
         ("V1", "V2", "V3", "V5", "V7", "V9", "section 5", "L2"),
-        first_run=23,
     ),
     Mutant(
         "adopt a lower move",
