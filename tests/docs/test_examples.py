@@ -1,7 +1,8 @@
-"""The programs of README and tutorial run unchanged and end by themselves.
+"""The programs of README and tutorial run unchanged, and all but one end by themselves.
 
 Method: a real cluster with the tutorial's topic and messages; each program is a process of its own,
-with nothing changed but the nameserver's address.
+with nothing changed but the nameserver's address. The worker that hangs is one whose queue the
+nameserver calls stuck.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import pytest
 
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
+from batonmq.errors import GroupNotFound
 from tests.support.cluster import local_cluster
+from tests.support.conditions import until
 from tools.docs.pages import ROOT, Page
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -23,16 +26,40 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 ADDRESS = "127.0.0.1:9876"
 
 
-async def _run(program: Path, nameserver: str) -> tuple[int | None, str]:
-    process = await asyncio.create_subprocess_exec(
+async def _started(program: Path, nameserver: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
         sys.executable,
         program,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, "BATON_NAMESERVER": nameserver},  # noqa: TID251  handed on as a whole
     )
+
+
+async def _run(program: Path, nameserver: str) -> tuple[int | None, str]:
+    process = await _started(program, nameserver)
     output, _ = await process.communicate()
     return process.returncode, output.decode()
+
+
+async def _hangs(program: Path, admin: Admin, nameserver: str) -> None:
+    """Run the worker that hangs until its queue is stuck, for the reason on the page."""
+    process = await _started(program, nameserver)
+
+    async def stuck() -> bool:
+        try:
+            queues = await admin.why_stuck("packing", "orders", "broker-0", 3)
+        except GroupNotFound:
+            return False
+        return [(q.reason, q.evidence.get("running_offset")) for q in queues] == [
+            ("HEAD_OF_LINE", "1")
+        ]
+
+    try:
+        await until(stuck)
+    finally:
+        process.kill()
+        await process.communicate()
 
 
 def page_at(path: str) -> Page:
@@ -43,6 +70,8 @@ def page_at(path: str) -> Page:
 async def test_programs_of_readme_and_tutorial_run(tmp_path: Path) -> None:
     page = page_at("docs/tutorial/first-cluster.md")
     programs = [*page.blocks("python"), *page_at("README.md").blocks("python")]
+    (worker,) = (text for text in programs if '"packing"' in text)
+    programs.remove(worker)
     assert len(programs) == 4
     outputs = []
     async with local_cluster(tmp_path / "cluster") as cluster:
@@ -53,6 +82,8 @@ async def test_programs_of_readme_and_tutorial_run(tmp_path: Path) -> None:
                     "orders", b"order %d" % number, tag="paid", ordering_key="alice"
                 )
             await producer.send("orders", b"order 4", tag="open", ordering_key="bob")
+            (tmp_path / "worker.py").write_text(worker)
+            await _hangs(tmp_path / "worker.py", admin, cluster.nameserver)
         for number, text in enumerate(programs):
             assert ADDRESS in text
             program = tmp_path / f"example_{number}.py"
