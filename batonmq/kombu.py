@@ -399,7 +399,7 @@ class Transport(virtual.Transport):  # type: ignore[misc]
         return super().establish_connection()
 
     def close_connection(self, connection: Any) -> None:
-        """Close the channels; the client process goes on for other connections."""
+        """Close the channels; the client process continues for other connections."""
         super().close_connection(connection)
         self.inbox.close()
 
@@ -430,7 +430,8 @@ class Transport(virtual.Transport):  # type: ignore[misc]
     def on_readable(self, connection: Any, loop: Any) -> None:
         """Deliver one message; the loop calls again while more wait.
 
-        A worker without a pool runs the task meanwhile, and acknowledges it when the loop goes on.
+        A worker without a pool runs the task meanwhile, and acknowledges it when the loop
+        continues.
         """
         if (delivery := self.inbox.take(0)) is not None:
             self._deliver_to_consumer(delivery)

@@ -12,7 +12,7 @@ T = TypeVar("T")
 class OutsideCall(Generic[T]):
     """A call that runs outside the event loop: in a thread, or in the kernel.
 
-    It goes on if a task that waits for it is cancelled.
+    It continues if a task that waits for it is cancelled.
 
     Attributes:
         ended: Whether the call has returned.

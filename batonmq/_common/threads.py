@@ -39,7 +39,7 @@ class DaemonThreads:
     def begin(self, call: Callable[[], T]) -> OutsideCall[T]:
         """Run `call` in a thread, for the running event loop. Not thread-safe, as `submit`.
 
-        When it returns, the loop makes one callback before the task that waits goes on: two with a
+        When it returns, the loop makes one callback before the waiting task continues: two with a
         future of `submit`, four with an executor in `asyncio.shield`.
         """
         begun = OutsideCall[T]()

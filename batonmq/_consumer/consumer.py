@@ -370,7 +370,7 @@ class Consumer:
     def stop(self) -> None:
         """Start no more messages: `run`, `run_batches` and the iteration end.
 
-        When they have ended, the consumer leaves the group, also if its block goes on: other
+        When they have ended, the consumer leaves the group, also if its block continues: other
         members get its queues when the handlers that still run have ended, at the latest after
         `drain_timeout_ms`. A consumer that has stopped can't be started again. Any thread may call
         this, such as that of a handler.

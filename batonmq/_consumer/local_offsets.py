@@ -74,7 +74,7 @@ class LocalOffsets:
         try:
             await asyncio.wait({opening})
         except asyncio.CancelledError:
-            opening.add_done_callback(self._opened_late)  # the thread goes on, and may lock it yet
+            opening.add_done_callback(self._opened_late)  # the thread may still lock it
             raise
         try:
             opening.result()

@@ -204,7 +204,7 @@ class MessageDispatcher:
         Messages that are handled again here delay their queue, in order; messages that are sent
         back are sent together. With the order of the queue the messages behind the first failure
         count as not handled: they are handled again after it. With the order of keys a failed
-        message waits in the buffer with its key, and this task goes on.
+        message waits in the buffer with its key, and this task continues.
         """
         if self._by_key:
             ((message, failure),) = zip(messages, failures, strict=True)

@@ -88,7 +88,7 @@ class QueueDelivery:
     def batches(self, frame: pb.DeliveryFrame) -> Sequence[StoredBatch]:
         """Return the batches of a frame; call it for each one.
 
-        A batch that goes on in the next frame is kept, because that frame does not repeat it.
+        A batch that continues in the next frame is kept, because that frame does not repeat it.
 
         Raises:
             BadBatch, BadChecksum, LimitExceeded: A batch is damaged.

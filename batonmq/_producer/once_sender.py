@@ -153,7 +153,7 @@ class OnceSender:
     async def send(self, sending: OnceMessage, timeout_ms: int) -> StoredOnce:
         """Store a message, unless an earlier attempt has; return the first receipt.
 
-        If the call is cancelled, the attempt that is in flight goes on.
+        If the call is cancelled, the attempt that is in flight continues.
 
         Args:
             timeout_ms: No attempt begins later than this.

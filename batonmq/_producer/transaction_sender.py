@@ -141,7 +141,7 @@ class TransactionSender:
                 raise
             raise Unreachable(
                 "the producer was closed; whether the transaction has ended is not known",
-                remedy="The broker will ask the transaction checker of the group.",
+                remedy="Do nothing: the broker asks the transaction checker of the group.",
             ) from None
 
     @property

@@ -23,7 +23,7 @@ BATCH_BYTES_MAX = 256 * 1024
 WATCHERS_MAX = 16
 BATCH_INTERVAL_S = 1.0
 UNREAD_S_MAX = 30.0
-"""A watcher that takes longer to read a batch is dropped. While it reads nothing, nobody gathers
+"""A watcher that takes longer to read a batch is dropped. While it reads nothing, no task gathers
 the counts for it, and they grow."""
 
 Gather = Callable[[], Iterable[pb.MetricEvent]]

@@ -171,7 +171,7 @@ class ProcessSpan:
 
     Attributes:
         error_type: Why the call has failed; empty for a success.
-        goes_on: Whether the call goes on after this `active`, in another one.
+        goes_on: Whether the call continues after this `active`, in another one.
     """
 
     def __init__(self, telemetry: OpenTelemetry, span: Span, measured: dict[str, Any]) -> None:

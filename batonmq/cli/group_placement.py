@@ -107,7 +107,7 @@ async def _outcome(admin: Admin, move: GroupMove, *, dry_run: bool) -> str:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + MOVE_TIMEOUT_S
     while loop.time() < deadline:
-        with suppress(BatonError):  # asked again: the move is decided, and goes on
+        with suppress(BatonError):  # asked again: the move is decided, and continues
             place = await locate_group(admin, move.group)
             if place.move > move.after.move or not place.from_set:
                 return "moved"

@@ -469,8 +469,8 @@ class GroupConsumer:
     def _drop_unused_topics(self) -> None:
         """Forget the topics that no client uses any more.
 
-        Their queues would be owned, and nobody would get their messages; and a gateway that starts
-        later, without them, would be refused as a member.
+        Their queues would be owned, and no client would get their messages. And a gateway that
+        starts later, without them, would be refused as a member.
         """
         used_since_ms = self._clock.monotonic_ms() - TOPIC_IDLE_TIMES * self._settings.group_idle_ms
         for topic, one in list(self._subscriptions.items()):

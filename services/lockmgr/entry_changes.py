@@ -61,7 +61,7 @@ class EntryChanges:
         return task
 
     async def run_to_end(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `work`, which goes on if the caller is cancelled.
+        """Return the result of `work`, which continues if the caller is cancelled.
 
         Raises:
             NotLeader: the term ended meanwhile.
@@ -100,7 +100,7 @@ class EntryChanges:
         """Wait until the present changes of the wanted queues have ended.
 
         Returns:
-            False if one of them goes on for more than `CHANGE_WAIT_S`.
+            False if one of them continues for more than `CHANGE_WAIT_S`.
         """
         changes = [change for key, change in self._in_progress.items() if wanted(key)]
         if not changes:
@@ -117,7 +117,7 @@ class EntryChanges:
 
 
 async def wait_for_outcome(change: asyncio.Task[T]) -> T | None:
-    """Return the result of the change; None if it goes on for more than `CHANGE_WAIT_S`.
+    """Return the result of the change; None if it continues for more than `CHANGE_WAIT_S`.
 
     Raises:
         NotLeader: the term ended meanwhile.

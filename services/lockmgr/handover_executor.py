@@ -1,6 +1,6 @@
 """Carries out hand-overs: fence at offsets, then persist in etcd, then answer (protocol section 5).
 
-Each step goes on until its outcome is known: a fence is repeated with the same attempt id, a
+Each step continues until its outcome is known: a fence is repeated with the same attempt id, a
 transaction until it was made or rejected. Until then the table keeps the entry as pending.
 """
 

@@ -188,7 +188,7 @@ class QueueReleaser:
 
         Raises:
             UnknownQueue: the queue has never been owned.
-            HandoverPending: another change is in progress, or this one goes on.
+            HandoverPending: another change is in progress, or this one continues.
             OffsetsUnreachable, NotLeader: nothing was changed, or that is not known.
         """
         return await self._changes.run_to_end(partial(self._force_release, request))

@@ -48,7 +48,7 @@ class App:
             because their contract has its own form of credentials and refusals.
         listen: Binds further ports of the server.
         loops: Background loops, each run as one task until the process stops. If one raises, the
-            process ends with status 1: no service goes on with a dead flusher.
+            process ends with status 1: no service continues with a dead flusher.
         ping_interval_ms: How often each connection is pinged; 0 for the default. A dead peer is
             noticed at the next ping.
         long_polls: Names of methods with calls that may wait with nothing to do; SIGTERM ends these

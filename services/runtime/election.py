@@ -251,7 +251,8 @@ class Election:
         """Refresh the lease until it is lost, may have expired, or the node resigns.
 
         A leader that starved answers nothing with less than `SAFETY_MS` left, but as long as the
-        lease has not expired no other node was elected: once it is renewed, this one leads on.
+        lease has not expired no other node was elected: once it is renewed, this one
+        continues to lead.
         """
         while self._left_ms() > 0:
             if await wait_until(

@@ -194,7 +194,7 @@ class _Delivery:
         return without_progress(pull)
 
     def _kept_position(self) -> int:
-        """Return the position of the batch that goes on if the caller still has it, else -1."""
+        """Return the position of the batch that continues if the caller still has it, else -1."""
         last = self._last_batch
         return last.position if self._keeps_last_batch and self._offset < last.next_offset else -1
 

@@ -170,7 +170,7 @@ class StorageLeadership(Leadership):
         return FetchResult(position, b"", segment, kept, encoded[0])
 
     def _check_not_ended(self) -> None:
-        """Check that the leadership goes on; else a new leader may have the log cut.
+        """Check that the leadership continues; else a new leader may have the log cut.
 
         Raises:
             NotLeader: it has ended.

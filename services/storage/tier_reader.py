@@ -42,7 +42,7 @@ async def in_store_thread(call: Callable[[Any], None], argument: Any) -> None:
     """Run a call of the object store in a thread; a caller that is cancelled does not wait for it.
 
     The threads are not those of the local disk, so a store that hangs delays no sync of the log. A
-    call that goes on after its caller writes or removes what its caller was to.
+    call that continues after its caller writes or removes what its caller was to.
     """
     await asyncio.wrap_future(_THREADS.submit(partial(call, argument)))
 

@@ -29,7 +29,7 @@ ABANDONED_MAX = 64
 class TimedObjects:
     """Files of an object store, each call in a thread of its own and with a deadline.
 
-    An abandoned call goes on: it may still write or remove what its caller was to.
+    An abandoned call continues: it may still write or remove what its caller was to.
 
     Args:
         timeout_ms: Time that a reader waits for the store.

@@ -275,7 +275,7 @@ class TransactionChecker:
         """Move the messages of transactions to the topic of unresolved messages.
 
         Instead of a message that can't be read, that topic gets one that says so. But if another
-        replica has the message, the transaction stays open, and the next leader goes on with it.
+        replica has the message, the transaction stays open, and the next leader continues with it.
 
         Args:
             reason: Why the readable messages are moved.

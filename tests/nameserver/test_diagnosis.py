@@ -356,8 +356,8 @@ def test_message_says_that_a_lease_is_renewed() -> None:
 @pytest.mark.parametrize(
     ("oldest", "waiting", "text"),
     [
-        (None, 0, "is ready at gateway-0, and no client asks for it"),
-        (replace(AT_CLIENT, offset=2_102), 0, "is ready at gateway-0, and no client asks for it"),
+        (None, 0, "is ready at gateway-0, and no receive call waits"),
+        (replace(AT_CLIENT, offset=2_102), 0, "is ready at gateway-0, and no receive call waits"),
         (replace(AT_CLIENT, state=HeldState.READY), 2, "2 receive calls of the group wait"),
         (replace(AT_CLIENT, state=HeldState.WAITING), 0, "an earlier message of its message group"),
         (replace(AT_CLIENT, state=HeldState.ENDING), 0, "is being stored by gateway-0"),

@@ -1,7 +1,7 @@
 """The connections of one client, and whether an answer that it was sent has arrived. Pure.
 
 A server does not learn whether an answer has arrived. It learns, later, that a connection has
-broken: when a call that is open there ends, or when the client goes on by another connection. An
+broken: when a call that is open there ends, or when the client continues by another connection. An
 answer that was sent long before has arrived, as the connection answered pings since. Any later one
 may be lost.
 

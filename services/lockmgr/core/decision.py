@@ -212,7 +212,7 @@ TABLE: tuple[DecisionRow, ...] = (
     DecisionRow(_OTHER, ANY,       ANY,     ANY,        _EXPIRED, _GRANT, _IDLE),
     DecisionRow(_OTHER, ANY,       ANY,     _CLOSED,    ANY,      _GRANT, _UNUSED),
     DecisionRow(_OTHER, ANY,       _NEWER,  _AT_REST,   ANY,      _GRANT, _UNUSED),
-    # Two views of one generation never pass a queue to and fro.
+    # Two views of one generation never pass a queue back and forth.
     DecisionRow(_OTHER, ANY,       _SAME,   ANY,        ANY,      _DENY,  NotAssigned),
     DecisionRow(_OTHER, ANY,       _NEWER,  _IN_FLIGHT, ANY,      _WAIT,  Unacked),
     DecisionRow(_OTHER, ANY,       _NEWER,  ANY,        ANY,      _WAIT,  Held),
@@ -285,7 +285,7 @@ def decide_clear(
 def is_removable(
     entry: LockEntry, observation: Observation, now_ms: int, policy: LockPolicy
 ) -> bool:
-    """Return whether etcd needs the lock no more: its progress was deleted, and nobody uses it.
+    """Return whether etcd needs the lock no more: its progress was deleted, and no client uses it.
 
     The next token must be greater than the lock's in any case. An offsets that was restored from an
     old backup does not know that: then the lock's token is needed.

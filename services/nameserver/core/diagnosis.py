@@ -636,7 +636,7 @@ def _remote_clause(e: QueueEvidence) -> str:
     if remote is not None and remote.state is HeldState.WAITING:
         return f"{_head(e)} waits at {gateway} for an earlier message of its message group"
     waiting = e.gateway.waiting_count
-    calls = f"{waiting} receive calls of the group wait" if waiting else "no client asks for it"
+    calls = f"{waiting} receive calls of the group wait" if waiting else "no receive call waits"
     return f"{_head(e)} is ready at {gateway}, and {calls}"
 
 

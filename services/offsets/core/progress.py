@@ -334,7 +334,8 @@ class Progress:
         if next_offset > self.delivered_offset:
             if next_offset > self.acked.next_offset and self.ack_window_full(limits):
                 raise AckCap(
-                    f"{len(self.acked.runs)} acked ranges wait for offset {self.committed_offset}",
+                    f"{len(self.acked.runs)} ranges are acked above offset "
+                    f"{self.committed_offset}, which is not",
                     retry_after_ms=1_000,
                     facts={"ranges": len(self.acked.runs), "limit": limits.ack_ranges_max},
                 )

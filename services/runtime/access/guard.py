@@ -170,7 +170,7 @@ class Guard:
             names = " and ".join(sorted(rule.services))
             raise PermissionDenied(
                 f"only {names} may call {path}, not {caller.identity}",
-                remedy="This method is for calls between services.",
+                remedy="Call another method: this one is for calls between services.",
                 facts={"identity": caller.identity, "role": "", "resource": ""},
             )
         self.authorizer.check(caller.identity, permissions, caller.scopes)

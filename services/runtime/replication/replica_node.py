@@ -236,7 +236,8 @@ class ReplicaNode(ABC, Generic[L]):
     def _hands_over(self, in_sync_set: InSyncSet) -> bool:
         """Resign if this node is drained and another node that is not drained could lead.
 
-        Until then it leads on: a set without a leader is worse than a drain that takes longer.
+        Until then it continues to lead: a set without a leader is worse than a drain that
+        takes longer.
         """
         drained = self.election.drained
         if self._node_id not in drained:

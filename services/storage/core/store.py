@@ -513,7 +513,7 @@ class MessageStore:
     def _take_compaction(self, order: CompactionOrder, receipt: StoreReceipt) -> None:
         """Note an order; it is applied once it is safe.
 
-        A copy that got the original messages purged learns from it where the queue goes on, at
+        A copy that got the original messages purged learns from it where the queue continues, at
         once: a new leader gives offsets before it applies the order.
         """
         if order.key not in self._queues:
