@@ -49,20 +49,20 @@ class ConsumerSettings:
         concurrency: Handler calls that run at once, of all queues; for `run` and `run_batches`.
         queue_concurrency: Handler calls of one queue that run at once; for `run` and `run_batches`.
             With more than 1, messages are started in order and may end in any order; see `order`.
-        buffer_messages_max: Messages of one queue that wait in the client, at most.
-        buffer_bytes_max: Bytes of messages that wait in the client, of all queues together. At the
-            limit, a queue without waiting messages may still fetch an equal share of it.
-        pull_messages_max: Messages that storage sends of a queue at once, at most.
-        pull_bytes_max: Bytes that it sends of a queue at once, about.
-        pull_hold_ms: How long storage waits for a message of a queue before it says that there is
-            none.
-        span_max: Offsets between the committed offset of a queue and the last one received, at
-            most. After a crash, at most so many messages of a queue are delivered again.
+        buffer_messages_max: Maximum number of messages of one queue that wait in the client.
+        buffer_bytes_max: Maximum bytes of messages that wait in the client, of all queues together.
+            At the limit, a queue without waiting messages may still fetch an equal share of it.
+        pull_messages_max: Maximum number of messages that storage sends of a queue at once.
+        pull_bytes_max: Approximate limit of the bytes that storage sends of a queue at once.
+        pull_hold_ms: How long storage waits for a message of a queue before it answers without
+            one.
+        span_max: Maximum number of offsets between the committed offset of a queue and the last one
+            received. After a crash, at most so many messages of a queue are delivered again.
         commit_interval_ms: Acks are committed at least this often, and sooner when a quarter of
-            `span_max` waits.
+            `span_max` of one queue waits.
         commit_on_pull: Whether acks also travel with requests for more messages, in a group with
-            ownership. That saves the sooner commits, except of a queue that is read from a
-            follower: it has one when three quarters wait.
+            ownership. Then only a queue that is read from a follower is committed sooner, when
+            three quarters wait.
         keep_alive_ms: How often the leases of the queues are renewed.
         drain_timeout_ms: How long running handlers may take when a queue is revoked or the consumer
             stops or closes. Messages that are not handled by then are delivered again, with
@@ -91,8 +91,8 @@ class ConsumerSettings:
         handle_timeout_ms: How long a handler may take; None for no limit. A handler that takes
             longer has failed: it is cancelled and its result is ignored. A thread can't be
             cancelled; it counts in `concurrency` until it ends. The same holds for handlers that
-            run when an operator resets the group. `Consumer.handle_timeout_ms`
-            changes the limit of a running consumer.
+            run when an operator resets the group. `Consumer.handle_timeout_ms` changes the limit
+            of a running consumer.
         retry_first_ms: Delay before a failed message that is not sent back is handled again; it
             doubles with each failure.
         retry_ms_max: The longest such delay.
@@ -100,9 +100,9 @@ class ConsumerSettings:
             end of an earlier process with the same client id: usually 5 s after it was killed.
         handle_signals: Whether the first SIGTERM or SIGINT stops the consumer: `run`, `run_batches`
             and the iteration end, and leaving the block drains. A second signal ends the program
-            at once. From the start of `run`, `run_batches` or the iteration until the block is
-            left, and only in the main thread. A signal with a handler of the program or of a
-            framework is left alone; that handler calls `stop`.
+            at once. This holds from the start of `run`, `run_batches` or the iteration until the
+            block is left, and only in the main thread. A signal with a handler of the program or of
+            a framework is left alone; that handler calls `stop`.
         metrics_stream: Whether to publish what is handled, failed and sent back, and how long it
             takes, once a second, to the topic BATON_SYS_METRICS.
         security: TLS settings; None for plain connections.

@@ -38,14 +38,13 @@ class RetryLater:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """Pause the queue, then handle this message again before any other.
+    """Handle the message again later, as with `RetryLater`.
 
-    Unless `order` is `queue`, only the message waits, as with `RetryLater`; with `key` its ordering
-    key waits too.
+    If `order` is `queue`, its queue waits for it; if `order` is `key`, its ordering key does.
 
     Attributes:
-        delay_ms: Delay, up to 39 days; None: `retry_first_ms` of the settings, doubled with each
-            failure up to `retry_ms_max`.
+        delay_ms: Delay, up to 39 days; None for the next retry delay: with an `order`,
+            `retry_first_ms` of the settings, doubled with each failure up to `retry_ms_max`.
 
     Raises:
         InvalidArgument: `delay_ms` is not a number from 0 to 39 days.

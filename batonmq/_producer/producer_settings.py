@@ -37,8 +37,8 @@ class ProducerSettings:
         batch_bytes_max: Largest size of a batch, in bytes. A batch is for one queue. A value of
             8 MiB or more counts as a little less: storage accepts no larger batch.
         batch_messages_max: Maximum number of messages in a batch. A greater value counts as 65,535.
-        in_flight_requests_max: Most requests in flight to one broker.
-        in_flight_bytes_max: Most bytes of messages that are buffered or in flight; `send` waits
+        in_flight_requests_max: Maximum number of requests in flight to one broker.
+        in_flight_bytes_max: Maximum bytes of messages that are buffered or in flight; `send` waits
             at this limit.
         delivery_timeout_ms: A batch fails if it has no outcome this long after its first message
             was passed to the producer.
