@@ -590,10 +590,12 @@ class GroupConsumer:
             self._fill(held, ref, topic, count_max - len(batch))
             pool = self._find_pool(ref, topic)
             while pool is not None and len(batch) < count_max and size < BATCH_BYTES_MAX:
-                leased = pool.leases.lease(1, now_ms, terms)
+                leased = pool.leases.lease(1, now_ms, terms, with_others=bool(batch))
                 if not leased:
                     break
                 (lease,) = leased
+                if lease.alone:
+                    count_max = 1
                 message = pool.held[lease.offset].message
                 size += len(message.body)
                 batch.append(

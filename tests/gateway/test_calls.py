@@ -534,6 +534,36 @@ async def test_message_that_its_client_can_not_read_becomes_a_dead_letter(tmp_pa
         assert sum(one.next_offset or 0 for one in letters) == 1
 
 
+@pytest.mark.parametrize("large", [bytes(8_192), bytes(4 << 20)], ids=["8 KiB", "4 MiB"])
+async def test_messages_beside_one_that_their_client_can_not_read_are_no_dead_letters(
+    tmp_path: Path, large: bytes
+) -> None:
+    """With 8 KiB, the gateway has written all of the answer before the client ends the call."""
+    limit = [("grpc.max_receive_message_length", 4_096), ("grpc.http2.bdp_probe", 0)]
+    async with scene(tmp_path, queues=1) as at:
+        await at.stub.receive("billing", "orders", wait_ms=500)
+        async with Producer(at.nameserver) as producer:
+            for body in (b"a", b"b", large, b"c"):
+                await producer.send("orders", body)
+        got: list[bytes] = []
+        async with grpc.aio.insecure_channel(at.address, options=limit) as channel:
+            stub = RemoteStub(channel, "small@1@0@a")
+            while await at.committed("billing") < 4:
+                try:
+                    _, messages = await stub.receive(
+                        "billing", "orders", wait_ms=1_500, invisible_ms=1_000
+                    )
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                    continue
+                if messages:
+                    await stub.ack("billing", "orders", list(map(handle_of, messages)))
+                    got += [message.body for message in messages]
+        assert sorted(set(got)) == [b"a", b"b", b"c"]
+        letters = (await at.admin.describe_topic("%DLQ%billing")).queues
+        assert sum(one.next_offset or 0 for one in letters) == 1
+
+
 async def test_message_whose_answer_was_lost_comes_again_when_the_call_is_repeated(
     tmp_path: Path,
 ) -> None:

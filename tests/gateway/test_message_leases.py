@@ -140,6 +140,28 @@ def test_lapsed_lease_expires_at_once_and_its_attempt_counts() -> None:
     assert [one.attempt for one in leases.lease(1, 10, TERMS)] == [2]
 
 
+def test_message_that_has_used_half_of_its_attempts_is_leased_alone() -> None:
+    """Its client may be unable to read it, and then uses no message of the same answer."""
+    leases = leases_of(1, 2, 3, attempts_max=4)
+    for now_ms in (0, 1_000):
+        assert [one.offset for one in leases.lease(2, now_ms, TERMS)] == [1, 2]
+        leases.expire(now_ms + 1_000, alive)
+    leases.add(0, 0)
+    assert [one.offset for one in leases.lease(9, 2_000, TERMS)] == [0]
+    assert leases.lease(9, 2_000, TERMS, with_others=True) == []
+    alone = [leases.lease(9, 2_000, TERMS) for _ in range(3)]
+    assert [[(one.offset, one.attempt) for one in leased] for leased in alone] == [
+        [(1, 3)],
+        [(2, 3)],
+        [(3, 1)],
+    ]
+
+
+def test_message_with_one_attempt_is_leased_with_others() -> None:
+    leases = leases_of(1, 2, attempts_max=1)
+    assert [one.offset for one in leases.lease(9, 0, TERMS)] == [1, 2]
+
+
 def test_message_group_waits_while_its_first_message_is_in_flight_and_others_go_on() -> None:
     leases = leases_of(1, 2, message_group="a")
     leases.add(3, 0, "b")
@@ -260,6 +282,10 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(count_max=st.integers(1, 4), hold_ms=st.integers(0, 50), client=st.sampled_from("xy"))
     def lease(self, count_max: int, hold_ms: int, client: str) -> None:
         wanted = [one for one in self.model if self.may_be_leased(one)][:count_max]
+        half = self.attempts_max // 2
+        failed = [n for n, one in enumerate(wanted) if one.attempt and one.attempt >= half]
+        if failed:
+            wanted = wanted[: max(failed[0], 1)]
         got = self.leases.lease(count_max, self.now_ms, LeaseTerms(client, hold_ms))
         assert [one.offset for one in got] == [one.offset for one in wanted]
         for one, lease in zip(wanted, got, strict=True):

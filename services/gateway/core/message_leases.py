@@ -13,6 +13,10 @@ Between that it is in one of four states:
 Messages with the same message group are leased one at a time, in the order of their offsets: the
 next one is READY when the one before was ended. Other messages go on.
 
+A client that can't read one message of an answer uses no message of it, and neither does one that
+crashes over one. A message that has used half of its attempts is therefore leased alone. So the
+other half is used up only by the message that is the reason.
+
 The module does no I/O; times are milliseconds of the monotonic clock, passed in.
 """
 
@@ -69,6 +73,7 @@ class MessageLease:
         begin_ms: When the delivery began.
         expires_ms: When the lease expires.
         terms: How the client holds it; None before the first delivery.
+        alone: Whether it is the only message of its answer.
     """
 
     offset: int
@@ -79,6 +84,7 @@ class MessageLease:
     begin_ms: int = 0
     expires_ms: int = 0
     terms: LeaseTerms | None = None
+    alone: bool = False
 
 
 class QueueLeases:
@@ -134,13 +140,25 @@ class QueueLeases:
             self._waiting[message_group] = []
         self._make_ready(message)
 
-    def lease(self, count_max: int, now_ms: int, terms: LeaseTerms) -> list[MessageLease]:
-        """Lease messages to a client, lowest offsets first."""
+    def lease(
+        self, count_max: int, now_ms: int, terms: LeaseTerms, *, with_others: bool = False
+    ) -> list[MessageLease]:
+        """Lease messages to a client, lowest offsets first.
+
+        Args:
+            with_others: Whether the answer has messages already: then none that is to be alone is
+                leased.
+        """
         leased: list[MessageLease] = []
         while self._ready and len(leased) < count_max:
-            message = self._messages.get(heappop(self._ready))
+            message = self._messages.get(self._ready[0])
             if message is None or message.state is not LeaseState.READY:
+                heappop(self._ready)
                 continue
+            message.alone = message.attempt >= max(1, self._attempts_max // 2)
+            if message.alone and (with_others or leased):
+                break
+            heappop(self._ready)
             self._ready_count -= 1
             message.terms = terms
             self._hold(message)
@@ -148,6 +166,8 @@ class QueueLeases:
             message.begin_ms = now_ms
             self._set_expiry(message, now_ms + terms.hold_ms)
             leased.append(message)
+            if message.alone:
+                break
         return leased
 
     def find(self, offset: int, serial: int, now_ms: int) -> MessageLease | None:
