@@ -57,12 +57,13 @@ class RemoteClient:
 
     @contextmanager
     def calling(self, caller: Caller) -> Iterator[None]:
-        """Count a receive call or a telemetry stream as open."""
-        self.connections.open(caller.peer)
+        """Count a receive call or a telemetry stream as open, from the last noted call on."""
+        begin_ms = self.seen_ms
+        self.connections.open(caller.peer, begin_ms)
         try:
             yield
         finally:
-            self.connections.close(caller.peer)
+            self.connections.close(caller.peer, begin_ms)
 
     def describe(self, sent: pb.Settings) -> None:
         """Note what the settings of the client say about it."""

@@ -175,8 +175,12 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
             self._metrics.answered("Telemetry", caller.language, status.code)
 
         stream = TelemetryStream(caller, self._parts, self._groups, self._checks)
-        async for command in stream.serve(requests, answered):
-            yield command
+        try:
+            async for command in stream.serve(requests, answered):
+                yield command
+        finally:
+            if not _is_due(context):
+                self._parts.clients.broke(caller)  # or the client has closed its side
 
     # ---- sending
 
@@ -286,7 +290,7 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
             self._metrics.answered(call, language, status_of(error).code)
             yield service_pb2.ReceiveMessageResponse(status=status_of(error))
         finally:
-            if not ended and context.time_remaining() != 0:
+            if not ended and not _is_due(context):
                 self._parts.clients.broke(Caller.of(context))
             if not ended and batch and group is not None:
                 group.undo(batch, begun_count)
@@ -677,6 +681,12 @@ def _summary(entries: Sequence[Any]) -> pb.Status:
 def _check_batch_size(batch_size: int) -> None:
     if not 0 < batch_size <= MESSAGES_MAX:
         raise Refused(pb.BAD_REQUEST, f"batch_size must be 1 to {MESSAGES_MAX}, got {batch_size}")
+
+
+def _is_due(context: Context) -> bool:
+    """Whether a call has reached its deadline; that of its client is a little earlier."""
+    left_s = context.time_remaining()
+    return left_s is not None and left_s < DEADLINE_MARGIN_S
 
 
 def _left_s(context: Context) -> float:

@@ -81,7 +81,6 @@ class TelemetryStream:
                 pushing.cancel()
                 self._checks.close(self._caller.client_id, self)
                 self._parts.commands.close(self._caller.client_id, self)
-                self._parts.clients.broke(self._caller)  # or the client has closed its side
 
     def command(self, command: service_pb2.TelemetryCommand) -> bool:
         """Send a command; return False if the client reads too slowly."""

@@ -91,9 +91,9 @@ async def scene(folder: Path, renew_ms: int = 60_000) -> AsyncIterator[Scene]:
 
 
 @asynccontextmanager
-async def telemetry(stub: RemoteStub) -> AsyncIterator[None]:
-    """Hold the telemetry stream of a push consumer open."""
-    stream = stub.stub.Telemetry(metadata=stub.metadata)
+async def telemetry(stub: RemoteStub, timeout_s: float | None = None) -> AsyncIterator[None]:
+    """Hold the telemetry stream of a push consumer open, until its deadline at the latest."""
+    stream = stub.stub.Telemetry(metadata=stub.metadata, timeout=timeout_s)
     every = pb.FilterExpression(type=pb.TAG, expression="*")
     entry = pb.SubscriptionEntry(topic=pb.Resource(name="orders"), expression=every)
     subscription = pb.Subscription(group=pb.Resource(name="billing"), subscriptions=[entry])
@@ -164,6 +164,33 @@ async def test_answer_of_which_a_part_is_acknowledged_is_still_renewed(
         _, others = await at.near.receive("billing", "orders", wait_ms=2 * renew_ms)
         assert others == []
         assert await at.far.ack("billing", "orders", [handle_of(second)]) == [pb.OK]
+
+
+async def test_answers_are_still_renewed_if_their_client_ends_another_call(tmp_path: Path) -> None:
+    renew_ms = 1_500
+    async with scene(tmp_path, renew_ms) as at, telemetry(at.far):
+        await at.near.send("orders", b"a")
+        (held,) = await at.far.receive_until("billing", "orders", 1, renewed=True)
+        async with receiving_elsewhere(at.far):
+            await until(at.has_open(2))
+        await until(at.has_open(1))
+        _, others = await at.near.receive("billing", "orders", wait_ms=3 * renew_ms)
+        assert others == []
+        assert await at.far.ack("billing", "orders", [handle_of(held)]) == [pb.OK]
+
+
+async def test_answers_are_still_renewed_if_a_telemetry_stream_reaches_its_deadline(
+    tmp_path: Path,
+) -> None:
+    """The Python client gives its stream 50 minutes."""
+    renew_ms = 1_500
+    async with scene(tmp_path, renew_ms) as at, telemetry(at.far, timeout_s=5):
+        await at.near.send("orders", b"a")
+        (held,) = await at.far.receive_until("billing", "orders", 1, renewed=True)
+        await until(at.has_open(0))
+        _, others = await at.near.receive("billing", "orders", wait_ms=3 * renew_ms)
+        assert others == []
+        assert await at.far.ack("billing", "orders", [handle_of(held)]) == [pb.OK]
 
 
 async def test_messages_of_an_answer_that_broke_off_come_again_at_once(tmp_path: Path) -> None:

@@ -28,6 +28,20 @@ def test_answer_may_be_lost_if_its_connection_breaks_soon_after() -> None:
     assert not lacks(connections, "a", 130), "a proxy goes on to use its connection"
 
 
+def test_connection_is_not_broken_while_an_earlier_call_is_open_there() -> None:
+    """A client that ends one call by itself has lost no other answer."""
+    connections = ClientConnections()
+    connections.open("a", 10)
+    connections.open("a", 110)
+    connections.broke("a", 120)
+    connections.open("a", 120)
+    assert not lacks(connections, "a", 100)
+    connections.close("a", 10)
+    assert not lacks(connections, "a", 100)
+    connections.close("a", 110)
+    assert lacks(connections, "a", 100), "a proxy goes on to use its connection"
+
+
 def test_answer_has_arrived_if_its_client_has_used_a_handle_of_it() -> None:
     connections = ClientConnections()
     connections.broke("a", 120)
@@ -48,12 +62,12 @@ def test_answer_may_be_lost_if_its_client_goes_on_by_another_connection() -> Non
 def test_client_of_a_proxy_that_uses_several_connections_has_left_none_of_them() -> None:
     connections = ClientConnections()
     connections.note("stream", 10)
-    connections.open("stream")
+    connections.open("stream", 10)
     for number in range(2):
         connections.note(f"call-{number}", 100)
     assert not lacks(connections, "call-0", 100)
-    connections.open("call-1")
-    connections.close("stream")
+    connections.open("call-1", 100)
+    connections.close("stream", 10)
     assert connections.open_calls == 1
     assert lacks(connections, "call-0", 100)
 

@@ -7,6 +7,9 @@ may be lost.
 
 Calls of one client may come by several connections at once, as from a proxy that has a connection
 for each call. So a connection counts as left only if all open calls came by the last one used.
+
+A client may also end a call by itself. So a connection counts as broken only if all calls that were
+open then have ended. One that goes on later proves nothing: a proxy may use its connection again.
 """
 
 from __future__ import annotations
@@ -39,14 +42,15 @@ class ClientConnections:
 
     def __init__(self) -> None:
         self._last = ""
-        self._open: dict[str, int] = {}
+        self._open: dict[str, list[int]] = {}
+        """When the open calls of each connection began."""
         self._seen_ms: dict[str, int] = {}
         self._broken_ms: dict[str, int] = {}
 
     @property
     def open_calls(self) -> int:
         """Number of open calls."""
-        return sum(self._open.values())
+        return sum(map(len, self._open.values()))
 
     def note(self, connection: str, now_ms: int) -> None:
         """Note that a call has begun."""
@@ -55,16 +59,15 @@ class ClientConnections:
         self._seen_ms[connection] = now_ms
         _drop_oldest(self._seen_ms)
 
-    def open(self, connection: str) -> None:
-        """Note a call that stays open, until `close`."""
-        self._open[connection] = self._open.get(connection, 0) + 1
+    def open(self, connection: str, begin_ms: int) -> None:
+        """Note a call that stays open, until `close` with the same time."""
+        self._open.setdefault(connection, []).append(begin_ms)
 
-    def close(self, connection: str) -> None:
+    def close(self, connection: str, begin_ms: int) -> None:
         """Note the end of an open call."""
-        left = self._open[connection] - 1
-        if left:
-            self._open[connection] = left
-        else:
+        begins = self._open[connection]
+        begins.remove(begin_ms)
+        if not begins:
             del self._open[connection]
 
     def broke(self, connection: str, now_ms: int) -> None:
@@ -82,7 +85,11 @@ class ClientConnections:
             return False
         connection, sent_ms = reception.connection, reception.sent_ms
         broken_ms = self._broken_ms.get(connection)
-        if broken_ms is not None and broken_ms - doubt_ms <= sent_ms <= broken_ms:
+        if (
+            broken_ms is not None
+            and broken_ms - doubt_ms <= sent_ms <= broken_ms
+            and min(self._open.get(connection, ()), default=broken_ms) >= broken_ms
+        ):
             return True
         if connection == self._last or self._open.keys() - {self._last}:
             return False
