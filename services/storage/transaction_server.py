@@ -53,6 +53,7 @@ from batonmq_server.storage.core.transactions import (
     commit_batch,
     encode_half,
     encode_marks,
+    read_half_head,
     read_halves,
 )
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
@@ -362,7 +363,9 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
         place = run.places.get(item.transaction_id)
         if isinstance(place, BatonError):
             raise place
-        topic, queue_id, first_offset, next_position = place or self._place_of(ended)
+        topic, queue_id, first_offset, next_position = place or self._place_of(
+            item.transaction_id, ended
+        )
         if item.topic and topic not in ("", item.topic):
             raise _not_found(item, f"of topic {item.topic}")
         if topic and self._require is not None:
@@ -391,16 +394,17 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
             if ended is None or self._store.log.stored(ended.position) is None:
                 continue
             try:
-                places[id_] = await self._tier.reading(partial(self._place_of, ended))
+                places[id_] = await self._tier.reading(partial(self._place_of, id_, ended))
             except BatonError as error:
                 places[id_] = error
         return places
 
-    def _place_of(self, ended: EndedTransaction) -> _Place:
+    def _place_of(self, transaction_id: int, ended: EndedTransaction) -> _Place:
         """Return topic, queue, first offset and next position of the batch that was an end.
 
         The topic is empty, the queue 0 and the offset -1 if the log no longer has the batch. The
-        topic is empty also if the batch is not the message.
+        topic is that of the message. If the batch is not the message, it is read from where the
+        half message was stored first, and is empty if the disk no longer has that.
         """
         log = self._store.log
         if ended.position < log.first_position or log.is_purged(ended.position):
@@ -411,7 +415,12 @@ class TransactionServicer(pb_grpc.TransactionServiceServicer):
             raise
         except BatonError:
             return "", 0, -1, 0
-        topic = header.topic if ended.outcome is Outcome.COMMITTED else ""
+        topic = header.topic
+        if ended.outcome is not Outcome.COMMITTED:
+            try:
+                topic, _ = read_half_head(log, transaction_id)
+            except DataLoss:
+                topic = ""
         return topic, header.queue_id, header.first_offset, ended.position + header.length
 
     def _write_ends(self, run: _EndRun) -> None:

@@ -202,6 +202,27 @@ def checks_of(
     return cast("AsyncGenerator[transaction_pb.WatchChecksResponse, None]", stream)
 
 
+async def test_rolled_back_transaction_is_known_only_to_callers_that_may_produce() -> None:
+    async with new_scene() as scene:
+        (name,) = await scene.begin(batch(b"body"))
+        state = transaction_pb.TRANSACTION_STATE_ROLLED_BACK
+        end = transaction_pb.EndRequest(
+            items=[transaction_pb.EndItem(transaction_id=name, state=state)]
+        )
+        other = transaction_pb.EndRequest(
+            items=[transaction_pb.EndItem(transaction_id=name, state=state, topic="refunds")]
+        )
+        allowed = transacting(scene, Grant(AccessRole.PRODUCE, f"topic:{TOPIC}"))
+        stranger = transacting(scene, Grant(AccessRole.CONSUME, f"topic:{TOPIC}"))
+        for duplicate in (False, True):
+            (outcome,) = (await allowed.End(end, CONTEXT)).outcomes
+            assert (outcome.receipt.state, outcome.receipt.duplicate) == (state, duplicate)
+        (outcome,) = (await stranger.End(end, CONTEXT)).outcomes
+        assert error_from_pb(outcome.error).reason == "PERMISSION_DENIED"
+        (outcome,) = (await allowed.End(other, CONTEXT)).outcomes
+        assert error_from_pb(outcome.error).reason == "TRANSACTION_NOT_FOUND"
+
+
 async def test_transaction_is_listed_asked_and_ended_only_by_callers_that_may_produce() -> None:
     async with new_scene() as scene:
         (name,) = await scene.begin(batch(b"body"))

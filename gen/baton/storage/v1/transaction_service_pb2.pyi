@@ -233,7 +233,8 @@ class EndItem(_message.Message):
     """COMMITTED, ROLLED_BACK or UNKNOWN. Required."""
     topic: _builtins.str
     """Topic of the message; optional. If the message is of another topic, the item fails with
-    TRANSACTION_NOT_FOUND. The topic of a transaction that was rolled back is not known any more.
+    TRANSACTION_NOT_FOUND. The topic of a transaction that was rolled back is known as long as the
+    disk has its half message; later the item does not fail for its topic.
     """
     def __init__(
         self,
