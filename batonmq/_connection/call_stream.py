@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import grpc
 import grpc.aio
@@ -39,9 +40,14 @@ IDLE_S = 20.0
 """A stream without calls for so long is ended."""
 TIMEOUT_S_MAX = 86_400.0
 """Longest timeout of a call."""
+END_S = 0.5
+"""Longest wait for the end of cancelled calls when the last channel of a loop is closed."""
+OPEN_CHANNELS = WeakKeyDictionary[asyncio.AbstractEventLoop, "WeakSet[StreamingChannel]"]()
+"""The channels of each event loop that are not closed."""
 UNKNOWN_S = 60.0
 """Time until a server without `CallService`, of an earlier version, is tried again."""
 
+_CALL_END = "_AioCall._handle_status_once_received"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _NOTHING = grpc.aio.Metadata()
 Exchange = grpc.aio.StreamStreamCall[pb.ExchangeRequest, pb.ExchangeResponse]
@@ -234,6 +240,18 @@ class BegunCall:
         return self._response().__await__()
 
 
+async def _all_ended() -> None:
+    """Wait until gRPC has the end of all calls of the event loop; closing a channel does not.
+
+    If the loop is closed before, gRPC logs "Event loop is closed" in the next loop of the process.
+    It has a task for the end of each call, and no public way to wait for it. Calls on channels of
+    the program's own may go on: the wait is short.
+    """
+    tasks = asyncio.all_tasks()
+    if ends := [one for one in tasks if getattr(one.get_coro(), "__qualname__", "") == _CALL_END]:
+        await asyncio.wait(ends, timeout=END_S)
+
+
 class StreamingChannel(WrappedChannel):
     """A channel that makes the calls of `STREAMED` methods over one stream.
 
@@ -253,6 +271,8 @@ class StreamingChannel(WrappedChannel):
     ) -> None:
         self.channel, self._credentials = channel, credentials
         self._exchange = pb_grpc.CallServiceStub(channel).Exchange
+        self._open = OPEN_CHANNELS.setdefault(asyncio.get_running_loop(), WeakSet())
+        self._open.add(self)
         self._stream: CallStream | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._shown: object = None
@@ -265,6 +285,9 @@ class StreamingChannel(WrappedChannel):
         if self._tasks:
             await asyncio.wait(self._tasks)
         await self.channel.close(grace)
+        self._open.discard(self)
+        if not self._open:
+            await _all_ended()
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """Return the state of the connection."""

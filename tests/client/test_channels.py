@@ -2,6 +2,8 @@
 
 Goal: a client waits for a connection that takes more than a second to open.
 Method: a real server behind a proxy that delays each connection.
+
+The end of channels: gRPC has the end of their calls before the event loop may be closed.
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from batonmq._common.health import SERVING, ask_health
 from batonmq._connection.channels import connect
@@ -46,13 +49,40 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-async def test_connection_that_takes_longer_than_a_second_is_opened() -> None:
+@asynccontextmanager
+async def health_server() -> AsyncIterator[int]:
+    """Yield the port of a server that serves."""
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with delaying_proxy(port) as address, connect(address) as channel:
-            assert await ask_health(channel, timeout_s=20) == SERVING
+        yield port
     finally:
         await server.stop(None)
+
+
+async def test_connection_that_takes_longer_than_a_second_is_opened() -> None:
+    async with (
+        health_server() as port,
+        delaying_proxy(port) as address,
+        connect(address) as channel,
+    ):
+        assert await ask_health(channel, timeout_s=20) == SERVING
+
+
+def calls_without_an_end() -> list[asyncio.Task[Any]]:
+    return [task for task in asyncio.all_tasks() if "_AioCall" in repr(task)]
+
+
+async def test_last_channel_of_a_loop_is_closed_when_grpc_has_the_end_of_all_calls() -> None:
+    """A call without an end makes gRPC log an error in the next loop of the process."""
+    async with health_server() as port:
+        first, last = (connect(f"127.0.0.1:{port}") for _ in range(2))
+        for channel in (first, first, last):
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            await stub.Watch(health_pb2.HealthCheckRequest()).read()
+        await first.close()
+        assert calls_without_an_end(), "the last one waits for all"
+        await last.close()
+        assert not calls_without_an_end()
