@@ -10,7 +10,24 @@ SETTINGS_BYTES_MAX = 256 * 1024
 """Greatest size of settings: they are answered as a whole, and pushed again."""
 RECEIVE_BATCH = 32
 _FIRST_MS, _MAX_MS, _MULTIPLIER = 1_000, 120_000, 2.0
+_DOUBLINGS_MAX = 7
+"""So many reach the greatest delay."""
 _CUSTOMIZED_S = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1_200, 1_800)
+
+
+def retry_ms(attempt: int, asked_ms: int) -> int:
+    """Return how long a message is invisible that a push consumer gives back.
+
+    Less than the first delay of the settings is a fault of the client: that of Node.js takes their
+    seconds as milliseconds. The message would use up its attempts at once.
+
+    Args:
+        attempt: Deliveries of the message so far.
+        asked_ms: What the client asks for.
+    """
+    if asked_ms >= _FIRST_MS:
+        return asked_ms
+    return min(_MAX_MS, int(_FIRST_MS * _MULTIPLIER ** min(attempt - 1, _DOUBLINGS_MAX)))
 
 
 def settings_for(

@@ -16,6 +16,7 @@ from batonmq._producer.once_sender import OnceSender
 from batonmq._producer.producer import Producer
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled
 from batonmq_server.gateway.callers import Caller, Context
+from batonmq_server.gateway.client_settings import retry_ms
 from batonmq_server.gateway.core.client_connections import Reception
 from batonmq_server.gateway.core.long_polls import shared_wait_ms
 from batonmq_server.gateway.core.message_leases import LeaseTerms
@@ -426,8 +427,10 @@ class MessagingServicer(service_pb2_grpc.MessagingServiceServicer):
                     f"invisible_duration must be 0 to {self._parts.settings.invisible_ms_max} ms, "
                     f"got {hold_ms}",
                 )
-            self._parts.clients.note(caller, name)
+            client = self._parts.clients.note(caller, name)
             handle, group = self._held(name, request.receipt_handle)
+            if client.kind == pb.PUSH_CONSUMER:
+                hold_ms = retry_ms(handle.attempt, hold_ms)
             lease = group.change(handle, topic, hold_ms)
             expires = max(1, self._clock.unix_ms() + lease.expires_ms - self._clock.monotonic_ms())
             changed = ReceiptHandle(

@@ -564,6 +564,32 @@ async def test_messages_beside_one_that_their_client_can_not_read_are_no_dead_le
         assert sum(one.next_offset or 0 for one in letters) == 1
 
 
+async def test_push_consumer_that_gives_a_message_back_gets_it_again_after_the_retry_delay(
+    tmp_path: Path,
+) -> None:
+    """The client of Node.js asks for as many milliseconds as its settings have seconds."""
+    clock = Clock()
+    subscription = pb.Subscription(group=GROUP, subscriptions=[pb.SubscriptionEntry(topic=TOPIC)])
+    settings = pb.Settings(client_type=pb.PUSH_CONSUMER, subscription=subscription)
+    async with scene(tmp_path, queues=1) as at:
+        stream = at.stub.stub.Telemetry(metadata=at.stub.metadata)
+        await stream.write(service_pb2.TelemetryCommand(settings=settings))
+        answer: Any = await stream.read()
+        assert answer.status.code == pb.OK
+        await at.stub.send("orders", b"a")
+        (message,) = await at.stub.receive_until("billing", "orders", 1, renewed=True)
+        for delay_ms in (1_000, 2_000):
+            begin_ms = clock.monotonic_ms()
+            code, _ = await at.stub.change("billing", "orders", handle_of(message), 1)
+            assert code == pb.OK
+            (message,) = await at.stub.receive_until(
+                "billing", "orders", 1, renewed=True, wait_ms=15_000
+            )
+            assert clock.monotonic_ms() - begin_ms >= delay_ms
+        assert await at.stub.ack("billing", "orders", [handle_of(message)]) == [pb.OK]
+        stream.cancel()
+
+
 async def test_message_whose_answer_was_lost_comes_again_when_the_call_is_repeated(
     tmp_path: Path,
 ) -> None:
