@@ -67,12 +67,23 @@ class Checkpointer:
         taken = now()
         while True:
             await asyncio.sleep(_LOOK_S)
+            await self.carry_out()
             grown = self._log.next_position - self._steps.position
             if grown >= BYTES_MAX or (
                 (grown or self._steps.has_obsolete) and now() - taken >= INTERVAL_S
             ):
                 await self.take()
                 taken = now()
+
+    async def carry_out(self) -> None:
+        """Carry out the purge orders that are safe, in memory; the next checkpoint records it.
+
+        A leader that has recorded it removes purged segments from the object store. So a follower
+        must not read them from there, also if it is elected.
+        """
+        if self._steps.orders_before(self._store.readable_position):
+            async with self.one_at_a_time:
+                self._steps.carry_out(self._store.readable_position)
 
     async def take(self) -> bool:
         """Take a checkpoint. Return False if it must be taken later.

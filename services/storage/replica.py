@@ -214,6 +214,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
             try:
                 async with self._leading(leadership) as tasks:
                     await leadership.wait_settled()
+                    await components.checkpointer.carry_out()
                     await self._know_topics()
                     self._serving = True
                     self._metrics.leader.set(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,16 @@ from batonmq._common.clock import Clock
 from batonmq._connection.channels import connect
 from batonmq._core.records import Message, check_batch, decode_records
 from batonmq.errors import DataLoss, Unreachable
+from batonmq_server.storage import checkpointer
+from batonmq_server.storage.core.tier import LocalSegment
 from batonmq_server.storage.core.tier_upload import SegmentComparison
+from batonmq_server.storage.tier_mover import TierMover
 from tests.storage.batches import TOPIC, batch
 from tests.storage.replicas import BROKER, Replica, Scene
 from tests.storage.running_node import TIMEOUT_S, RunningNode, running_node
 from tests.storage.test_delivery_streams import streaming
 from tests.storage.test_process import output, process_site, read, send
+from tests.storage.test_purge import delete, purge, put, write
 from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(240)
@@ -85,6 +89,10 @@ def moved(data: Path) -> int:
 
 def body(number: int) -> bytes:
     return b"%d-" % number + bytes(10_000)
+
+
+async def _nothing_moved(mover: TierMover, local: Sequence[LocalSegment]) -> bool:
+    return False
 
 
 async def fill(append: Callable[[bytes], Any], begin: int = 0, count: int = COUNT) -> None:
@@ -200,6 +208,35 @@ async def test_new_leader_and_a_new_replica_have_what_is_only_in_the_store(
     assert await scene.nodes[leader.name].bodies() == expected
     # No node has stored a segment again that the first leader had stored.
     assert {path: path.stat().st_mtime_ns for path in parts} == parts
+
+
+async def test_new_leader_reads_no_purged_segment_from_the_store(
+    scene: Scene,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The former leader has removed it; checkpoints of the new one are not due yet."""
+    monkeypatch.setattr(checkpointer, "INTERVAL_S", 3_600)
+    store, names = tmp_path / "store", ("a", "b", "c")
+    scene.settings |= tier(store)
+    await scene.start(*names)
+    await scene.wait_in_sync(*names)
+    leader = await scene.leader()
+    await put(scene)
+    await write(leader)
+    await until(lambda: all(moved(scene.folder / name) == 3 for name in names))
+    monkeypatch.setattr(TierMover, "_move_out", _nothing_moved)
+    await delete(scene)
+    assert (await purge(leader)).purged_segments == 2
+    await until(lambda: len(list(store.rglob("*.00000"))) == 2)
+    await leader.crash()
+    second = await scene.leader()
+    shutil.rmtree(leader.folder)
+    await scene.start(leader.name)
+    await scene.wait_in_sync(*names)
+    assert await second.bodies() == [b"first", b"last"]
+    assert "damaged" not in caplog.text
 
 
 async def test_repeated_commit_of_a_message_in_the_store_gets_the_first_receipt(
