@@ -101,6 +101,7 @@ class StorageComponents:
 
     node: StorageNode
     flusher: Flusher
+    retention: Retention
     pulls: LongPolls
     checkpointer: Checkpointer
     cleaner: LogCleaner
@@ -304,6 +305,7 @@ def build_components(
     return StorageComponents(
         node=node,
         flusher=flusher,
+        retention=retention,
         pulls=pulls,
         checkpointer=checkpointer,
         cleaner=cleaner,

@@ -62,6 +62,9 @@ class StorageLeadership(Leadership):
     Args:
         components: The components of this node's copy; nothing else writes to it meanwhile.
         in_thread: Runs blocking calls outside the event loop.
+
+    Attributes:
+        with_room: Followers whose disk has room for a leader, by their last report.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class StorageLeadership(Leadership):
         self._node, self._log = components.node, components.node.store.log
         self._ended = False
         self._examined: dict[str, int] = {}
+        self.with_room: set[str] = set()
 
     @property
     def history(self) -> EpochHistory:
@@ -128,6 +132,7 @@ class StorageLeadership(Leadership):
             return FetchResult(point, b"", (0, 0))
         has_epoch = theirs.epoch == self.epoch
         self._follower_has(name, end + has_epoch)
+        (self.with_room.add if follower.has_room else self.with_room.discard)(name)
         if follower.damaged_position is not None:
             await self._examine(follower, follower.damaged_position)
         new_data = self._new_data
@@ -203,12 +208,14 @@ class FollowerReport:
     Attributes:
         end: End of its log.
         damaged_position: Where the last bytes that it got were damaged; None if they were not.
+        has_room: Whether its disk has room for a leader.
     """
 
     name: str
     end: int
     history: EpochHistory
     damaged_position: int | None = None
+    has_room: bool = False
 
 
 @dataclass(frozen=True, slots=True)

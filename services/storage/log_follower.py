@@ -117,6 +117,7 @@ class LogFollower:
             hold_ms=self._hold_ms,
             problem=self._stuck.problem,
             damaged_position=self._damaged_position,
+            has_room=components.retention.has_room,
         )
         try:
             answer = await self._peer.stub().Fetch(

@@ -24,6 +24,7 @@ from batonmq_server.runtime.replication.replica_node import ReplicaNode
 from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.core.retention import DiskState
 from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.leadership import StorageLeadership
 from batonmq_server.storage.log_copy import LogCopy
@@ -219,6 +220,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
                     self._serving = True
                     self._metrics.leader.set(1)
                     tasks.create_task(self._watch(leadership))
+                    tasks.create_task(self._watch_room(leadership))
                     tasks.create_task(components.checker.run())
                     tasks.create_task(components.trimmer.run())
                     tasks.create_task(components.compactor.run())
@@ -284,6 +286,26 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
             if damaged_from is not None and self._others_have_all(leadership):
                 self.step_back(f"its log is damaged at position {damaged_from}")
                 return
+
+    async def _watch_room(self, leadership: StorageLeadership) -> None:
+        """Resign once the disk has been full for `lag_ms_max` and another replica has room.
+
+        If none has, this node stays the leader: stored messages are read, and retention goes on.
+        """
+        clock, in_sync_set = self._runtime.clock, leadership.in_sync_set
+        retention = leadership.components.retention
+        room_ms = clock.monotonic_ms()
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            now_ms = clock.monotonic_ms()
+            if retention.state is not DiskState.FULL:
+                room_ms = now_ms
+            elif now_ms - room_ms > in_sync_set.policy.lag_ms_max and self._may_give_way():
+                able = in_sync_set.successors() & leadership.with_room - self.election.drained
+                if able:
+                    names = ", ".join(sorted(able))
+                    self._give_way(in_sync_set, f"its disk is full, and others have room: {names}")
+                    return
 
     @staticmethod
     def _others_have_all(leadership: StorageLeadership) -> bool:

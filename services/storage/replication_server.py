@@ -59,7 +59,9 @@ class StorageReplicationServicer(pb_grpc.ReplicationServiceServicer):
             )
         leadership.in_sync_set.set_problem(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
         damaged = request.damaged_position if request.HasField("damaged_position") else None
-        report = FollowerReport(request.node_id, request.position, history, damaged)
+        report = FollowerReport(
+            request.node_id, request.position, history, damaged, request.has_room
+        )
         fetched = await leadership.fetch(report, limits)
         self._role.check_still(leadership)
         store = leadership.components.node.store

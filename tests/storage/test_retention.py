@@ -163,6 +163,24 @@ def test_writes_are_rejected_until_a_segment_fits() -> None:
     assert retention.rejection() is None
 
 
+@pytest.mark.parametrize(
+    ("used", "free", "has_room"),
+    [
+        (0, 0, False),
+        (8_500, 1_500, False),
+        (839, 161, False),
+        (8_000, 2_000, True),
+        (0, 199, False),
+    ],
+)
+def test_disk_has_room_for_a_leader_if_it_takes_writes_for_a_while(
+    used: int, free: int, has_room: bool
+) -> None:
+    retention = Retention(policy(), SIZE)
+    retention.observe(DiskUsage(used, free), 0, 0)
+    assert retention.has_room == has_room
+
+
 def test_round_removes_a_bounded_number_of_segments() -> None:
     assert removed(at(50), [60] * (SEGMENTS_PER_ROUND + 5)) == SEGMENTS_PER_ROUND
 

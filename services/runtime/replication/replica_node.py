@@ -30,8 +30,9 @@ REACH_INTERVAL_S = 0.5
 """Interval of the checks whether the leader is drained or cut off; it resigns after three that say
 that it is cut off."""
 RESIGN_INTERVAL_MS = 60_000
-"""A node resigns at most this often because it is cut off: if no node reaches another, one of them
-has to stay the leader."""
+"""A node resigns at most this often because it is cut off or its disk is full: if no node reaches
+another, one of them has to stay the leader, and nodes whose disks are nearly full do not take turns
+all the time."""
 
 L = TypeVar("L", bound=Leadership)
 
@@ -160,6 +161,10 @@ class ReplicaNode(ABC, Generic[L]):
         self.step_back(reason)
         self._resigned_epoch = in_sync_set.epoch
         self._resigns_from_ms = self._runtime.clock.monotonic_ms() + RESIGN_INTERVAL_MS
+
+    def _may_give_way(self) -> bool:
+        """Return whether the last time at which this node gave way is long ago."""
+        return self._runtime.clock.monotonic_ms() >= self._resigns_from_ms
 
     def _abstain(self, epoch: int, duration_ms: int) -> None:
         """Don't stand for election for a while, or until a later epoch than `epoch` if not 0."""

@@ -152,6 +152,12 @@ class Retention:
         self._no_space = True
         self.state = DiskState.FULL
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the disk has room for a leader: it would accept writes now, and for a while."""
+        spare = self.usage.free_bytes >= 2 * self._segment_bytes
+        return spare and self.state < DiskState.CLEAN_FORCIBLY
+
     def rejection(self) -> DiskFull | None:
         """Return why writes are rejected now; None if they are accepted."""
         if self.state is not DiskState.FULL:

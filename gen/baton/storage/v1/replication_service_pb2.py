@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.common.v1 import replicas_pb2 as baton_dot_common_dot_v1_dot_replicas__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*baton/storage/v1/replication_service.proto\x12\x10\x62\x61ton.storage.v1\x1a\x1e\x62\x61ton/common/v1/replicas.proto\"-\n\nEpochStart\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x10\n\x08position\x18\x02 \x01(\x03\"\xf1\x01\n\x0c\x46\x65tchRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62roker\x18\x02 \x01(\t\x12\x10\n\x08position\x18\x03 \x01(\x03\x12-\n\x07history\x18\x04 \x03(\x0b\x32\x1c.baton.storage.v1.EpochStart\x12\x0f\n\x07hold_ms\x18\x05 \x01(\r\x12\x11\n\tbytes_max\x18\x06 \x01(\r\x12\x0f\n\x07problem\x18\x07 \x01(\t\x12\x16\n\x0ehistory_digest\x18\x08 \x01(\x0c\x12\x1d\n\x10\x64\x61maged_position\x18\t \x01(\x03H\x00\x88\x01\x01\x42\x13\n\x11_damaged_position\"\xb3\x02\n\rFetchResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12-\n\x07history\x18\x02 \x03(\x0b\x32\x1c.baton.storage.v1.EpochStart\x12\x10\n\x08position\x18\x03 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x1a\n\x12\x63onfirmed_position\x18\x05 \x01(\x03\x12\x14\n\x0c\x65nd_position\x18\x06 \x01(\x03\x12\x13\n\x06\x66loors\x18\x07 \x01(\x0cH\x00\x88\x01\x01\x12\x18\n\x10segment_position\x18\x08 \x01(\x03\x12\x15\n\rsegment_bytes\x18\t \x01(\x03\x12\x16\n\x0e\x66irst_position\x18\n \x01(\x03\x12\x11\n\tproducers\x18\x0b \x01(\x0c\x12\x16\n\x0ehistory_digest\x18\x0c \x01(\x0c\x42\t\n\x07_floors\"\x19\n\x17\x44\x65scribeReplicasRequest\"\x96\x01\n\x18\x44\x65scribeReplicasResponse\x12\x0e\n\x06\x62roker\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x1a\n\x12\x63onfirmed_position\x18\x03 \x01(\x03\x12\x13\n\x0bmin_in_sync\x18\x04 \x01(\r\x12*\n\x08replicas\x18\x05 \x03(\x0b\x32\x18.baton.common.v1.Replica2\xc9\x01\n\x12ReplicationService\x12H\n\x05\x46\x65tch\x12\x1e.baton.storage.v1.FetchRequest\x1a\x1f.baton.storage.v1.FetchResponse\x12i\n\x10\x44\x65scribeReplicas\x12).baton.storage.v1.DescribeReplicasRequest\x1a*.baton.storage.v1.DescribeReplicasResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*baton/storage/v1/replication_service.proto\x12\x10\x62\x61ton.storage.v1\x1a\x1e\x62\x61ton/common/v1/replicas.proto\"-\n\nEpochStart\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x10\n\x08position\x18\x02 \x01(\x03\"\x83\x02\n\x0c\x46\x65tchRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62roker\x18\x02 \x01(\t\x12\x10\n\x08position\x18\x03 \x01(\x03\x12-\n\x07history\x18\x04 \x03(\x0b\x32\x1c.baton.storage.v1.EpochStart\x12\x0f\n\x07hold_ms\x18\x05 \x01(\r\x12\x11\n\tbytes_max\x18\x06 \x01(\r\x12\x0f\n\x07problem\x18\x07 \x01(\t\x12\x16\n\x0ehistory_digest\x18\x08 \x01(\x0c\x12\x1d\n\x10\x64\x61maged_position\x18\t \x01(\x03H\x00\x88\x01\x01\x12\x10\n\x08has_room\x18\n \x01(\x08\x42\x13\n\x11_damaged_position\"\xb3\x02\n\rFetchResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12-\n\x07history\x18\x02 \x03(\x0b\x32\x1c.baton.storage.v1.EpochStart\x12\x10\n\x08position\x18\x03 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x1a\n\x12\x63onfirmed_position\x18\x05 \x01(\x03\x12\x14\n\x0c\x65nd_position\x18\x06 \x01(\x03\x12\x13\n\x06\x66loors\x18\x07 \x01(\x0cH\x00\x88\x01\x01\x12\x18\n\x10segment_position\x18\x08 \x01(\x03\x12\x15\n\rsegment_bytes\x18\t \x01(\x03\x12\x16\n\x0e\x66irst_position\x18\n \x01(\x03\x12\x11\n\tproducers\x18\x0b \x01(\x0c\x12\x16\n\x0ehistory_digest\x18\x0c \x01(\x0c\x42\t\n\x07_floors\"\x19\n\x17\x44\x65scribeReplicasRequest\"\x96\x01\n\x18\x44\x65scribeReplicasResponse\x12\x0e\n\x06\x62roker\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x1a\n\x12\x63onfirmed_position\x18\x03 \x01(\x03\x12\x13\n\x0bmin_in_sync\x18\x04 \x01(\r\x12*\n\x08replicas\x18\x05 \x03(\x0b\x32\x18.baton.common.v1.Replica2\xc9\x01\n\x12ReplicationService\x12H\n\x05\x46\x65tch\x12\x1e.baton.storage.v1.FetchRequest\x1a\x1f.baton.storage.v1.FetchResponse\x12i\n\x10\x44\x65scribeReplicas\x12).baton.storage.v1.DescribeReplicasRequest\x1a*.baton.storage.v1.DescribeReplicasResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,13 +35,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EPOCHSTART']._serialized_start=96
   _globals['_EPOCHSTART']._serialized_end=141
   _globals['_FETCHREQUEST']._serialized_start=144
-  _globals['_FETCHREQUEST']._serialized_end=385
-  _globals['_FETCHRESPONSE']._serialized_start=388
-  _globals['_FETCHRESPONSE']._serialized_end=695
-  _globals['_DESCRIBEREPLICASREQUEST']._serialized_start=697
-  _globals['_DESCRIBEREPLICASREQUEST']._serialized_end=722
-  _globals['_DESCRIBEREPLICASRESPONSE']._serialized_start=725
-  _globals['_DESCRIBEREPLICASRESPONSE']._serialized_end=875
-  _globals['_REPLICATIONSERVICE']._serialized_start=878
-  _globals['_REPLICATIONSERVICE']._serialized_end=1079
+  _globals['_FETCHREQUEST']._serialized_end=403
+  _globals['_FETCHRESPONSE']._serialized_start=406
+  _globals['_FETCHRESPONSE']._serialized_end=713
+  _globals['_DESCRIBEREPLICASREQUEST']._serialized_start=715
+  _globals['_DESCRIBEREPLICASREQUEST']._serialized_end=740
+  _globals['_DESCRIBEREPLICASRESPONSE']._serialized_start=743
+  _globals['_DESCRIBEREPLICASRESPONSE']._serialized_end=893
+  _globals['_REPLICATIONSERVICE']._serialized_start=896
+  _globals['_REPLICATIONSERVICE']._serialized_end=1097
 # @@protoc_insertion_point(module_scope)

@@ -60,6 +60,7 @@ class FetchRequest(_message.Message):
     PROBLEM_FIELD_NUMBER: _builtins.int
     HISTORY_DIGEST_FIELD_NUMBER: _builtins.int
     DAMAGED_POSITION_FIELD_NUMBER: _builtins.int
+    HAS_ROOM_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node id of the follower. Required."""
     broker: _builtins.str
@@ -80,6 +81,10 @@ class FetchRequest(_message.Message):
     """Where the last bytes that the leader sent were damaged; unset if they were not. The leader checks
     its own copy from `position` to there.
     """
+    has_room: _builtins.bool
+    """Whether the follower's disk has room for a leader. A leader with a full disk resigns for such a
+    follower. False from an earlier version.
+    """
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochStart]:
         """History of the follower's log, ascending. Empty if the log is empty, or if the last response of
@@ -98,10 +103,11 @@ class FetchRequest(_message.Message):
         problem: _builtins.str = ...,
         history_digest: _builtins.bytes = ...,
         damaged_position: _builtins.int | None = ...,
+        has_room: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_damaged_position", b"_damaged_position", "damaged_position", b"damaged_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_damaged_position", b"_damaged_position", "broker", b"broker", "bytes_max", b"bytes_max", "damaged_position", b"damaged_position", "history", b"history", "history_digest", b"history_digest", "hold_ms", b"hold_ms", "node_id", b"node_id", "position", b"position", "problem", b"problem"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_damaged_position", b"_damaged_position", "broker", b"broker", "bytes_max", b"bytes_max", "damaged_position", b"damaged_position", "has_room", b"has_room", "history", b"history", "history_digest", b"history_digest", "hold_ms", b"hold_ms", "node_id", b"node_id", "position", b"position", "problem", b"problem"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__damaged_position: _TypeAlias = _typing.Literal["damaged_position"]  # noqa: Y015
     _WhichOneofArgType__damaged_position: _TypeAlias = _typing.Literal["_damaged_position", b"_damaged_position"]  # noqa: Y015
