@@ -81,7 +81,7 @@ class Checkpointer:
         A leader that has recorded it removes purged segments from the object store. So a follower
         must not read them from there, also if it is elected.
         """
-        if self._steps.orders_before(self._store.readable_position):
+        if self._store.due_orders(self._store.readable_position):
             async with self.one_at_a_time:
                 self._steps.carry_out(self._store.readable_position)
 

@@ -1,7 +1,7 @@
 """Trims the queues of topics with a retention of their own, on the leader.
 
 The leader decides, and stores the decision as an order in the log. Every node of the replica set
-carries the order out with its next checkpoint, so all have the same first offsets.
+carries the order out, so all have the same first offsets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ QUEUES_AT_ONCE = 64
 class TopicTrimmer:
     """Decides which messages are removed by the retention of their topic.
 
-    While an order is not carried out, no other one is stored.
+    While an order is not carried out, no other one is stored. On a full disk there may be no room
+    for the checkpoint that records an order. Until then only orders are stored that purge a
+    segment: such a checkpoint frees more than it needs.
     """
 
     def __init__(
@@ -63,13 +65,15 @@ class TopicTrimmer:
         Raises:
             NotServing, NotLeader, NoQuorum: the node can't write.
         """
-        if self._store.purge_orders or self._appender.retention.rejection() is not None:
+        store = self._store
+        if store.due_orders(store.log.next_position):
             return False
         trims: dict[QueueKey, QueueTrim] = {}
         counts: dict[str, int] = {}
         self._limits.refresh()
         self._forget()
-        for number, (key, queue) in enumerate(list(self._store.queues.items()), start=1):
+        queues = [] if store.purge_orders else list(store.queues.items())
+        for number, (key, queue) in enumerate(queues, start=1):
             if number % QUEUES_AT_ONCE == 0:
                 await asyncio.sleep(0)
             if len(trims) == TRIMS_MAX:
@@ -96,7 +100,8 @@ class TopicTrimmer:
         }
         present = tuple(trim for trim in trims.values() if trim.topic_id in names)
         order = PurgeOrder((), tuple(segments), -1, present, names)
-        (outcome,) = self._appender.append([checked(encode_order(order))], SYSTEM_TOPICS)
+        batch = checked(encode_order(order))
+        (outcome,) = self._appender.append([batch], SYSTEM_TOPICS, frees_space=True)
         if isinstance(outcome, BatonError):
             log.warning("topics not trimmed error=%s", outcome)
             return False

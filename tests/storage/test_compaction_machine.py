@@ -107,7 +107,9 @@ class NodeAppender:
         )
         self.metrics = StorageMetrics(CollectorRegistry())
 
-    def append(self, batches: Sequence[CheckedBatch], topics: Any) -> list[Any]:
+    def append(
+        self, batches: Sequence[CheckedBatch], topics: Any, *, frees_space: bool = False
+    ) -> list[Any]:
         outcomes = self.store.append(batches, topics, self.clock.unix_ms())
         self.flusher.notify_written()
         return outcomes

@@ -13,13 +13,18 @@ import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
+from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
-from batonmq.errors import OffsetOutOfRange
+from batonmq.errors import DiskFull, OffsetOutOfRange
 from batonmq_server.storage import checkpointer, topic_trimmer
+from batonmq_server.storage.core import checkpoint
+from batonmq_server.storage.core.checkpoint import position_of
 from batonmq_server.storage.core.commitlog import purged_head
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.replicas import BROKER, SEGMENT_BYTES, Replica, Scene, queue
+from tests.storage.test_disk_full import PROPER
 from tests.support.conditions import until
+from tests.support.tmpfs import fill_up, small_file_system
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -131,6 +136,40 @@ async def test_segments_of_trimmed_messages_are_purged_on_every_node(scene: Scen
     await scene.start(leader.name)
     last = await scene.leader()
     assert (await last.read(0, 8)).next_offset == 9
+
+
+async def test_retention_of_a_topic_frees_a_full_disk(scene: Scene) -> None:
+    """Not a byte is free, and a message for later keeps the broker's own retention from helping."""
+    scene.settings |= PROPER
+    scene.members = ("a",)
+    with small_file_system(scene.folder / "a", 8) as disk:
+        (node,) = await scene.start("a", segment_bytes=4 * SEGMENT_BYTES)
+        await scene.leader()
+        later = schedule_pb.ScheduleItem(batch=batch(b"later"), delay_ms=3_600_000)
+        request = schedule_pb.ScheduleRequest(items=[later])
+        await node.scheduling.Schedule(request, timeout=TIMEOUT_S)
+        for _ in range(60):
+            (receipt,) = await node.append(batch(bytes(50_000)))
+        file = disk / checkpoint.PATH
+        await until(lambda: file.exists() and position_of(file.read_bytes()) >= receipt.position)
+        fill_up(disk, leave_bytes=0)
+
+        async def is_full() -> bool:
+            return (await node.describe()).disk_state == pb.DISK_STATE_FULL
+
+        await until(is_full)
+        await put(scene, retention_bytes=100_000)
+        await wait_for_first_offset(node, 59)
+
+        async def is_written() -> bool:
+            try:
+                await node.append(batch(b"next"))
+            except DiskFull:
+                return False
+            return True
+
+        await until(is_written)
+        await scene.stop()
 
 
 def purged_count(node: Replica) -> int:

@@ -28,7 +28,7 @@ from batonmq_server.storage.core.keyindex import UnsavedRuns, encode_run, open_p
 from batonmq_server.storage.core.open_transactions import TransactionSnapshot
 from batonmq_server.storage.core.outputs import OutputSnapshot
 from batonmq_server.storage.core.producers import ProducerColumns, QueueKey
-from batonmq_server.storage.core.purge import PurgeOrder, due_segments
+from batonmq_server.storage.core.purge import due_segments
 from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.core.transactions import EndedTransaction, encode_ended
 
@@ -77,7 +77,6 @@ class CheckpointWriter:
         self._disk, self._store, self.position = disk, store, position
         self._obsolete_paths: list[str] = []
         self._purging: list[PositionRange] = []
-        self._carried_out = 0
 
     def is_purged(self, position: int) -> bool:
         """Return whether the segment with `position` is purged, and a checkpoint says so."""
@@ -103,25 +102,20 @@ class CheckpointWriter:
         ends = [order.next_position for order in purges]
         return max([*ends, *(order.next_position for order in compactions)], default=0)
 
-    def orders_before(self, position: int) -> list[PurgeOrder]:
-        """Return the purge orders before `position` that are not carried out."""
-        orders, done = self._store.purge_orders, self._carried_out
-        return [one for one in orders if done < one.next_position <= position]
-
     def carry_out(self, position: int) -> None:
         """Carry out the purge orders before `position`: the log must be safe up to there.
 
         The next checkpoint makes it durable; after a crash before that the orders are read again.
         No checkpoint may be in progress.
         """
-        store, orders = self._store, self.orders_before(position)
+        store, orders = self._store, self._store.due_orders(position)
         self.remove_later(store.drop_messages({id_ for one in orders for id_ in one.topic_ids}))
         self.remove_later(store.trim(trim for one in orders for trim in one.trims))
         # Their files are not read from now on: they are replaced while other tasks run.
         for segment in (due := due_segments(store.log, orders)):
             store.log.purged(segment)
         self._purging = [one for one in self._purging if store.log.is_purged(one[0])] + due
-        self._carried_out = max(self._carried_out, position)
+        store.carried_out_to = max(store.carried_out_to, position)
 
     def begin(self) -> CheckpointCapture:
         """Capture the state at the present end of the log."""

@@ -87,6 +87,8 @@ class MessageStore:
 
     Attributes:
         dropped: Offsets below which queues have dropped their messages, from a recovery.
+        purge_orders: Orders that no checkpoint has recorded as carried out.
+        carried_out_to: Position before which the orders are carried out.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class MessageStore:
         self.transactions = Transactions(producers)
         self.outputs = OutputTable()
         self.purge_orders: list[PurgeOrder] = []
+        self.carried_out_to = 0
         self.compacted = CompactedQueues(log)
         self._reader = QueueReader(log, self.compacted)
         self.dropped: Mapping[QueueKey, int] = {}
@@ -286,6 +289,11 @@ class MessageStore:
                 self.compacted.put(order.key, order.section)
                 next_offset = order.section.next_offset
                 self._unneeded_paths += queue.trim_to(next_offset, order.queue_position)
+
+    def due_orders(self, position: int) -> list[PurgeOrder]:
+        """Return the purge orders before `position` that are not carried out."""
+        begin = self.carried_out_to
+        return [one for one in self.purge_orders if begin < one.next_position <= position]
 
     def take_unneeded_paths(self) -> list[str]:
         """Return the index files that compactions have made obsolete since the last call."""
