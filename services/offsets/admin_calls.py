@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._core.names import check_group, check_topic
-from batonmq.errors import GroupMoved, GroupsApart
+from batonmq._core.queues import GroupQueue
+from batonmq.errors import BatonError, GroupMoved, GroupsApart, NotServing
 from batonmq_server.offsets.core.resets import ResetOutcome, ResetStep
 from batonmq_server.offsets.group_modes import group_in_use
 from batonmq_server.offsets.offsets_calls import Context, OffsetsCalls
@@ -14,6 +16,9 @@ from batonmq_server.offsets.request_reader import number, topic_or_all
 from batonmq_server.offsets.responses import reset_outcome_pb, reset_step_pb
 
 log = logging.getLogger(__name__)
+
+READ_TIMEOUT_S = 3.0
+"""An operation may be about many topics; each is read from etcd."""
 
 
 class AdminCalls(OffsetsCalls):
@@ -24,11 +29,15 @@ class AdminCalls(OffsetsCalls):
         self._check_change(request.offsets_epoch)
         group, order, targets = await self._reader.reset(request)
         await self._check_kept(group)
+        missing = await self._missing(target.key for target in targets)
+        self._resolver.check(group)  # it may have left during the await
         now, dry_run = self._now(), request.dry_run
         if order.undone_op_id:
             outcome = self._resets.undo(group, order, now, dry_run=dry_run)
         else:
-            outcome = self._resets.reset(group, order, targets, now, dry_run=dry_run)
+            outcome = self._resets.reset(
+                group, order, targets, now, dry_run=dry_run, missing=missing
+            )
         await self._make_durable(outcome)
         if not dry_run:
             self._telemetry.report_reset(group, order, outcome)
@@ -42,9 +51,14 @@ class AdminCalls(OffsetsCalls):
         to_group, order, topic = self._reader.clone(request)
         await self._check_kept(to_group)
         await self._check_same_set(order.from_group, to_group)
+        targets = self._resets.clone_targets(to_group, order, topic)
+        missing = await self._missing(target.key for target in targets)
+        for error in missing.values():
+            if isinstance(error, NotServing):
+                raise error
         self._resolver.check(to_group)  # it may have left during the await
         now, dry_run = self._now(), request.dry_run
-        outcome = self._resets.clone(to_group, order, topic, now, dry_run=dry_run)
+        outcome = self._resets.clone(to_group, order, topic, now, dry_run=dry_run, missing=missing)
         await self._make_durable(outcome)
         if not dry_run:
             self._telemetry.report_reset(to_group, order, outcome)
@@ -96,6 +110,12 @@ class AdminCalls(OffsetsCalls):
             log.info("progress deleted group=%s topic=%s queues=%d", group, topic, len(deleted))
         await self._commits.wait_all_durable()
         return pb.DeleteGroupResponse(offsets_epoch=self._table.epoch, queue_count=len(deleted))
+
+    async def _missing(self, keys: Iterable[GroupQueue]) -> dict[GroupQueue, BatonError]:
+        """Return the queues without progress that do not exist, or are not known to exist."""
+        return await self._queues.missing(
+            (key for key in keys if key not in self._table), timeout_s=READ_TIMEOUT_S
+        )
 
     async def _check_same_set(self, from_group: str, to_group: str) -> None:
         """Reject a clone from a group that another replica set keeps.

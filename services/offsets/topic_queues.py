@@ -1,4 +1,4 @@
-"""Finds in etcd whether queues exist, before a commit without a token creates their progress.
+"""Finds in etcd whether queues exist, before a call without a token creates their progress.
 
 With a token this is not needed: the lock manager grants queues of the group's record only.
 """
@@ -32,10 +32,15 @@ class TopicQueues:
     def __init__(self, etcd: EtcdSession) -> None:
         self._etcd = etcd
 
-    async def missing(self, keys: Iterable[GroupQueue]) -> dict[GroupQueue, BatonError]:
-        """Return the queues that do not exist, or are not known to exist, with the error.
+    async def missing(
+        self, keys: Iterable[GroupQueue], timeout_s: float = READ_TIMEOUT_S
+    ) -> dict[GroupQueue, BatonError]:
+        """Return the queues that do not exist, with the error.
 
-        Waits no longer than `READ_TIMEOUT_S` for all of them together.
+        Those that could not be read in time have the error NotServing.
+
+        Args:
+            timeout_s: Limit for all of them together.
         """
         by_topic: dict[str, list[GroupQueue]] = defaultdict(list)
         for key in keys:
@@ -43,7 +48,7 @@ class TopicQueues:
         not_read: BatonError = NotServing("etcd does not answer in time", retry_after_ms=500)
         errors = {key: not_read for each in by_topic.values() for key in each}
         try:
-            async with timeouts.timeout(READ_TIMEOUT_S):
+            async with timeouts.timeout(timeout_s):
                 for topic, wanted in by_topic.items():
                     spread = await self._spread(topic)
                     for key in wanted:

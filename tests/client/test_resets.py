@@ -35,6 +35,7 @@ from batonmq.errors import (
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.client.group import Scene, handle_all, scene
 from tests.nameserver.replica import offsets_service, replica
+from tests.offsets.service_calls import store_topic
 from tests.support.conditions import until
 
 OPERATION = Operation("tester", "a test")
@@ -93,6 +94,7 @@ async def test_reset_of_many_queues_is_one_operation(etcd_endpoint: str, tmp_pat
         Admin(running.address) as admin,
     ):
         queues = topic("t", QUEUES_PER_CALL + 100).queues
+        await store_topic(etcd, len(queues), "t", (queues[0].broker,))
         plan = ResetPlan("g", tuple((queue, queue.queue_id) for queue in queues), ())
         resets = Resets(admin)
         done = await resets.reset(plan, OPERATION)

@@ -97,10 +97,18 @@ class Service:
             assert recorded.outcomes[0].HasField("delivered")
 
 
-async def store_topic(etcd: EtcdSession, queue_count: int = 8) -> None:
-    """Write the topic of all queues to etcd, as the nameserver does."""
-    spread = [nameserver_pb.QueueSpread(broker="broker-a", queue_count=queue_count)]
-    await etcd.put("topics/news", StoredTopic(topic_id=1, spread=spread).SerializeToString())
+async def store_topic(
+    etcd: EtcdSession,
+    queue_count: int = 8,
+    topic: str = "news",
+    brokers: Sequence[str] = ("broker-a",),
+) -> None:
+    """Write a topic to etcd, as the nameserver does."""
+    spread = [
+        nameserver_pb.QueueSpread(broker=broker, queue_count=queue_count) for broker in brokers
+    ]
+    value = StoredTopic(topic_id=1, spread=spread).SerializeToString()
+    await etcd.put(f"topics/{topic}", value)
 
 
 def single_set_directory(etcd: EtcdSession, *groups: str) -> PlacementDirectory:

@@ -36,6 +36,11 @@ from tests.offsets.service_calls import (
 from tests.support.conditions import until
 
 
+@pytest.fixture(autouse=True)
+async def _topic_exists(etcd: EtcdSession) -> None:
+    await store_topic(etcd, queue_count=10)
+
+
 def reset(to_offset: int = 4, *queue_ids: int, **fields: Any) -> pb.ResetRequest:
     items = [
         pb.ResetItem(queue=queue(queue_id=queue_id), to_offset=to_offset)
@@ -164,6 +169,25 @@ async def test_clone_returns_its_steps(service: Service) -> None:
     assert (now.committed_offset, list(now.acked), now.source) == (6, [run(8, 9)], 5)
     code, error = await rejection(service, "Clone", clone(reason="another"))
     assert (code, error.reason) == (grpc.StatusCode.ALREADY_EXISTS, "OPERATION_EXISTS")
+
+
+async def test_reset_and_clone_create_no_progress_on_queues_that_do_not_exist(
+    service: Service, etcd: EtcdSession
+) -> None:
+    """A topic that was shrunk leaves progress, which may still be reset."""
+    await service.start_owner(queue_id=9)
+    await store_topic(etcd, queue_count=2)
+    for dry_run in (True, False):
+        outcomes = (await call(service, "Reset", reset(4, 1, 2, 9, dry_run=dry_run))).outcomes
+        assert reasons(outcomes[1:2]) == ["REASON_QUEUE_NOT_FOUND"]
+        assert [one.step.queue.queue.queue_id for one in outcomes] == [1, 0, 9]
+    for dry_run in (True, False):
+        steps = (await call(service, "Clone", clone(dry_run=dry_run))).steps
+        assert [step.queue.queue.queue_id for step in steps] == [1]
+    await etcd.delete("topics/news")
+    outcomes = (await call(service, "Reset", reset(4, 5, op_id="next"))).outcomes
+    assert reasons(outcomes) == ["REASON_TOPIC_NOT_FOUND"]
+    assert {key.queue_id for key, _ in service.offsets.table.items()} == {1, 9}
 
 
 async def test_list_resets_returns_the_newest_first(service: Service) -> None:

@@ -50,6 +50,7 @@ from tests.offsets.replica_cluster import (
     queue,
     replica_set,
 )
+from tests.offsets.service_calls import store_topic
 from tests.support.conditions import until
 from tests.support.replica_nodes import LEASE_MS, TIMEOUT_S, CallGate, Proceed
 
@@ -572,7 +573,8 @@ async def test_late_topic_deletion_does_not_delete_newer_progress_of_a_moved_gro
 async def test_group_without_a_placement_belongs_to_one_set(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with two_sets(etcd_endpoint, tmp_path) as (_, left, right):
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
+        await store_topic(scene.etcd)
         request = reset(7, queue_id=0)
         request.items[0].queue.group = "strangers"
         answers = await asyncio.wait_for(

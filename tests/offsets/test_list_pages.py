@@ -17,7 +17,16 @@ from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq_server.offsets.core.holds import HOLDS_MAX
 from batonmq_server.runtime import paging
-from tests.offsets.service_calls import TERM, Service, call, fence_item, queue, rejection
+from batonmq_server.runtime.etcd.session import EtcdSession
+from tests.offsets.service_calls import (
+    TERM,
+    Service,
+    call,
+    fence_item,
+    queue,
+    rejection,
+    store_topic,
+)
 
 QUEUES = [(topic, broker, number) for topic in ("news", "sport") for broker in "ab" for number in
           (0, 2, 10)]  # fmt: skip
@@ -27,6 +36,12 @@ REQUESTS: dict[str, Any] = {
     "ListHolds": pb.ListHoldsRequest(queue=queue()),
 }
 NOT_TOKENS = ["!", "bm8", paging.token_of_key("news\0a"), paging.token_of_key("-1")]
+
+
+@pytest.fixture(autouse=True)
+async def _topics_exist(etcd: EtcdSession) -> None:
+    for topic in ("early", "news", "sport"):
+        await store_topic(etcd, 11, topic, ("a", "b", "broker-a", "c"))
 
 
 def ref(topic: str, broker: str, queue_id: int) -> queue_pb2.GroupQueue:

@@ -498,13 +498,12 @@ class Machine(RuleBasedStateMachine):
 
     def move_table(self, move: Move, before: object) -> tuple[object, bool]:
         order = ResetOrder(move.op_id, move.kind, "admin", "", undone_op_id=move.undone)
-        dry = {"dry_run": move.dry_run}
         outcome: ResetOutcome
         if move.undone:
-            outcome = self.resets.undo(KEY.group, order, self.now, **dry)
+            outcome = self.resets.undo(KEY.group, order, self.now, dry_run=move.dry_run)
         else:
-            target = QueueReset(KEY, move.to)
-            outcome = self.resets.reset(KEY.group, order, [target], self.now, **dry)
+            target = [QueueReset(KEY, move.to)]
+            outcome = self.resets.reset(KEY.group, order, target, self.now, dry_run=move.dry_run)
         (result,) = outcome.results
         if not outcome.applied:
             assert self.copy() == before, "dry runs, repetitions and rejected calls change nothing"

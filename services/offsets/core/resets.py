@@ -7,8 +7,9 @@ answered from the history.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from batonmq._core.queues import GroupQueue
@@ -149,8 +150,13 @@ class ResetExecutor:
         now: Instant,
         *,
         dry_run: bool,
+        missing: Mapping[GroupQueue, BatonError] = MappingProxyType({}),
     ) -> ResetOutcome:
-        """Move queues of `group`; if the result is an error, the queue is unchanged."""
+        """Move queues of `group`; if the result is an error, the queue is unchanged.
+
+        Args:
+            missing: Queues that must not get their first progress, with the error.
+        """
         known = None if dry_run else self.history.find(group, order.op_id)
         if known is not None and known.order != order:
             return ResetOutcome([_exists(order.op_id) for _ in targets], [], None)
@@ -160,7 +166,9 @@ class ResetExecutor:
         for target in targets:
             step = done.get(target.key)
             if step is None:
-                result = self._move(target, order.kind, now, dry_run=dry_run)
+                result = missing.get(target.key) or self._move(
+                    target, order.kind, now, dry_run=dry_run
+                )
                 results.append(result)
                 if isinstance(result, ResetStep) and not dry_run:
                     applied.append(result)
@@ -188,14 +196,35 @@ class ResetExecutor:
         targets = [QueueReset(step.key, step.effect.before, step) for step in undone.steps]
         return self.reset(group, order, targets, now, dry_run=dry_run)
 
-    def clone(
-        self, to_group: str, order: ResetOrder, topic: str, now: Instant, *, dry_run: bool
-    ) -> ResetOutcome:
-        """Give `to_group` the progress of `order.from_group`.
+    def clone_targets(self, to_group: str, order: ResetOrder, topic: str) -> list[QueueReset]:
+        """Return what a clone gives to `to_group`: the progress of `order.from_group`.
 
         Args:
             topic: Only this topic; empty for all but the retry topic of `from_group`, which no
                 other group reads.
+        """
+        targets, own = [], retry_topic(order.from_group)
+        for key in self._table.queues_of(order.from_group):
+            if key.topic == topic or (not topic and key.topic != own):
+                source = self._table.query(key)
+                state = AckState(source.committed_offset, source.acked)
+                targets.append(QueueReset(key._replace(group=to_group), state))
+        return targets
+
+    def clone(
+        self,
+        to_group: str,
+        order: ResetOrder,
+        topic: str,
+        now: Instant,
+        *,
+        dry_run: bool,
+        missing: Container[GroupQueue] = (),
+    ) -> ResetOutcome:
+        """Give `to_group` the progress of `order.from_group`, as `clone_targets` returns it.
+
+        Args:
+            missing: Queues that are left out, because they do not exist.
 
         Raises:
             OperationExists: the id was used for another operation.
@@ -205,12 +234,11 @@ class ResetExecutor:
             raise _exists(order.op_id)
         if known is not None:
             return ResetOutcome(list(known.steps), [], None)
-        targets, own = [], retry_topic(order.from_group)
-        for key in self._table.queues_of(order.from_group):
-            if key.topic == topic or (not topic and key.topic != own):
-                source = self._table.query(key)
-                state = AckState(source.committed_offset, source.acked)
-                targets.append(QueueReset(key._replace(group=to_group), state))
+        targets = [
+            target
+            for target in self.clone_targets(to_group, order, topic)
+            if target.key not in missing
+        ]
         return self.reset(to_group, order, targets, now, dry_run=dry_run)
 
     def _move(

@@ -123,17 +123,21 @@ class OffsetsServiceStub:
     An operation on more queues than one call can have takes several calls with one `op_id`.
 
     Item errors: NOT_FOUND (UNKNOWN_QUEUE, for an undo: the group has no progress on the queue, or the
-    progress that was moved was deleted since), ALREADY_EXISTS (OPERATION_EXISTS: the id was used by
-    another operator, with another reason, or for another offset of the queue).
+    progress that was moved was deleted since; TOPIC_NOT_FOUND, QUEUE_NOT_FOUND: the group has no
+    progress on the queue, and the queue does not exist), ALREADY_EXISTS (OPERATION_EXISTS: the id was
+    used by another operator, with another reason, or for another offset of the queue), UNAVAILABLE
+    (NOT_SERVING: etcd does not answer whether the queue exists).
     Statuses: INVALID_ARGUMENT, NOT_FOUND (OPERATION_NOT_FOUND, for an undo), FAILED_PRECONDITION
     (OLD_EPOCH).
     """
     Clone: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.CloneRequest, _offsets_service_pb2.CloneResponse]
     """Copies the progress of one group to another, queue by queue, as a reset does, including the acked
-    offsets above the committed ones.
+    offsets above the committed ones. Queues that do not exist any more, and on which the receiving
+    group has no progress, are left out.
 
     Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH;
-    GROUPS_APART: two replica sets keep the groups).
+    GROUPS_APART: two replica sets keep the groups), UNAVAILABLE (NOT_SERVING: etcd does not answer
+    whether the queues exist).
     """
     DeleteGroup: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.DeleteGroupRequest, _offsets_service_pb2.DeleteGroupResponse]
     """Deletes the progress of a deleted group; the tokens are kept, as by DeleteTopic. The call reads
@@ -265,17 +269,21 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
     An operation on more queues than one call can have takes several calls with one `op_id`.
 
     Item errors: NOT_FOUND (UNKNOWN_QUEUE, for an undo: the group has no progress on the queue, or the
-    progress that was moved was deleted since), ALREADY_EXISTS (OPERATION_EXISTS: the id was used by
-    another operator, with another reason, or for another offset of the queue).
+    progress that was moved was deleted since; TOPIC_NOT_FOUND, QUEUE_NOT_FOUND: the group has no
+    progress on the queue, and the queue does not exist), ALREADY_EXISTS (OPERATION_EXISTS: the id was
+    used by another operator, with another reason, or for another offset of the queue), UNAVAILABLE
+    (NOT_SERVING: etcd does not answer whether the queue exists).
     Statuses: INVALID_ARGUMENT, NOT_FOUND (OPERATION_NOT_FOUND, for an undo), FAILED_PRECONDITION
     (OLD_EPOCH).
     """
     Clone: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.CloneRequest, _offsets_service_pb2.CloneResponse]  # type: ignore[assignment]
     """Copies the progress of one group to another, queue by queue, as a reset does, including the acked
-    offsets above the committed ones.
+    offsets above the committed ones. Queues that do not exist any more, and on which the receiving
+    group has no progress, are left out.
 
     Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH;
-    GROUPS_APART: two replica sets keep the groups).
+    GROUPS_APART: two replica sets keep the groups), UNAVAILABLE (NOT_SERVING: etcd does not answer
+    whether the queues exist).
     """
     DeleteGroup: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.DeleteGroupRequest, _offsets_service_pb2.DeleteGroupResponse]  # type: ignore[assignment]
     """Deletes the progress of a deleted group; the tokens are kept, as by DeleteTopic. The call reads
@@ -464,8 +472,10 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         An operation on more queues than one call can have takes several calls with one `op_id`.
 
         Item errors: NOT_FOUND (UNKNOWN_QUEUE, for an undo: the group has no progress on the queue, or the
-        progress that was moved was deleted since), ALREADY_EXISTS (OPERATION_EXISTS: the id was used by
-        another operator, with another reason, or for another offset of the queue).
+        progress that was moved was deleted since; TOPIC_NOT_FOUND, QUEUE_NOT_FOUND: the group has no
+        progress on the queue, and the queue does not exist), ALREADY_EXISTS (OPERATION_EXISTS: the id was
+        used by another operator, with another reason, or for another offset of the queue), UNAVAILABLE
+        (NOT_SERVING: etcd does not answer whether the queue exists).
         Statuses: INVALID_ARGUMENT, NOT_FOUND (OPERATION_NOT_FOUND, for an undo), FAILED_PRECONDITION
         (OLD_EPOCH).
         """
@@ -477,10 +487,12 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_offsets_service_pb2.CloneResponse, _abc.Awaitable[_offsets_service_pb2.CloneResponse]]:
         """Copies the progress of one group to another, queue by queue, as a reset does, including the acked
-        offsets above the committed ones.
+        offsets above the committed ones. Queues that do not exist any more, and on which the receiving
+        group has no progress, are left out.
 
         Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH;
-        GROUPS_APART: two replica sets keep the groups).
+        GROUPS_APART: two replica sets keep the groups), UNAVAILABLE (NOT_SERVING: etcd does not answer
+        whether the queues exist).
         """
 
     @_abc_1.abstractmethod
