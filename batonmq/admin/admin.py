@@ -334,7 +334,8 @@ class Admin:
     async def group_progress(self, name: str) -> GroupProgress:
         """Return the progress of a group on all its queues, and the clients that can't join.
 
-        The queues are those of the subscription and those with progress.
+        The queues are those of the subscription and those with progress. Progress is left out on a
+        queue that its topic no longer has: it is kept in case that the topic gets the queue again.
 
         Raises:
             GroupNotFound: The group does not exist.
@@ -344,9 +345,14 @@ class Admin:
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(_or_problem("offsets", self.progress(name), (), problems))
             locks = tasks.create_task(_or_problem("lockmgr", self.list_locks(name), (), problems))
-        progress = reading.result()
+        queues_of = {topic.name: frozenset(topic.queues) for topic in topics}
+        progress = [
+            entry
+            for entry in reading.result()
+            if (queue := queue_from_pb(entry.queue.queue)) in queues_of.get(queue.topic, {queue})
+        ]
         wanted = {subscription.topic for subscription in group.subscriptions}
-        queues = {queue for topic in topics if topic.name in wanted for queue in topic.queues}
+        queues = {queue for name in wanted for queue in queues_of.get(name, ())}
         queues.update(queue_from_pb(entry.queue.queue) for entry in progress)
         # Read after the committed offsets, so that no committed offset is above an end.
         extents, away = await self.extents(sorted(queues))

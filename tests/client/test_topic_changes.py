@@ -150,6 +150,35 @@ async def test_batch_for_a_removed_queue_is_sent_to_another_queue(tmp_path: Path
         assert len(moved) == 16
 
 
+async def test_progress_on_a_removed_queue_is_not_shown_and_is_used_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    async with (
+        local_cluster(tmp_path, nameserver={"shrink_interval_ms": 50}) as cluster,
+        Admin(cluster.nameserver) as admin,
+    ):
+        await admin.create_topic(TOPIC, 2)
+        removed = QueueRef(TOPIC, "broker-0", 1)
+        async with Producer(cluster.nameserver) as producer:
+            await producer.send(TOPIC, b"first", queue=removed)
+            async with reading(cluster.nameserver) as bodies:
+                await until(lambda: bodies == [b"first"])
+            await admin.update_topic(TOPIC, queue_count=1)
+
+            async def is_removed() -> bool:
+                return len((await admin.describe_topic(TOPIC)).queues) == 1
+
+            await until(is_removed)
+            assert [row.queue_id for row in await progress_of_topic(admin)] == [0]
+            await admin.update_topic(TOPIC, queue_count=2)
+            await _send_when_known(producer, b"second", removed)
+            async with reading(cluster.nameserver) as bodies:
+                await until(lambda: bodies)
+            assert bodies == [b"second"], "the first message is not handled twice"
+        rows = await progress_of_topic(admin)
+        assert [row.committed_offset for row in rows if row.queue_id == 1] == [2]
+
+
 @pytest.mark.long
 async def test_unwritable_topic_refuses_and_unreadable_topic_delays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -190,13 +219,13 @@ async def _send_until_refused(producer: Producer) -> list[bytes]:
     return stored
 
 
-async def _send_when_known(producer: Producer, body: bytes) -> None:
+async def _send_when_known(producer: Producer, body: bytes, queue: QueueRef | None = None) -> None:
     """Send as soon as the producer knows the topic's change."""
 
     async def tried() -> bool:
         try:
-            await producer.send(TOPIC, body)
-        except NotWritable:
+            await producer.send(TOPIC, body, queue=queue)
+        except (NotWritable, QueueNotFound):
             return False
         return True
 
