@@ -303,8 +303,10 @@ class TierMover:
         """Remove local copies that are due; return whether there was one."""
         moved, checkpointer = False, self._parts.checkpointer
         due: list[LocalSegment] = []
+        if not (found := self._due_removals(local, self._known)):
+            return False
         scheduled = self._parts.node.store.schedule.waiting.positions()
-        async for one in in_steps(self._due_removals(local, self._known)):
+        async for one in in_steps(found):
             if len(due) == REMOVALS_MAX:
                 break
             if not self._is_held(one, scheduled):

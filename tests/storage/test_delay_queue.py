@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from batonmq_server.storage.core import delay_queue
 from batonmq_server.storage.core.delay_queue import (
     MINUTE_MS,
     ROW,
     DelayedBatch,
     DelayKey,
     DelayQueue,
+    DelaySnapshot,
 )
 
 NOW = 1_700_000_000_000 // MINUTE_MS * MINUTE_MS
@@ -31,6 +33,11 @@ aheads = st.one_of(
     st.sampled_from([0, 999, 1_000, 59_999, MINUTE_MS, MINUTE_MS + 1, DAY_MS, 40 * DAY_MS]),
     st.integers(-DAY_MS, 40 * DAY_MS),
 )
+
+
+@pytest.fixture(autouse=True)
+def _few_are_listed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delay_queue, "LISTED_AT_ONCE", 7)
 
 
 class DelayQueueMachine(RuleBasedStateMachine):
@@ -164,6 +171,27 @@ def test_no_entry_is_due_early_when_the_clock_steps_back() -> None:
     assert levels.due(NOW - 100, 9) == [DelayedBatch(NOW - 100, 2, 2)]
     assert levels.due(NOW + 499, 9) == []
     assert levels.due(NOW + 500, 9) == [DelayedBatch(NOW + 500, 1, 1)]
+
+
+def test_pages_by_position_copy_all_entries_only_once_for_many_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delay_queue, "LISTED_AT_ONCE", 2_000)
+    copies, snapshot = list[int](), DelayQueue.snapshot
+
+    def counted(levels: DelayQueue) -> DelaySnapshot:
+        copies.append(len(levels))
+        return snapshot(levels)
+
+    monkeypatch.setattr(DelayQueue, "snapshot", counted)
+    levels, position, listed = DelayQueue(), 0, list[int]()
+    for at in range(5_000):
+        levels.add(DelayedBatch(NOW + at * 7_919 % DAY_MS, at, at))
+    while page := levels.by_position(position, 100):
+        listed += [one.position for one in page]
+        position = listed[-1] + 1
+    assert listed == list(range(5_000))
+    assert len(copies) == 4, "three, and one that finds the end"
 
 
 def test_removed_entries_free_their_memory() -> None:

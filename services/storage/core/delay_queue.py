@@ -23,6 +23,7 @@ import numpy.typing as npt
 MINUTE_MS, SECOND_MS = 60_000, 1_000
 ROW = np.dtype([("deliver_unix_ms", ">i8"), ("schedule_id", ">i8"), ("position", ">i8")])
 _ROW = ROW.newbyteorder("=")
+LISTED_AT_ONCE = 16_384
 _GONE = -1
 _GONE_MAX = 64
 
@@ -65,6 +66,8 @@ class DelayQueue:
         self._first_minute: int | None = None
         self._split_ms = self._opened_ms = 0
         self._count = 0
+        self._listed = np.empty(0, _ROW)
+        self._listed_from = self._listed_to = 0
 
     def __len__(self) -> int:
         return self._count
@@ -159,8 +162,25 @@ class DelayQueue:
         return [DelayedBatch(*row) for row in rows[order].tolist()]
 
     def by_position(self, position: int, count_max: int) -> list[DelayedBatch]:
-        """Return the entries stored at or after a position, ascending by position."""
-        return self.snapshot().by_position(position, count_max)
+        """Return the entries stored at or after a position, ascending by position.
+
+        To find them, all entries are copied. So more are found at once, for the next pages: an
+        entry that is added or moved later gets a greater position than all that were found.
+        """
+        entries: list[DelayedBatch] = []
+        while len(entries) < count_max:
+            if not self._listed_from <= position < self._listed_to:
+                self._listed = self.snapshot().by_position(position, LISTED_AT_ONCE)
+                self._listed_from = self._listed_to = position
+                if not len(self._listed):
+                    break
+                self._listed_to = int(self._listed["position"][-1]) + 1
+            begin = int(np.searchsorted(self._listed["position"], position))
+            rows = self._listed[begin : begin + count_max - len(entries)].tolist()
+            position = rows[-1][2] + 1
+            found = (DelayedBatch(*row) for row in rows)
+            entries += [one for one in found if self.position(one.key) == one.position]
+        return entries
 
     def positions(self) -> npt.NDArray[np.int64]:
         """Return the positions of all entries, ascending."""
@@ -296,29 +316,27 @@ class DelaySnapshot:
         stored = np.frombuffer(self.positions, np.int64)
         return np.sort(np.concatenate([loose, stored[stored != _GONE]]))
 
-    def by_position(self, position: int, count_max: int) -> list[DelayedBatch]:
-        """Return the entries stored at or after a position, ascending by position.
+    def by_position(self, position: int, count_max: int) -> npt.NDArray[np.void]:
+        """Return the first rows stored at or after a position, ascending by position.
 
         Only what is returned is sorted.
         """
-        loose = np.array([entry[2] for entry in self.loose], np.int64)
-        positions = np.concatenate([loose, np.frombuffer(self.positions, np.int64)])
+        loose = np.array(self.loose, _ROW)
+        positions = np.concatenate([loose["position"], np.frombuffer(self.positions, np.int64)])
         found = np.flatnonzero(positions >= max(position, 0))
         if len(found) > count_max:
             found = found[np.argpartition(positions[found], count_max - 1)[:count_max]]
         found = found[np.argsort(positions[found])]
-        stored = found - len(loose)
-        bucket_ends = np.cumsum(np.array(self.counts, np.int64))
-        after_ms, ids = np.frombuffer(self.after_ms, np.uint16), np.frombuffer(self.ids, np.int64)
-        entries: list[DelayedBatch] = []
-        for at, index in zip(found.tolist(), stored.tolist(), strict=True):
-            if index < 0:
-                entries.append(DelayedBatch(*self.loose[at]))
-                continue
-            bucket = int(np.searchsorted(bucket_ends, index, side="right"))
-            deliver_unix_ms = self.begins_unix_ms[bucket] + int(after_ms[index])
-            entries.append(DelayedBatch(deliver_unix_ms, int(ids[index]), int(positions[at])))
-        return entries
+        rows, is_loose = np.empty(len(found), _ROW), found < len(loose)
+        rows[is_loose] = loose[found[is_loose]]
+        stored = found[~is_loose] - len(loose)
+        buckets = np.searchsorted(np.cumsum(np.array(self.counts, np.int64)), stored, "right")
+        begins = np.array(self.begins_unix_ms, np.int64)[buckets]
+        after_ms = np.frombuffer(self.after_ms, np.uint16)[stored]
+        rows["deliver_unix_ms"][~is_loose] = begins + after_ms
+        rows["schedule_id"][~is_loose] = np.frombuffer(self.ids, np.int64)[stored]
+        rows["position"][~is_loose] = positions[found[~is_loose]]
+        return rows
 
     def encode(self) -> bytes:
         """Return 24 bytes per entry, for `DelayQueue.restore`."""
