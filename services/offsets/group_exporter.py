@@ -16,7 +16,7 @@ from batonmq_server.offsets.persistence import PlacementKey, RawEntries, entries
 log = logging.getLogger(__name__)
 
 PART_BYTES = 1024 * 1024
-"""Approximate size of one answer."""
+"""Approximate size of one answer, and of what one write removes."""
 
 
 class GroupExporter:
@@ -60,14 +60,26 @@ class GroupExporter:
     async def forget(self, group: str, move: int) -> None:
         """Remove the entries that were sent by `move`; do nothing if the group was imported again.
 
+        They are removed part by part, so that other changes do not wait for all of them. From the
+        first part on the group is not exported any more. A repeated call removes the rest.
+
         Raises:
             InvalidArgument: the group was not handed over by this move.
         """
+        count = 0
+        while removed := await self._forget_part(group, move):
+            count += removed
+        if count:
+            log.info("group forgotten group=%s move=%d entries=%d", group, move, count)
+
+    async def _forget_part(self, group: str, move: int) -> int:
+        """Remove a part of the entries; return how many it had, 0 if none is left."""
         async with self._placement_lock:
-            entries = await entries_of_group(self._disk, group)
-            # No await up to the last `mark_changed`: a cancelled call changes all or nothing.
-            if self._table.placements.forget(group, move):
+            part = await entries_of_group(self._disk, group, bytes_max=PART_BYTES)
+            if not self._table.placements.forget(group, move):
+                part = []  # it was imported again
+            else:
                 self._commits.mark_changed(PlacementKey(group))
-                self._commits.mark_changed(RawEntries([(key, None) for key, _ in entries]))
-                log.info("group forgotten group=%s move=%d entries=%d", group, move, len(entries))
+                self._commits.mark_changed(RawEntries([(key, None) for key, _ in part]))
             await self._commits.wait_all_durable()
+        return len(part)

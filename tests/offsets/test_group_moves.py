@@ -40,6 +40,7 @@ from batonmq_server.offsets.core.local_placements import (
     PlacementState,
 )
 from batonmq_server.offsets.disk import StoredEntry
+from batonmq_server.offsets.group_exporter import GroupExporter
 from batonmq_server.offsets.persistence import FLOOR
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.runtime.group_placements import GroupPlacement, decode_placement
@@ -415,6 +416,37 @@ async def test_repeated_forget_completes_a_cancelled_one(
         assert of_group(left) == []
 
 
+async def test_repeated_forget_removes_what_an_interrupted_one_has_left(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entries are removed in parts, here of one entry; the third part fails."""
+    monkeypatch.setattr(group_exporter, "PART_BYTES", 1)
+    forget_part, parts = GroupExporter._forget_part, list[int]()
+    left_over: list[int] = []
+
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
+
+        async def counted(exporter: GroupExporter, group: str, move: int) -> int:
+            if len(parts) == 2:
+                parts.clear()
+                left_over.append(len(of_group(left)))
+                with pytest.raises(OldMove):
+                    await exporter.export(group, move, "right", b"")
+                monkeypatch.setattr(GroupExporter, "_forget_part", forget_part)
+                raise Unreachable("interrupted by the test")
+            parts.append(await forget_part(exporter, group, move))
+            return parts[-1]
+
+        before = await work(left)
+        count = len(of_group(left))
+        monkeypatch.setattr(GroupExporter, "_forget_part", counted)
+        await scene.place("right", 1, "left")
+        await scene.moved(1)
+        assert left_over == [count - 2]
+        assert of_group(left) == []
+        assert (await progress(right)).committed_offset == before.committed_offset
+
+
 async def test_new_leader_of_either_set_continues_the_move(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
@@ -699,7 +731,7 @@ def test_seal_is_lifted_only_by_a_later_move() -> None:
     assert placements.get("g") == LocalPlacement(3, PlacementState.GONE, "c", {"t": 6, "u": 4})
     assert placements.forget("g", 3)
     assert placements.get("g") == LocalPlacement(3, PlacementState.FORGOTTEN, "c")
-    assert not placements.forget("g", 3), "the entries are removed only once"
+    assert placements.forget("g", 3), "a repeated call removes what is left"
     with pytest.raises(GroupMoved):
         placements.check("g")
     with pytest.raises(OldMove):

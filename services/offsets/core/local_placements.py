@@ -118,7 +118,7 @@ class LocalPlacements:
         return True
 
     def forget(self, group: str, move: int) -> bool:
-        """Mark a sealed group as forgotten; return whether its entries must be removed now.
+        """Mark a sealed group as forgotten; return whether its entries must be removed, if any.
 
         Raises:
             InvalidArgument: the group was not handed over by this move.
@@ -132,7 +132,7 @@ class LocalPlacements:
             raise InvalidArgument(
                 f"group {group} was not handed over by move {move}", facts={"field": "move"}
             )
-        if placement.move > move or placement.state is not PlacementState.GONE:
+        if placement.move > move:
             return False
         self._placements[group] = LocalPlacement(move, PlacementState.FORGOTTEN, placement.gone_to)
         return True
