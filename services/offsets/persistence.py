@@ -34,7 +34,7 @@ from batonmq_server.offsets.core.change_log import (
     StoreChange,
     decode_change_log,
 )
-from batonmq_server.offsets.core.holds import HOLDS_MAX, TokenChange
+from batonmq_server.offsets.core.holds import HOLDS_MAX, TokenChange, slot_of
 from batonmq_server.offsets.core.local_placements import LocalPlacement
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.progress_table import ProgressTable
@@ -97,6 +97,7 @@ HOLDS = META + b"hold\0"
 """Followed by `queue NUL slot`. Not kept in memory: read by ListHolds."""
 PLACEMENT = META + b"home\0"
 """Prefix of local placements, stored as `home`; followed by the name of a group."""
+_SLOTS = [b"%d" % slot for slot in range(HOLDS_MAX)]
 _FORMAT_VERSION = b"3"
 
 RECOVERY_STEP = 2_048
@@ -309,7 +310,7 @@ def entries_of(
                 return key.entries
             case TokenChangeKey():
                 entry = (
-                    _hold_key(key.key, key.token_change.slot),
+                    _hold_prefix(encode_key(key.key)) + _SLOTS[key.token_change.slot],
                     encode_token_change(key.token_change),
                 )
             case GroupQueue():
@@ -330,10 +331,14 @@ def placement_entry(group: str, placement: LocalPlacement) -> tuple[bytes, bytes
 
 
 def tombstone_entries(key: GroupQueue, tombstone: Tombstone) -> list[Entry]:
-    """Return the entries that store the deletion of a queue's progress and holds."""
-    at = encode_key(key)
-    forgotten = [(_hold_key(key, slot), None) for slot in range(HOLDS_MAX)]
-    return [(at, seal(at, encode_progress(tombstone))), *forgotten]
+    """Return the entries that store the deletion of a queue's progress and holds.
+
+    They are as few as possible: a topic with many groups has 100,000 queues to be deleted at once.
+    """
+    at, end = encode_key(key), tombstone.token
+    begin, prefix = max(end - HOLDS_MAX, 1), _hold_prefix(at)
+    holds: list[Entry] = [(prefix + _SLOTS[slot_of(one)], None) for one in range(begin, end)]
+    return [(at, seal(at, encode_progress(tombstone))), *holds]
 
 
 async def entries_of_group(
@@ -380,12 +385,12 @@ async def find_token_changes(disk: ProgressStore, key: GroupQueue) -> list[Token
     Raises:
         DataLoss: a record can't be read.
     """
-    stored = await disk.read_prefix(HOLDS + encode_key(key) + b"\0")
+    stored = await disk.read_prefix(_hold_prefix(encode_key(key)))
     return [decode_token_change(unseal(*each)) for each in stored]
 
 
-def _hold_key(key: GroupQueue, slot: int) -> bytes:
-    return HOLDS + encode_key(key) + b"\0%d" % slot
+def _hold_prefix(encoded_key: bytes) -> bytes:
+    return HOLDS + encoded_key + b"\0"
 
 
 def _floor(meta: dict[bytes, bytes]) -> tuple[int, int]:

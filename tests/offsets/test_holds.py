@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq_server.offsets.codec import decode_token_change, encode_token_change
@@ -257,14 +259,21 @@ async def test_only_the_newest_holds_are_kept(service: Service) -> None:
     assert len(stored) == HOLDS_MAX
 
 
-async def test_holds_of_a_deleted_topic_are_deleted(service: Service) -> None:
+@pytest.mark.parametrize("last", [2, HOLDS_MAX, HOLDS_MAX + 1, HOLDS_MAX + 5])
+async def test_holds_of_a_deleted_topic_are_deleted(service: Service, last: int) -> None:
+    """Only keys are written that may be stored: many queues may be deleted at once."""
     await service.start_owner()
-    await fence(service, 1, "client-b")
+    for token in range(1, last):
+        await fence(service, token, f"client-{token}")
+    entries = "baton_offsets_durable_entries_total"
+    before = service.registry.get_sample_value(entries) or 0
     await call(service, "DeleteTopic", delete_topic_request())
+    written = (service.registry.get_sample_value(entries) or 0) - before
+    assert written == 2 + min(last, HOLDS_MAX), "the topic, the queue, and its holds"
     assert await listed(service) == []
     assert not [key for key, _ in service.stored() if key.startswith(HOLDS)]
-    await fence(service, 3, "client-c")
-    assert [hold.token for hold in await listed(service)] == [4]
+    await fence(service, last + 1, "client-next")
+    assert [hold.token for hold in await listed(service)] == [last + 2]
 
 
 async def test_commit_writes_no_hold(service: Service) -> None:

@@ -72,7 +72,12 @@ class TokenChange(NamedTuple):
     @property
     def slot(self) -> int:
         """Slot of the ring in which the record is kept."""
-        return self.token % HOLDS_MAX
+        return slot_of(self.token)
+
+
+def slot_of(token: int) -> int:
+    """Return the slot of the ring in which the record of a token is kept."""
+    return token % HOLDS_MAX
 
 
 class TokenHold(NamedTuple):
