@@ -214,12 +214,16 @@ class RealDisk(Disk):
         full = self._folder / path
         fresh = full.with_name(f"{full.name}.new")
         self._add_folder(full.parent)
-        with fresh.open("wb") as file:
-            file.write(head)
-            file.truncate(size)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(full)
+        try:
+            with fresh.open("wb") as file:
+                file.write(head)
+                file.truncate(size)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(full)
+        except OSError:
+            fresh.unlink(missing_ok=True)  # on a full disk it would take the last space
+            raise
         _sync_folder(full.parent)
 
     def sync(self, paths: Sequence[str]) -> None:

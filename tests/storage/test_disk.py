@@ -14,6 +14,7 @@ import pytest
 from batonmq_server.storage.core.commitlog import CommitLog, StampedBatch
 from batonmq_server.storage.core.files import FileCache
 from batonmq_server.storage.disk import PARTS_MAX, InUse, RealDisk, locked
+from tests.support.tmpfs import fill_up, small_file_system
 
 
 def open_files() -> int:
@@ -52,6 +53,19 @@ def test_created_file_is_zero_and_fully_allocated(tmp_path: Path) -> None:
         disk.create("log/x", 1)
     assert file.size == 1 << 20
     file.close()
+
+
+def test_replacement_that_does_not_fit_takes_no_space(tmp_path: Path) -> None:
+    """For example a checkpoint: it is tried again and again, and something smaller may fit."""
+    with small_file_system(tmp_path / "disk", 2) as folder:
+        disk = RealDisk(folder)
+        disk.replace("checkpoint", b"good")
+        fill_up(folder, leave_bytes=256 * 1024)
+        _, free_bytes = disk.space()
+        with pytest.raises(OSError, match="No space"):
+            disk.replace("checkpoint", bytes(512 * 1024))
+        assert disk.space()[1] == free_bytes
+        assert disk.load("checkpoint") == b"good"
 
 
 def test_cut_removes_an_unreadable_sector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
