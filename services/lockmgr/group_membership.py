@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq._common import timeouts
@@ -25,6 +26,8 @@ from batonmq_server.runtime.group_records import GroupRecords
 
 log = logging.getLogger(__name__)
 
+Assignees: TypeAlias = tuple[Incarnation | None, ...]
+
 WAIT_S = 2.0
 """A request waits this long for a group record or gate that etcd has not sent yet."""
 
@@ -34,7 +37,7 @@ class GroupMembers:
     """A group record, as far as the lock manager needs it.
 
     Attributes:
-        queue_counts: Number of queues that can be assigned, by topic and broker.
+        assigned: By topic and broker, for each queue: the member to which it is assigned, or None.
         damage: Why the newest record is not readable; None if it is. Then the others are those of
             the last readable record.
     """
@@ -42,7 +45,7 @@ class GroupMembers:
     generation: int = 0
     members: frozenset[Incarnation] = frozenset()
     topics: frozenset[str] = frozenset()
-    queue_counts: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    assigned: Mapping[tuple[str, str], Assignees] = field(default_factory=dict)
     damage: Internal | None = None
 
     def has(self, incarnation: Incarnation) -> bool:
@@ -50,6 +53,14 @@ class GroupMembers:
         if incarnation in self.members or incarnation._replace(owner=0) in self.members:
             return True
         return not incarnation.owner and any(map(incarnation.matches, self.members))
+
+    def has_queue(self, key: GroupQueue) -> bool:
+        """Return whether the queue can be assigned: it exists."""
+        return key.queue_id < len(self.assigned.get((key.topic, key.broker), ()))
+
+    def assignee(self, key: GroupQueue) -> Incarnation | None:
+        """Return the member to which the queue is assigned."""
+        return self.assigned[key.topic, key.broker][key.queue_id] if self.has_queue(key) else None
 
 
 class GroupMembership:
@@ -132,13 +143,20 @@ class GroupMembership:
                     "subscription_generation": gate.subscription_generation,
                 },
             )
-        if key.queue_id >= group.queue_counts.get((key.topic, key.broker), 0):
-            raise NotAssigned(
-                f"generation {group.generation} of {key.group} does not have {key}",
-                retry_after_ms=100,
-                facts={"generation": requester.generation, "current": group.generation},
-            )
+        if not group.has_queue(key):
+            raise _not_assigned(key, requester, group, "does not have it")
         return gate
+
+    def check_assigned(self, key: GroupQueue, requester: Requester) -> None:
+        """Return if the newest record of the group assigns the queue to the requester.
+
+        Raises:
+            NotAssigned: it assigns the queue to another member, or to none.
+        """
+        group = self.group(key.group)
+        if not requester.incarnation.matches(assignee := group.assignee(key)):
+            name = assignee.client_id if assignee is not None else "no member"
+            raise _not_assigned(key, requester, group, f"assigns it to {name}")
 
     async def wait_for_generation(self, name: str, generation: int) -> None:
         """Return once the group's `generation` and its gate are known, or after `WAIT_S`."""
@@ -185,16 +203,29 @@ class GroupMembership:
         changed.set()
 
 
+def _not_assigned(
+    key: GroupQueue, requester: Requester, group: GroupMembers, why: str
+) -> NotAssigned:
+    return NotAssigned(
+        f"{requester.incarnation.client_id} can't own {key}: generation {group.generation} of "
+        f"{key.group} {why}",
+        retry_after_ms=100,
+        facts={"generation": requester.generation, "current": group.generation},
+    )
+
+
 def _members_of(group: StoredGroup) -> GroupMembers:
+    members = [
+        Incarnation(one.client_id, one.incarnation_id, one.owner)
+        for one in (member.incarnation for member in group.members)
+    ]
+    by_position: Assignees = (None, *members)
     return GroupMembers(
         generation=group.generation,
-        members=frozenset(
-            Incarnation(one.client_id, one.incarnation_id, one.owner)
-            for one in (member.incarnation for member in group.members)
-        ),
+        members=frozenset(members),
         topics=frozenset(subscription.topic for subscription in group.subscriptions),
-        queue_counts={
-            (topic.topic, part.broker): len(part.member_numbers)
+        assigned={
+            (topic.topic, part.broker): tuple(by_position[at] for at in part.member_numbers)
             for topic in group.assignments
             for part in topic.brokers
         },

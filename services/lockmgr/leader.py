@@ -26,6 +26,7 @@ from batonmq_server.lockmgr.core.decision import (
 )
 from batonmq_server.lockmgr.core.lock_entry import (
     ChangeStep,
+    DecisionProfile,
     LockEntry,
     LockState,
     PendingChange,
@@ -265,17 +266,30 @@ class Leader:
         """Try by the present gate of the group.
 
         Raises:
-            NotMember, NotSubscribed, ModeChanged: the requester may not own the queue.
+            NotMember, NotSubscribed, ModeChanged, NotAssigned: the requester may not own the queue.
         """
         try:
             gate = self._members.admit(request.key, request.requester)
         except SubscriptionDraining as error:
             return HandOverRefusal(error, may_wait=True)
+        if not self._may_take_any(request):
+            self._members.check_assigned(request.key, request.requester)
         answer = await self._try(replace(request, gate=gate))
         stale_gate = isinstance(answer, HandOverRefusal) and answer.stale_gate
         if stale_gate and not await self._members.wait_for_new_gate(request.key.group, gate):
             return HandOverRefusal(handover_pending(request.key))
         return answer
+
+    def _may_take_any(self, request: QueueRequest) -> bool:
+        """Return whether the assignment does not matter.
+
+        An owner that is to lose the queue may have handlers to finish under its next token. DeFiBus
+        has no assignment.
+        """
+        entry = self._table.get(request.key)
+        owner = entry.lock.owner if entry is not None else None
+        defibus = self._term.policy.profile is DecisionProfile.DEFIBUS
+        return defibus or request.requester.incarnation.matches(owner)
 
     async def _try(self, request: QueueRequest) -> pb.Grant | HandOverRefusal:
         """Observe if necessary, decide, and carry it out; again if offsets contradicts."""

@@ -226,17 +226,19 @@ class Scene:
     ) -> int:
         """Write the group record, and its gate if that has changed; return the new generation.
 
-        The lock manager does not compare the members of the assignment, so there are none.
+        All queues are assigned to the last one of the members.
         """
         self.generation += 1
-        unassigned = nameserver_pb.BrokerAssignment(broker=BROKER, member_numbers=[0] * queue_count)
+        assignment = nameserver_pb.BrokerAssignment(
+            broker=BROKER, member_numbers=[len(members)] * queue_count
+        )
         group = StoredGroup(
             name=GROUP,
             generation=self.generation,
             members=[nameserver_pb.Member(incarnation=m.incarnation) for m in members],
             subscriptions=[nameserver_pb.Subscription(topic=t, expression="*") for t in topics],
             assignments=[
-                nameserver_pb.TopicAssignment(topic=t, brokers=[unassigned]) for t in topics
+                nameserver_pb.TopicAssignment(topic=t, brokers=[assignment]) for t in topics
             ],
         )
         parts = split_record(group, 0, {})

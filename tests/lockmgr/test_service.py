@@ -24,7 +24,17 @@ from batonmq.errors import (
     Unreachable,
 )
 from batonmq_server.lockmgr import entry_changes
-from tests.lockmgr.scene import HOLD_MS, TIMEOUT_S, Member, Node, Scene, entries, queue, waits
+from tests.lockmgr.scene import (
+    HOLD_MS,
+    QUEUE_COUNT,
+    TIMEOUT_S,
+    Member,
+    Node,
+    Scene,
+    entries,
+    queue,
+    waits,
+)
 from tests.support.conditions import until
 
 LEASE_MS = 30_000
@@ -174,14 +184,69 @@ async def test_owner_active_at_offsets_keeps_the_queue_without_keep_alives(scene
     await scene.commit(grant.token, 10)
 
 
-async def test_request_of_the_same_generation_is_denied_at_once(scene: Scene) -> None:
+async def test_request_for_a_queue_of_another_member_is_denied_at_once(scene: Scene) -> None:
     node, a, b = await scene.leader(), Member("a"), Member("b")
-    generation = await scene.set_group(a, b)
+    generation = await scene.set_group(b, a)
     await a.acquire(node, generation)
     async with asyncio.timeout(HOLD_MS / 2000):
         with pytest.raises(NotAssigned):
             await b.acquire(node, generation, hold_ms=HOLD_MS)
     assert await a.state(node, 1) == "OK"
+
+
+async def test_free_queue_is_denied_to_a_member_to_which_it_is_not_assigned(scene: Scene) -> None:
+    """Otherwise its member would be denied it too, until the group changes."""
+    node, a, b = await scene.leader(), Member("a"), Member("b")
+    generation = await scene.set_group(b, a)
+    with pytest.raises(NotAssigned, match="assigns it to a"):
+        await b.acquire(node, generation)
+    grant = await a.acquire(node, generation)
+    await scene.close(grant.token)
+    with pytest.raises(NotAssigned):
+        await b.acquire(node, generation)
+    await a.release(node, grant.token)
+    with pytest.raises(NotAssigned):
+        await b.acquire(node, generation)
+    assert (await a.acquire(node, generation)).token == 2
+
+
+async def test_late_request_is_denied_a_queue_that_was_assigned_to_another_member_since(
+    scene: Scene,
+) -> None:
+    node, a, b = await scene.leader(), Member("a"), Member("b")
+    old = await scene.set_group(a, b)
+    generation = await scene.set_group(b, a)
+    await a.acquire_each(node, generation, [QUEUE_COUNT])  # waits for the new record
+    with pytest.raises(NotAssigned):
+        await b.acquire(node, old)
+    assert (await a.acquire(node, generation)).token == 1
+
+
+async def test_waiting_request_is_denied_when_its_queue_is_assigned_to_another_member(
+    scene: Scene,
+) -> None:
+    node, a, b, c = await scene.leader(slot_ms=20), Member("a"), Member("b"), Member("c")
+    await a.acquire(node, await scene.set_group(a))
+    await scene.deliver(1, 0, 1)
+    generation = await scene.set_group(a, c, b)
+    async with asyncio.TaskGroup() as tasks:
+        refused = tasks.create_task(b.refusal(node, generation, hold_ms=HOLD_MS))
+        await until(lambda: waits(node, "b"))
+        await scene.set_group(a, b, c)
+    assert isinstance(refused.result(), NotAssigned)
+
+
+async def test_owner_may_acquire_its_queue_again_after_it_was_assigned_to_another_member(
+    scene: Scene,
+) -> None:
+    """Its handlers then end under the next token, before it hands the queue over."""
+    node, a, b = await scene.leader(), Member("a"), Member("b")
+    old = await scene.set_group(b, a)
+    await a.acquire(node, old)
+    await scene.deliver(1, 0, 5)
+    await b.acquire_each(node, await scene.set_group(a, b), [QUEUE_COUNT])
+    again = await a.acquire(node, old, resume=[(0, 5)])
+    assert (again.token, list(again.maybe_seen)) == (2, [])
 
 
 async def test_outcomes_are_streamed_while_others_wait(scene: Scene) -> None:
@@ -243,14 +308,13 @@ async def test_fifty_waiting_requests_cost_one_observation_per_slot(scene: Scene
     node, a = await scene.leader(slot_ms=100), Member("a")
     await a.acquire(node, await scene.set_group(a))
     await scene.deliver(1, 0, 5)
-    others = [Member(f"m{number}") for number in range(50)]
-    generation = await scene.set_group(a, *others)
+    b = Member("b")
+    generation = await scene.set_group(a, b)
     async with asyncio.TaskGroup() as tasks:
         acquiring = [
-            tasks.create_task(other.acquire_each(node, generation, hold_ms=8_000))
-            for other in others
+            tasks.create_task(b.acquire_each(node, generation, hold_ms=8_000)) for _ in range(50)
         ]
-        await until(lambda: _all_wait(node, len(others)))
+        await until(lambda: waits(node, "b"))
         before, start_ms = _observation_count(scene), node.clock.monotonic_ms()
         await until(lambda: _observation_count(scene) >= before + 8)
         assert node.clock.monotonic_ms() - start_ms >= 700
@@ -398,13 +462,12 @@ async def test_holder_of_a_free_queue_gets_it_again_at_once_with_dropped_message
     """The entry is free, the token at offsets is open: the holder is alive, since it sends
     a request."""
     node, a, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
-    generation = await scene.set_group(a, b)
-    await a.acquire(node, generation)
+    await a.acquire(node, await scene.set_group(a))
     await scene.deliver(1, 0, 10)
     assert await a.release(node, 1) == 1
     with pytest.raises(Unacked):
-        await b.acquire(node, generation)
-    again = await a.acquire(node, generation, resume=[(2, 5)])
+        await b.acquire(node, await scene.set_group(a, b))
+    again = await a.acquire(node, await scene.set_group(b, a), resume=[(2, 5)])
     assert again.token == 2
     flagged = [(r.first_offset, r.next_offset) for r in again.maybe_seen]
     assert flagged == [(0, 2), (5, 10)]
@@ -444,7 +507,7 @@ async def test_grant_whose_answer_was_lost_is_reported_and_can_be_released(scene
 
 async def test_release_by_another_client_has_no_effect(scene: Scene) -> None:
     node, a, b = await scene.leader(), Member("a"), Member("b")
-    await a.acquire(node, await scene.set_group(a, b))
+    await a.acquire(node, await scene.set_group(b, a))
     assert await b.release(node, 1) == 0
     assert await a.release(node, 2) == 0
     assert await a.release(node, 1, queue_id=5) == 0
@@ -467,8 +530,8 @@ async def test_freed_entry_keeps_its_token(scene: Scene) -> None:
 
 async def test_released_but_not_closed_queue_waits_for_messages_in_flight(scene: Scene) -> None:
     node, a, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
     generation = await scene.set_group(a, b)
-    await a.acquire(node, generation)
     await scene.deliver(1, 0, 3)
     await a.release(node, 1)
     with pytest.raises(Unacked) as refusal:
@@ -530,11 +593,6 @@ async def test_queue_fenced_by_another_caller_is_observed_again(scene: Scene) ->
 def _observation_count(s: Scene) -> int:
     """Return how often the queue was observed at offsets."""
     return sum(len(r.queues) for method, r in s.rules.seen if method == "Query")
-
-
-async def _all_wait(node: Node, count: int) -> bool:
-    (entry,) = await entries(node)
-    return len(entry.waiters) == count
 
 
 def _open_acquires(node: Node) -> bool:

@@ -113,10 +113,10 @@ async def test_stream_begins_with_queues_that_are_free_already(scene: Scene) -> 
 async def test_queue_granted_to_a_held_request_is_not_announced_as_free(scene: Scene) -> None:
     node, a, b = await owned_by_a(scene)
     c = Member("c")
-    generation = await scene.set_group(a, b, c)
     async with c.watching(node) as watched, b.watching(node) as owner_stream:
         with pytest.raises(Held):
-            await c.acquire(node, generation)
+            await c.acquire(node, await scene.set_group(a, b, c))
+        generation = await scene.set_group(a, c, b)
         async with b.waiting(node, generation):
             await scene.close(1)
             await a.release(node, 1)
@@ -140,7 +140,7 @@ async def test_newer_stream_of_a_client_ends_the_older(scene: Scene) -> None:
 async def test_streams_beyond_the_limit_are_rejected(scene: Scene) -> None:
     node = await scene.leader(watchers_max=1)
     a, b = Member("a"), Member("b")
-    await a.acquire_each(node, await scene.set_group(a, b))
+    await a.acquire_each(node, await scene.set_group(b, a))
     await scene.set_group(b)
     async with a.watching(node) as watched:
         await watched.wanted()

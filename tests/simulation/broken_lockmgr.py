@@ -32,6 +32,7 @@ from batonmq_server.lockmgr.core.lock_entry import (
     Requester,
 )
 from batonmq_server.lockmgr.core.lock_table import HoldReport, KeepAliveCall, LockTable
+from batonmq_server.lockmgr.group_membership import GroupMembership
 from batonmq_server.lockmgr.handover_executor import (
     HandOverExecutor,
     HandOverRefusal,
@@ -191,3 +192,8 @@ def grant_without_gate(patch: pytest.MonkeyPatch) -> None:
         return replace(real(self, lock, revision), gate=None)
 
     patch.setattr(QueueRequest, "write", write)
+
+
+def grant_unassigned(patch: pytest.MonkeyPatch) -> None:
+    """A member gets a queue that the group's record assigns to another member."""
+    patch.setattr(GroupMembership, "check_assigned", lambda *_: None)

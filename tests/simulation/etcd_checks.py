@@ -66,12 +66,15 @@ class EtcdChecks:
             )
         if owner is not None and owner == queue.owner and lock.acquire_seq < queue.acquire_seq:
             expected.fail("story 8", f"{key}: request {lock.acquire_seq} after {queue.acquire_seq}")
+        former = queue.owner
         queue.etcd_token, queue.owner, queue.acquire_seq = lock.token, owner, lock.acquire_seq
         self._check_issued(key, queue, owner, lock.token)
         if owner is None:
             return
         queue.persisted[lock.token] = owner
         group = expected.group
+        if not owner.matches(former) and not group.may_take(key, owner, lock.generation):
+            expected.fail("section 7", f"{key} goes to {owner}, to which it is not assigned")
         if group.draining:
             expected.fail("section 14", f"{key} goes to {owner} while the subscription is changed")
         if group.bound and lock.subscription_generation != group.generation:
@@ -118,7 +121,8 @@ class EtcdChecks:
             expected.left_ms[left] = self._expected.now_ms()
         for member in members:
             expected.left_ms.pop(member, None)
-        expected.members = members
+        expected.members, expected.record = members, group.generation
+        self._note_assigned(group)
         expression = {s.topic: s.expression for s in group.subscriptions}.get(self._topic)
         if expression is None:
             return
@@ -130,3 +134,12 @@ class EtcdChecks:
                 f"generation {group.subscription_generation} of the subscription was {recorded}, "
                 f"now it is {parsed}",
             )
+
+    def _note_assigned(self, group: StoredGroup) -> None:
+        for topic in group.assignments:
+            for part in topic.brokers:
+                for queue_id, position in enumerate(part.member_numbers):
+                    if position:
+                        key = GroupQueue(group.name, topic.topic, part.broker, queue_id)
+                        member = holder_of(group.members[position - 1].incarnation)
+                        self._expected.group.assigned[key][member] = group.generation

@@ -117,6 +117,8 @@ class ExpectedGroup:
             may not have.
         served: Newest generation with an accepted delivery.
         members: Incarnations in the record; `left_ms`: since when others are not any more.
+        record: Generation of the record.
+        assigned: Newest generation of the record that assigns a queue to an incarnation.
     """
 
     filters: dict[int, TagFilter] = field(default_factory=dict)
@@ -128,6 +130,15 @@ class ExpectedGroup:
     served: int = 0
     members: frozenset[Incarnation] = frozenset()
     left_ms: dict[Incarnation, int] = field(default_factory=dict)
+    record: int = 0
+    assigned: dict[GroupQueue, dict[Incarnation, int]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+
+    def may_take(self, key: GroupQueue, owner: Incarnation, generation: int) -> bool:
+        """Return whether a record of at least this generation assigns the queue to the owner."""
+        by_member = self.assigned[key].items()
+        return any(newest >= generation and one.matches(owner) for one, newest in by_member)
 
     def wants(self, tag: str, generations: Iterable[int]) -> bool:
         """Return whether a message that passed the filters of `generations` had to be handled.

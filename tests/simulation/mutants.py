@@ -148,6 +148,7 @@ RIDING = RunOptions(
     faults=Faults(duplicate=0.8, slow=0.2, slow_ms_max=5_000),
 )  # fmt: skip
 SWITCHING = RunOptions(steps=10, switches_identities=True)
+INTRUDED = RunOptions(steps=40, intrusions=8)
 STOLEN = RunOptions(steps=60, thefts=12, identities=True, slow_handlers=0.1)
 OUTAGE = RunOptions(steps=20, joins=4, leaves=2, outage_ms=14_000, slow_handlers=0.3)
 HANGING_OUTAGE = RunOptions(
@@ -320,6 +321,7 @@ MUTANTS = (
         UNINFORMED,
         ("section 14",),
     ),
+    Mutant("grant unassigned", broken_lockmgr.grant_unassigned, INTRUDED, ("section 7",)),
     Mutant("grant without gate", broken_lockmgr.grant_without_gate, ROLLING, ("section 14",)),
     Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",)),
     Mutant(

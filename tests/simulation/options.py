@@ -21,8 +21,8 @@ Fault model. The cluster must keep its promises while
 - the lease of an acting leader is ended although the leader runs and reaches etcd;
 - an operator moves the group back and forth, undoes that, forces the release of queues, pauses
   the group for a while; a new version with another subscription is rolled out;
-- a stranger writes under the ids of the producer, and makes calls for members with their
-  incarnations and tokens;
+- a stranger writes under the ids of the producer, makes calls for members with their incarnations
+  and tokens, and requests queues for members to which they are not assigned;
 - the group is moved between two sets of offsets, whose nodes are killed, frozen and cut off;
 - an operator drains nodes of replica sets, restarts them and undrains them, at any event; the
   followers of a leader freeze just before it is drained;
@@ -111,6 +111,7 @@ class RunOptions:
             not together with other faults of leaders.
         forgeries: Weight of a batch that a stranger sends under an id of the producer.
         thefts: Weight of a call that a stranger makes for a member; only with `identities`.
+        intrusions: Weight of a request for a member, for a queue that is assigned to another one.
         identities: Whether services identify their callers.
         switches_identities: Whether access control is switched on, service by service, after the
             actions. Soon after that every queue must have an owner, without an expired lease.
@@ -167,6 +168,7 @@ class RunOptions:
     lone_drains: int = 0
     forgeries: int = 0
     thefts: int = 0
+    intrusions: int = 0
     identities: bool = False
     switches_identities: bool = False
     outage_ms: int = 0
@@ -296,7 +298,8 @@ class RunOptions:
         """Return these options, perhaps with a stranger, with or without identities."""
         forgeries, thefts = random.choice([0, 0, 2, 4]), random.choice([0, 2, 4])
         if random.random() < 0.5:
-            return replace(self, forgeries=forgeries)
+            intrusions = random.choice([0, 0, 2])
+            return replace(self, forgeries=forgeries, intrusions=intrusions)
         return replace(self, forgeries=forgeries, thefts=thefts, identities=True)
 
     @staticmethod

@@ -173,6 +173,7 @@ class SimulationRun:
             self._operator.move: options.moves,
             self._stranger.write: options.forgeries,
             self._stranger.steal: options.thefts,
+            self._stranger.intrude: options.intrusions,
             self._drain: options.drains,
             self._service_faults.drain_alone: options.lone_drains,
         }

@@ -2,7 +2,7 @@
 
 It may write to the topic and consume for the group, and has every batch that the producer has sent,
 every incarnation and every token. With identities, services can distinguish its calls from those of
-others.
+others. Without them, what it acquires for a member belongs to that member.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._connection.directory import CALL_TIMEOUT_S, Directory
-from batonmq._core.queues import GroupQueue
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq._core.records import BatchBuilder, Header, Message, encode_record
 from batonmq.errors import BatonError
 from batonmq_server.testing.processes import SimulatedProcess
@@ -60,6 +60,35 @@ class SimulatedStranger:
         key = self._context.random.choice(owned)
         calls = (self._commit, self._close, self._pull, self._release, self._leave)
         return self._refused(self._context.random.choice(calls), key)
+
+    def intrude(self) -> Later:
+        """Acquire for a member, with the newest generation, a queue of another member."""
+        group = self._context.cluster.checker.expected.group
+        pairs = [
+            (key, member)
+            for key, assigned in sorted(group.assigned.items())
+            for member in sorted(group.members)
+            if assigned.get(member, 0) < group.record
+        ]
+        return self._acquire(*self._context.random.choice(pairs)) if pairs else None
+
+    async def _acquire(self, key: GroupQueue, member: Incarnation) -> None:
+        self._context.note(f"a stranger acquires {key} for {member.client_id}", "intrusions")
+        request = lockmgr_pb.AcquireRequest(
+            incarnation=queue_pb2.Incarnation(
+                client_id=member.client_id, incarnation_id=member.incarnation_id
+            ),
+            acquire_seq=1,
+            generation=self._context.cluster.checker.expected.group.record,
+            items=[lockmgr_pb.AcquireItem(queue=queue_to_pb(key))],
+        )
+        try:
+            stub = await self._directory.lockmgr()
+            async for response in stub.Acquire(request, timeout=CALL_TIMEOUT_S):
+                if response.HasField("grant"):
+                    self._context.counts["intruded"] += 1
+        except (BatonError, grpc.aio.AioRpcError) as error:
+            self._context.cluster.trace.note("stranger", "acquires nothing", error)
 
     async def _refused(self, call: Call, key: GroupQueue) -> None:
         queue = self._context.cluster.checker.expected.queues[key]
