@@ -97,6 +97,11 @@ class GroupMembership:
         """Return whether this incarnation is a member of the group."""
         return self.group(name).has(incarnation)
 
+    def assigns_to_none(self, key: GroupQueue) -> bool:
+        """Return whether the newest record of the group assigns the queue to no member."""
+        group = self.group(key.group)
+        return group.damage is None and group.assignee(key) is None
+
     def is_draining(self, name: str) -> bool:
         """Return whether the subscription of the group is being changed."""
         gate = self._group_gates.get(name)

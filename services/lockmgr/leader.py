@@ -86,7 +86,9 @@ class Leader:
         self.releaser = QueueReleaser(
             term, members, self._observer, self._notifier, self._changes, self._executor
         )
-        remover = LockRemover(term, self._observer, self._notifier, self._changes)
+        remover = LockRemover(
+            term, members, self._observer, self._notifier, self._changes, self.releaser
+        )
         for loop in (
             self._notifier.observe_held,
             self._notifier.follow_groups,

@@ -1,4 +1,5 @@
-"""Removes the locks of queues whose progress was deleted (protocol section 5)."""
+"""Removes the locks of queues whose progress was deleted, and frees those of owners that are gone
+(protocol section 5)."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from functools import partial
 from batonmq._common.aio import in_steps
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, NotLeader
-from batonmq_server.lockmgr.core.decision import is_removable, is_unused
+from batonmq_server.lockmgr.core.decision import is_abandoned, is_removable, is_unused
 from batonmq_server.lockmgr.core.lock_entry import ChangeStep, LockEntry, Observation
 from batonmq_server.lockmgr.entry_changes import EntryChanges
+from batonmq_server.lockmgr.group_membership import GroupMembership
 from batonmq_server.lockmgr.ownerless_write import write_ownerless
 from batonmq_server.lockmgr.queue_notifier import QueueNotifier
 from batonmq_server.lockmgr.queue_observer import QueueObserver
+from batonmq_server.lockmgr.queue_releaser import QueueReleaser
 from batonmq_server.lockmgr.term import Term
 
 log = logging.getLogger(__name__)
@@ -25,13 +28,20 @@ _QUEUES_MAX = 1_024
 
 
 class LockRemover:
-    """Removes locks of one term. A removal is a change of the entry, as a release is."""
+    """Removes and frees locks of one term. A removal is a change of the entry, as a release is."""
 
     def __init__(
-        self, term: Term, observer: QueueObserver, notifier: QueueNotifier, changes: EntryChanges
+        self,
+        term: Term,
+        members: GroupMembership,
+        observer: QueueObserver,
+        notifier: QueueNotifier,
+        changes: EntryChanges,
+        releaser: QueueReleaser,
     ) -> None:
-        self._term, self._table = term, term.table
+        self._term, self._table, self._members = term, term.table, members
         self._observer, self._notifier, self._changes = observer, notifier, changes
+        self._releaser = releaser
 
     async def run(self) -> None:
         """Observe the unused queues at offsets every 10 minutes, until cancelled."""
@@ -45,28 +55,30 @@ class LockRemover:
             ]
             try:
                 for first in range(0, len(keys), _QUEUES_MAX):
-                    await self._remove_deleted(keys[first : first + _QUEUES_MAX])
+                    await self._observe(keys[first : first + _QUEUES_MAX])
             except NotLeader:
                 return  # the term is ending, and cancels this task in its next step
 
-    async def _remove_deleted(self, keys: list[GroupQueue]) -> None:
+    async def _observe(self, keys: list[GroupQueue]) -> None:
         observations = await self._observer.observe_all(keys)
         failed = 0
         for key, observation in zip(keys, observations, strict=True):
             if isinstance(observation, BatonError):
                 failed += 1
             else:
-                self._remove_if_deleted(key, observation)
+                self._remove_or_free(key, observation)
         if failed:
             log.info("unused locks not looked at queues=%d", failed)
 
-    def _remove_if_deleted(self, key: GroupQueue, observation: Observation) -> None:
-        entry = self._table.get(key)
+    def _remove_or_free(self, key: GroupQueue, observation: Observation) -> None:
+        entry, now_ms, policy = self._table.get(key), self._term.now_ms(), self._term.policy
         if entry is None:
             return
-        if is_removable(entry, observation, self._term.now_ms(), self._term.policy):
+        if is_removable(entry, observation, now_ms, policy):
             self._table.begin_change(key, ChangeStep.RELEASE)
             self._changes.start(key, partial(self._remove, entry))
+        elif is_abandoned(entry, now_ms, policy) and self._members.assigns_to_none(key):
+            self._releaser.clear(key, observation)
 
     async def _remove(self, entry: LockEntry) -> None:
         """Remove a marked entry from etcd."""

@@ -54,8 +54,8 @@ class LockmgrMetrics:
         )
         self._cleared = Counter(
             "baton_lockmgr_cleared",
-            "Queues freed by the lock manager because the subscription of their group changed and "
-            "the owner did not release them.",
+            "Queues freed by the lock manager because the owner did not release them, and the "
+            "subscription of the group changed or no member is to take them.",
             registry=registry,
         )
         self._watchers = Gauge(
@@ -126,7 +126,7 @@ class LockmgrMetrics:
             self._hub.publish(pb.MetricEvent(queue=key_to_pb(key), lock_forced=event))
 
     def cleared(self) -> None:
-        """Record a queue that was freed because the subscription of its group changes."""
+        """Record a queue that the lock manager has freed by itself."""
         self._cleared.inc()
 
     def kept_alive(self, reports: Sequence[HoldReport]) -> None:

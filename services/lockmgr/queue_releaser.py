@@ -1,5 +1,5 @@
-"""Frees queues: released by the owner, forced by an operator, or cleared while the subscription of
-their group changes."""
+"""Frees queues: released by the owner, forced by an operator, or cleared because they are to have
+no owner."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ class QueueReleaser:
         self._notifier.change_ended(request.key)
         return result
 
-    # Cleared while the subscription changes
+    # Cleared: the subscription changes, or the owner is gone
 
     async def clear_draining_groups(self) -> None:
         """Free the queues of draining groups whose owners can't release them, until cancelled.
@@ -296,11 +296,16 @@ class QueueReleaser:
                 if isinstance(observation, BatonError):
                     log.info("queue not observed key=%s error=%s", key, observation)
                 else:
-                    self._clear(key, observation)
+                    self.clear(key, observation)
         except NotLeader:
             return  # the term is ending, and cancels this task in its next step
 
-    def _clear(self, key: GroupQueue, observation: Observation) -> None:
+    def clear(self, key: GroupQueue, observation: Observation) -> None:
+        """Begin to free a queue, if its owner can't release it; see `decide_clear`.
+
+        Raises:
+            NotLeader: the term has ended.
+        """
         entry = self._table.get(key)
         if entry is None or entry.lock.owner is None or entry.pending is not None:
             return

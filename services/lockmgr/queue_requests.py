@@ -1,4 +1,4 @@
-"""Requests that fence a queue: of a client, of an operator, or for a draining group."""
+"""Requests that fence a queue: of a client, of an operator, or of the lock manager itself."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ForceRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClearRequest:
-    """A queue that is freed because the subscription of its group is being changed."""
+    """A queue that is freed because it is to have no owner."""
 
     key: GroupQueue
 

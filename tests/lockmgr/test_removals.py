@@ -1,4 +1,5 @@
-"""Goal: locks of deleted progress leave etcd, all others stay, and tokens go on.
+"""Goal: locks of deleted progress leave etcd, those of owners that are gone become free, all others
+stay, and tokens go on.
 
 Method: lock managers with real etcd and offsets over gRPC, which look for such locks all the time.
 """
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq.errors import NoQuorum
 from batonmq_server.lockmgr import lock_remover
+from batonmq_server.lockmgr.core.decision import ABANDONED_MS
 from tests.lockmgr.scene import GROUP, TIMEOUT_S, Member, Node, Scene, entries
 from tests.support.conditions import until
 
@@ -111,6 +114,64 @@ async def test_lock_of_a_silent_owner_stays_while_the_queue_has_progress(scene: 
     stored = await scene.stored()
     assert stored is not None
     assert stored.owner.client_id == "a"
+
+
+async def leave_to_none(scene: Scene, node: Node, a: Member) -> int:
+    """Let the only member die with a message in flight; return its token."""
+    grant = await a.acquire(node, await scene.set_group(a))
+    await scene.deliver(grant.token, 0, 5)
+    await Member("b").acquire_each(node, await scene.set_group())  # waits for the new record
+    return grant.token
+
+
+async def test_lock_of_an_owner_that_is_gone_is_freed_if_the_queue_is_assigned_to_no_member(
+    scene: Scene,
+) -> None:
+    a, node = Member("a"), await scene.leader()
+    token = await leave_to_none(scene, node, a)
+    node.clock.ahead_ms = scene.offsets_clock.ahead_ms = ABANDONED_MS + 1
+
+    async def free() -> bool:
+        return [entry.state for entry in await entries(node)] == [pb.LOCK_STATE_FREE]
+
+    await until(free)
+    stored = await scene.stored()
+    assert stored is not None
+    assert (stored.HasField("owner"), stored.token) == (False, token + 1)
+    again = await a.acquire(node, await scene.set_group(a))
+    assert [(one.first_offset, one.next_offset) for one in again.maybe_seen] == [(0, 5)]
+
+
+async def test_phantom_of_an_owner_that_is_gone_is_freed(scene: Scene) -> None:
+    """An operator has reset the group after its only member was killed."""
+    a, node = Member("a"), await scene.leader()
+    await leave_to_none(scene, node, a)
+    await scene.reset(to=1)
+    node.clock.ahead_ms = ABANDONED_MS + 1
+
+    async def free() -> bool:
+        return [entry.state for entry in await entries(node)] == [pb.LOCK_STATE_FREE]
+
+    await until(free)
+    assert (await a.acquire(node, await scene.set_group(a))).committed_offset == 1
+
+
+async def test_lock_of_an_owner_that_is_gone_stays_while_it_uses_offsets(scene: Scene) -> None:
+    a, node = Member("a"), await scene.leader()
+    token = await leave_to_none(scene, node, a)
+    node.clock.ahead_ms = ABANDONED_MS + 1
+    await two_looks(scene)
+    await scene.commit(token, 5)
+    assert (await scene.stored()).owner.client_id == "a"  # type: ignore[union-attr]
+
+
+async def test_lock_of_an_owner_that_is_gone_stays_if_the_queue_is_assigned(scene: Scene) -> None:
+    a, node = Member("a"), await scene.leader()
+    grant = await a.acquire(node, await scene.set_group(a))
+    node.clock.ahead_ms = scene.offsets_clock.ahead_ms = ABANDONED_MS + 1
+    await two_looks(scene)
+    assert (await scene.stored()).token == grant.token  # type: ignore[union-attr]
+    assert (await scene.stored()).owner.client_id == "a"  # type: ignore[union-attr]
 
 
 async def test_removal_with_a_lost_answer_is_made_once(scene: Scene) -> None:

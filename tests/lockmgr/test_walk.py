@@ -36,6 +36,7 @@ REACHED = [
     "SUBSCRIPTION_DRAINING",
     "UNACKED",
     "WANTED",
+    "abandoned",
     "closed",
     "crash",
     "fence repeated",

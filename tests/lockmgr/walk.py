@@ -168,6 +168,8 @@ class World:
             self.force()
         elif move < 0.97:
             self.change_subscription()
+        elif move < 0.972:
+            self.free_abandoned()
         elif move < 0.98 and self.paused is None:
             self.paused = self.random.choice(self.clients)
             self.pass_time(self.random.choice([0, POLICY.lease_ms + 1_000]))
@@ -235,8 +237,17 @@ class World:
         else:
             self.clear()
 
+    def free_abandoned(self) -> None:
+        """Free the queue of a silent owner to which it is not assigned, as `LockRemover` does."""
+        entry = self.table.get(KEY)
+        if entry is None or self.now_ms - entry.lease_start_ms <= POLICY.lease_ms:
+            return
+        if not any(c.assigned and c.incarnation == entry.lock.owner for c in self.clients):
+            self.seen["abandoned"] += entry.lock.owner is not None
+            self.clear()
+
     def clear(self) -> None:
-        """Clear a draining group, as `QueueReleaser.clear_draining_groups` does."""
+        """Clear a queue, as `QueueReleaser.clear` does."""
         entry = self.table.get(KEY)
         if entry is None or entry.lock.owner is None or entry.pending is not None:
             return

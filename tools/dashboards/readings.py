@@ -157,7 +157,10 @@ READINGS: Mapping[str, Mapping[str, Reading]] = {
         "Rejected heartbeats, by reason": _R(
             "SUBSCRIPTION_CONFLICT: two versions of a program. CLIENT_ID_IN_USE: two with one id."
         ),
-        "Locks, by state": _R("Pending or phantom for minutes is a hand-over that does not end."),
+        "Locks, by state": _R(
+            "Pending for minutes is a hand-over that does not end. A phantom ends when a member "
+            "acquires the queue; if none is to have it, 20 minutes after its owner has died."
+        ),
         "Term": _R("Exactly one node has a value above 0. Each step up is a failover."),
         "Keep-alives": _R("Steady with the number of consumers. A drop is a loss of consumers."),
         "Groups whose subscription is being changed": _R(

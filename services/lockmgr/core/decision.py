@@ -83,6 +83,9 @@ class FreeDecision:
 Decision: TypeAlias = GrantDecision | RenewDecision | WaitDecision | DenyDecision
 
 
+ABANDONED_MS = 600_000
+"""An owner that has not renewed its lease for so long does not come back: far more than a lease."""
+
 # What the table looks at
 
 
@@ -268,7 +271,9 @@ def decide_own(
 def decide_clear(
     entry: LockEntry, observation: Observation, now_ms: int, policy: LockPolicy
 ) -> GrantDecision | FreeDecision | None:
-    """Return how to free an owned queue while the subscription of its group changes; None to wait.
+    """Return how to free an owned queue that is to have no owner; None to wait.
+
+    The subscription of its group changes, or its owner is gone and no member is to take it.
 
     A live owner closes and releases by itself. The owner of a phantom can't, and can't acquire anew
     either: offsets alone decides about its messages in flight. An offsets that was restored from an
@@ -291,6 +296,12 @@ def is_removable(
     old backup does not know that: then the lock's token is needed.
     """
     return is_unused(entry, now_ms, policy) and 0 < entry.lock.token <= observation.floor_token
+
+
+def is_abandoned(entry: LockEntry, now_ms: int, policy: LockPolicy) -> bool:
+    """Return whether the owner of a stored lock has been silent for so long that it is gone."""
+    silent = now_ms - entry.lease_start_ms > ABANDONED_MS
+    return silent and entry.lock.owner is not None and is_unused(entry, now_ms, policy)
 
 
 def is_unused(entry: LockEntry, now_ms: int, policy: LockPolicy) -> bool:
