@@ -79,7 +79,8 @@ class OffsetsMetrics:
         )
         self._ack_window = Gauge(
             "baton_offsets_ack_window_used_ratio",
-            "Acked ranges of the queue with the most, divided by the limit, 0 to 1.",
+            "Share of its ack window that a queue uses, by the number or by the stored size of its "
+            "acked ranges: the greatest of all queues, 0 to 1.",
             registry=registry,
         )
         self._capped = Gauge(
@@ -161,10 +162,13 @@ class OffsetsMetrics:
 
         # Scraped in another thread: list() copies the values in one step of the interpreter.
         def ranges() -> int:
-            return max(list(table.ack_ranges.values()), default=0)
+            return max((len(one.runs) for one in list(table.acked.values())), default=0)
+
+        def used() -> float:
+            return max(map(table.limits.used_ratio, list(table.acked.values())), default=0)
 
         self._ack_ranges.set_function(ranges)
-        self._ack_window.set_function(lambda: ranges() / table.limits.ack_ranges_max)
+        self._ack_window.set_function(used)
         self._capped.set_function(lambda: len(table.capped))
         self._full.set_function(disk_full)
         self._queues.set_function(lambda: len(table))

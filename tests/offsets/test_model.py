@@ -28,7 +28,7 @@ from batonmq_server.offsets.codec import (
     encode_reset,
 )
 from batonmq_server.offsets.core.progress_table import ProgressTable
-from batonmq_server.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
 from batonmq_server.offsets.core.resets import (
     QueueReset,
     ResetExecutor,
@@ -593,7 +593,7 @@ class Machine(RuleBasedStateMachine):
             queue.delivered_offset <= queue.delivered_reserved <= queue.delivered_offset + 2 * SPAN
         )
         assert members(queue.maybe_seen) == model.maybe_seen
-        assert self.table.ack_ranges.get(KEY, 0) == len(queue.acked.runs)
+        assert self.table.acked.get(KEY, EMPTY) == queue.acked
         assert (KEY in self.table.capped) == (len(queue.acked.runs) >= RANGES_MAX)
         assert (queue.subscription_generation, queue.source) == (model.generation, model.source)
         assert queue.first_reset_epoch == model.first_reset_epoch

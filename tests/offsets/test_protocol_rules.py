@@ -717,7 +717,7 @@ def test_s1_deleted_queue_starts_over_and_its_token_continues() -> None:
     assert scene.delete(1) == [KEY]
     assert KEY not in scene.table
     assert scene.table.queues_of(KEY.group) == []
-    assert scene.table.ack_ranges == {}
+    assert scene.table.acked == {}
     with pytest.raises(UnknownQueue) as raised:
         scene.table.query(KEY)
     assert raised.value.facts["token"] == "2"

@@ -64,8 +64,8 @@ class ProgressTable:
         self._groups: dict[str, dict[GroupQueue, Progress]] = {}
         self._tombstones: dict[str, dict[GroupQueue, Tombstone]] = {}  # by group
         self._topic_ids: dict[str, int] = {}
-        self.ack_ranges: dict[GroupQueue, int] = {}
-        """Number of acked ranges, of the queues that have any."""
+        self.acked: dict[GroupQueue, RangeSet] = {}
+        """Acked ranges, of the queues that have any."""
         self.capped: set[GroupQueue] = set()
         """Queues with a full ack window."""
 
@@ -118,7 +118,7 @@ class ProgressTable:
         """Forget a group that has left this replica set, with its tombstones."""
         for key in self._groups.pop(group, {}):
             del self._queues[key]
-            self.ack_ranges.pop(key, None)
+            self.acked.pop(key, None)
             self.capped.discard(key)
         self._tombstones.pop(group, None)
 
@@ -304,7 +304,7 @@ class ProgressTable:
         """
         progress = self._progress_of(key, token)
         committed = progress.commit(token, acks, now, source)
-        self._count_ranges(key, progress)
+        self._note_acked(key, progress)
         return committed
 
     def commit_unowned(self, key: GroupQueue, acks: Acks, now: Instant) -> CommitResult:
@@ -328,7 +328,7 @@ class ProgressTable:
         """
         progress = self._progress_of(key, token)
         committed = progress.close(token, acks, unfinished, now)
-        self._count_ranges(key, progress)
+        self._note_acked(key, progress)
         return committed
 
     def query(self, key: GroupQueue) -> Progress:
@@ -449,7 +449,7 @@ class ProgressTable:
             self._tombstones.setdefault(key.group, {})[key] = Tombstone(
                 progress.token + 1, progress.reset_epoch + 1, now.unix_ms
             )
-            self.ack_ranges.pop(key, None)
+            self.acked.pop(key, None)
             self.capped.discard(key)
             del self._groups[key.group][key]
             if not self._groups[key.group]:
@@ -468,13 +468,13 @@ class ProgressTable:
         self._drop_tombstone(key)
         self._queues[key] = progress
         self._groups.setdefault(key.group, {})[key] = progress
-        self._count_ranges(key, progress)
+        self._note_acked(key, progress)
 
-    def _count_ranges(self, key: GroupQueue, progress: Progress) -> None:
+    def _note_acked(self, key: GroupQueue, progress: Progress) -> None:
         if progress.acked:
-            self.ack_ranges[key] = len(progress.acked.runs)
+            self.acked[key] = progress.acked
         else:
-            self.ack_ranges.pop(key, None)
+            self.acked.pop(key, None)
         if progress.ack_window_full(self.limits):
             self.capped.add(key)
         else:

@@ -32,6 +32,11 @@ class QueueLimits:
     ack_ranges_max: int = 100_000
     ack_bytes_max: int = 1024 * 1024
 
+    def used_ratio(self, acked: RangeSet) -> float:
+        """Return the share of the ack window that these ranges use; 1 stops the delivery."""
+        by_count = len(acked.runs) / self.ack_ranges_max
+        return max(by_count, len(acked.encoded) / self.ack_bytes_max)
+
 
 class FenceCondition(Enum):
     """The condition under which a fence succeeds (protocol 4); there is no unconditional one."""
