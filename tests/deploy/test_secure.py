@@ -169,6 +169,24 @@ def test_certificates_of_another_namespace_are_reissued(tmp_path: Path) -> None:
 
 
 @openssl
+def test_services_get_the_dns_names_under_which_outside_clients_reach_them(tmp_path: Path) -> None:
+    outside = {"DNS:mq.example.com", "DNS:*.mq.example.com"}
+    done = make_ca(tmp_path, "billing", DNS_NAMES="mq.example.com,*.mq.example.com")
+    assert done.returncode == 0, done.stderr
+    having = {one.parent.name for one in tmp_path.glob("*/tls.crt") if outside <= names(one)}
+    assert having == {f"tls-{name}" for name in SETTINGS}
+
+
+@openssl
+@pytest.mark.parametrize("name", ["a b", "mq.example.com\nsubjectKeyIdentifier=none", "*", "a.*.b"])
+def test_dns_name_that_is_none_is_rejected(tmp_path: Path, name: str) -> None:
+    done = make_ca(tmp_path, DNS_NAMES=f"mq.example.com,{name}")
+    assert done.returncode == 1
+    assert "a DNS name has" in done.stderr
+    assert not contents(tmp_path)
+
+
+@openssl
 def test_expiring_certificates_and_certificates_of_a_former_authority_are_reissued(
     tmp_path: Path,
 ) -> None:

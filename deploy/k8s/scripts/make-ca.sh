@@ -4,7 +4,8 @@
 # its own: a client with a certificate of it can read and write everything. Needs openssl 3.
 # Certificates that are valid for another 30 days, with the same names, are kept, so a second run adds clients and renews
 # expiring certificates; RENEW=1 renews all certificates except those of the authorities. NAMESPACE is the namespace of the
-# services (default: baton), DAYS the validity (default: 365). apply-secrets.sh makes the Secrets.
+# services (default: baton), DAYS the validity (default: 365). DNS_NAMES are further names, separated by commas, under
+# which clients outside of the cluster reach the services, such as *.mq.example.com. apply-secrets.sh makes the Secrets.
 set -euo pipefail
 if [[ $# -lt 1 || $1 == -* ]]; then sed -n '2,/^set /s/^# //p' "$0" >&2 && exit 2; fi
 folder=${1%/}
@@ -28,6 +29,12 @@ for client in $clients "$@"; do
     fail "$client: an identity has up to 64 characters of a-z, 0-9, - and ., as the name of a Secret"
   [[ " $services " != *" $client "* ]] || fail "$client: a client can't have the name of a service"
 done
+
+outside=
+while read -r name; do
+  [[ $name =~ ^(\*\.)?$label(\.$label)*$ ]] || fail "$name: a DNS name has a-z, 0-9, - and ., and may begin with *."
+  outside+=,DNS:$name
+done < <(tr , '\n' <<<"${DNS_NAMES:-}" | sed '/^$/d')
 
 new=$(mktemp -d "$folder/.new.XXXXXX") # holds incomplete files until all are written
 trap 'rm -rf "$new"' EXIT
@@ -90,12 +97,12 @@ authority ca
 authority etcd-ca
 local=DNS:localhost,IP:127.0.0.1
 for service in storage offsets lockmgr; do
-  issue ca "tls-$service" "$service" "URI:service:$service,DNS:*.$service.$namespace.svc,$local"
+  issue ca "tls-$service" "$service" "URI:service:$service,DNS:*.$service.$namespace.svc,$local$outside"
 done
 issue ca tls-nameserver nameserver "URI:service:nameserver,DNS:*.nameserver-nodes.$namespace.svc,DNS:nameserver,\
-DNS:nameserver.$namespace,DNS:nameserver.$namespace.svc,$local"
+DNS:nameserver.$namespace,DNS:nameserver.$namespace.svc,$local$outside"
 issue ca tls-gateway gateway "URI:service:gateway,DNS:*.gateway-nodes.$namespace.svc,DNS:gateway,\
-DNS:gateway.$namespace,DNS:gateway.$namespace.svc,$local"
+DNS:gateway.$namespace,DNS:gateway.$namespace.svc,$local$outside"
 issue ca tls-scaler scaler "URI:scaler,DNS:scaler,DNS:scaler.$namespace,DNS:scaler.$namespace.svc,$local"
 for client in $(printf '%s\n' "$clients" "$@" | sort -u); do
   issue ca "tls-$client" "$client" "URI:$client"
