@@ -16,9 +16,10 @@ from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+from batonmq._process.config import ConfigError, ConfigProblem
 from batonspark.app import run_job, session
 from batonspark.event_columns import by_source_clock, event_time
-from batonspark.settings import JobSettings
+from batonspark.settings import PREFIX, JobSettings
 from batonspark.sink_delta import read_delta
 from batonspark.tables import BRONZE, Warehouse
 
@@ -92,14 +93,16 @@ class Report:
 def run_report(name: str, make: Callable[[DataFrame, ReportScope], Report]) -> None:
     """Run a report in this process, with the scope of the command line.
 
-    The exit status is that of any job; it is also 1 if the report is not `ok`.
+    The exit status is that of any job; it is also 1 if the report is not `ok`, and 2 if there is no
+    table of events.
     """
     scope = parse_arguments(name)
 
     def job(settings: JobSettings, ended: threading.Event) -> bool:
+        path = bronze_path(settings)
         with session(name, settings) as spark:
             folder = Path(settings.data_dir).absolute() / "reports" / name
-            return _write(make(events(spark, settings, scope), scope), folder)
+            return _write(make(events(spark, path, scope), scope), folder)
 
     run_job(name, job)
 
@@ -116,15 +119,25 @@ def parse_arguments(name: str, given: Sequence[str] | None = None) -> ReportScop
     return ReportScope(**vars(parser.parse_args(given)))
 
 
-def events(spark: SparkSession, settings: JobSettings, scope: ReportScope) -> DataFrame:
-    """Return the rows of bronze in the scope, with LOOKBACK before and LOOKAHEAD after it.
+def bronze_path(settings: JobSettings) -> str:
+    """Return the path of the table of events.
 
     Raises:
-        FileNotFoundError: the table does not exist.
+        ConfigError: it does not exist.
     """
     path = Warehouse(str(Path(settings.data_dir).absolute())).table(BRONZE)
     if not DeltaTable.is_deltatable(path):
-        raise FileNotFoundError(f"{path} does not exist: run batonspark.jobs.bronze first")
+        name = f"{PREFIX}_DATA_DIR"
+        text = (
+            f"the table {path} does not exist. Set {name} to the folder of the jobs, or run "
+            "batonspark.jobs.bronze first"
+        )
+        raise ConfigError(ConfigProblem(name, text))
+    return path
+
+
+def events(spark: SparkSession, path: str, scope: ReportScope) -> DataFrame:
+    """Return the rows of bronze in the scope, with LOOKBACK before and LOOKAHEAD after it."""
     day = None if scope.since is None else (scope.since - LOOKBACK).date()
     rows = read_delta(spark, path, prune=f"date >= '{day}'" if day else None)
     return events_around(rows, scope)
