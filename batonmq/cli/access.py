@@ -16,6 +16,7 @@ from click.exceptions import Exit
 from batonmq._core.delays import parse_duration_ms
 from batonmq.admin.access import AccessCheck, AccessControl, IdentityGrants, Role, RoleGrant
 from batonmq.cli.access_key import access_keys
+from batonmq.cli.access_warning import warn_if_access_is_off
 from batonmq.cli.command_classes import LazyGroup, argument
 from batonmq.cli.output import Columns, Item, Minor, OutputFormat, Prose, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
@@ -77,10 +78,11 @@ def grant(session: CommandSession, identity: str, role: str, resource: str) -> N
 async def _grant(session: CommandSession, identity: str, wanted: RoleGrant) -> None:
     async with session.admin() as admin:
         changed = await AccessControl(admin).grant(identity, wanted)
-    if not changed:
-        session.output.note(f"{identity} has this role already")
-    item = {"identity": identity, **asdict(wanted), "changed": changed}
-    session.output.detail(item, [item], _GRANTS)
+        if not changed:
+            session.output.note(f"{identity} has this role already")
+        item = {"identity": identity, **asdict(wanted), "changed": changed}
+        session.output.detail(item, [item], _GRANTS)
+        await warn_if_access_is_off(session, admin, "the grant")
 
 
 @commands.command()
@@ -155,7 +157,7 @@ def check(session: CommandSession, role: str, resource: str, identity: str) -> N
 async def _check(session: CommandSession, wanted: RoleGrant, identity: str) -> AccessCheck:
     async with session.admin() as admin:
         answer = await AccessControl(admin).check(wanted, identity)
-    what = f"{answer.identity} {wanted.role} {wanted.resource}"
+    what = f"{answer.identity or 'a client'} {wanted.role} {wanted.resource}"
     by = f": {answer.by.role} on {answer.by.resource}" if answer.by else ""
     session.output.line(asdict(answer), f"{what}: {'yes' if answer.allowed else 'no'}{by}")
     if not answer.access_on:
@@ -317,8 +319,9 @@ def block(session: CommandSession, subject: str, certificate: Path | None, reaso
 async def _block(session: CommandSession, subject: str, reason: str) -> None:
     async with session.admin() as admin:
         changed = await AccessControl(admin).block(subject, reason)
-    text = f"{subject} is blocked" + ("" if changed else " already")
-    session.output.line({"subject": subject, "changed": changed}, text)
+        text = f"{subject} is blocked" + ("" if changed else " already")
+        session.output.line({"subject": subject, "changed": changed}, text)
+        await warn_if_access_is_off(session, admin, "the block")
 
 
 @commands.command()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from batonmq.admin.quotas import DEFAULT_IDENTITY, IdentityQuota, QuotaLimits, Quotas
+from batonmq.cli.access_warning import warn_if_access_is_off
 from batonmq.cli.command_classes import LazyGroup, argument
 from batonmq.cli.output import Columns, Item
 from batonmq.cli.session import CommandSession, cluster_session
@@ -78,8 +79,9 @@ async def _set(session: CommandSession, identity: str, given: dict[str, int]) ->
         known = {one.identity: one.limits for one in await quotas.list()}
         limits = replace(known.get(identity, QuotaLimits()), **given)
         await quotas.set(identity, limits)
-    item = _item(IdentityQuota(identity, limits))
-    session.output.detail(item, [item], _COLUMNS)
+        item = _item(IdentityQuota(identity, limits))
+        session.output.detail(item, [item], _COLUMNS)
+        await warn_if_access_is_off(session, admin, "the quota")
 
 
 @commands.command()

@@ -277,3 +277,27 @@ def test_group_is_diagnosed_while_a_service_is_down(cluster: RunningCluster, rea
     assert stuck.code == 1
     (diagnosis,) = json.loads(stuck.out)
     assert (diagnosis["reason"], diagnosis["lag"]) == ("OFFSETS_UNREACHABLE", None)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("access", "grant", "billing", "consume", "group:billing"),
+        ("access", "block", "identity:mallory", "--reason", "left"),
+        ("quota", "set", "billing", "--topics", "9"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_change_of_access_warns_that_access_control_is_off(
+    cluster: RunningCluster, words: tuple[str, ...]
+) -> None:
+    done = cluster(*words)
+    assert done.code == 0, done.err
+    assert "has no effect, because access control is off" in done.out
+    json.loads(cluster(*JSON, *words).out)
+
+
+def test_check_of_the_caller_says_that_access_control_is_off(cluster: RunningCluster) -> None:
+    done = cluster("access", "check", "consume", "group:billing")
+    assert done.code == 0, done.err
+    assert "access control is off: every client may do everything" in done.out

@@ -260,9 +260,9 @@ class CheckResponse(_message.Message):
     BY_FIELD_NUMBER: _builtins.int
     ACCESS_ON_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
-    """The identity that was checked."""
+    """The identity that was checked; empty for a caller without one, while authorization is off."""
     allowed: _builtins.bool
-    """True if the identity has the permission."""
+    """True if the identity has the permission by a grant."""
     access_on: _builtins.bool
     """True if authorization is on: services check grants."""
     @_builtins.property
