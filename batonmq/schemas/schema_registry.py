@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from types import TracebackType
@@ -16,7 +17,7 @@ from batonmq._consumer.puller import Puller, PullerSettings
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import Durability, ProducerSettings
 from batonmq.admin.admin import Admin
-from batonmq.admin.reports import Compaction
+from batonmq.admin.reports import Compaction, Topic
 from batonmq.errors import InvalidArgument, PermissionDenied, TopicExists, Unreachable
 from batonmq.schemas.avro_schema import AvroSchema, Definition, ParsedSchema
 
@@ -53,7 +54,8 @@ class SchemaRegistry:
         self._nameserver, self._topic = nameserver, topic
         self._security, self._environment = security, environment
         self._admin = Admin(nameserver, security=security, environment=environment)
-        self._schemas: dict[bytes, ParsedSchema | None] = {}
+        self._schemas: dict[bytes, ParsedSchema] = {}
+        self._stored: set[bytes] = set()  # in the present topic of this name
         self._topic_id = self._next_offset = 0
         self._reading = asyncio.Lock()
 
@@ -66,7 +68,7 @@ class SchemaRegistry:
         """
         await self._admin.__aenter__()
         try:
-            await self._prepare()
+            await self._create_topic()
             await self._read_new()
         except BaseException:
             await self._admin.close()
@@ -85,15 +87,19 @@ class SchemaRegistry:
     async def avro(self, definition: Definition) -> AvroSchema:
         """Return a schema to encode and decode with; it is stored first if it is new.
 
+        Each call looks at the topic, so call it once per schema. A call after the topic was deleted
+        and created again stores the schema there.
+
         Args:
             definition: The schema as the JSON of Avro says it.
 
         Raises:
-            InvalidArgument: It is no schema.
+            InvalidArgument: It is no schema, or the topic is no registry any more.
             BatonError: It can't be stored.
         """
         schema = ParsedSchema(definition)
-        if await self._find(schema.fingerprint) is None:
+        await self._read_new()
+        if schema.fingerprint not in self._stored:
             await self._store(schema)
         return AvroSchema(schema, self)
 
@@ -103,16 +109,15 @@ class SchemaRegistry:
         Raises:
             BatonError: The topic can't be read.
         """
-        if self._schemas.get(fingerprint) is None:
+        if fingerprint not in self._schemas:
             await self._read_new()
         return self._schemas.get(fingerprint)
 
-    async def _prepare(self) -> None:
-        try:
-            created = await self._admin.create_topic(self._topic, 1, compaction=Compaction())
-            topic = created.topic
-        except (PermissionDenied, TopicExists):
-            topic = (await self._admin.describe_topic(self._topic)).topic
+    async def _create_topic(self) -> None:
+        with contextlib.suppress(PermissionDenied, TopicExists):
+            await self._admin.create_topic(self._topic, 1, compaction=Compaction())
+
+    def _check(self, topic: Topic) -> None:
         if topic.compaction is None or len(topic.queues) != 1:
             raise InvalidArgument(
                 f"topic {self._topic} is no registry: it must be compacted and have one queue",
@@ -125,7 +130,9 @@ class SchemaRegistry:
         async with self._reading:
             described = await self._admin.describe_topic(self._topic)
             if described.topic.topic_id != self._topic_id:  # at first, or it was created again
+                self._check(described.topic)
                 self._topic_id, self._next_offset = described.topic.topic_id, 0
+                self._stored.clear()
             (extent,) = described.queues
             self._queue = extent.queue
             if extent.next_offset is None:
@@ -165,11 +172,15 @@ class SchemaRegistry:
             log.warning("not a schema %r error=%s", message, error)
         else:
             if schema.fingerprint.hex() == message.ordering_key:
-                self._schemas[schema.fingerprint] = schema
+                self._add(schema)
+
+    def _add(self, schema: ParsedSchema) -> None:
+        self._schemas[schema.fingerprint] = schema
+        self._stored.add(schema.fingerprint)
 
     async def _store(self, schema: ParsedSchema) -> None:
         settings = ProducerSettings(durability=Durability.FSYNCED, security=self._security)
         async with Producer(self._nameserver, settings, environment=self._environment) as producer:
             key = schema.fingerprint.hex()
             await producer.send(self._topic, schema.text.encode(), ordering_key=key)
-        self._schemas[schema.fingerprint] = schema
+        self._add(schema)

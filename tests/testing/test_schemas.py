@@ -348,6 +348,34 @@ def test_reader_learns_the_schemas_of_a_topic_that_was_created_again() -> None:
     assert run_virtual(scene()) == {"number": 1}
 
 
+def test_schema_is_stored_again_in_a_topic_that_was_created_again() -> None:
+    async def scene() -> object:
+        async with (
+            MemoryBroker() as broker,
+            broker.admin() as admin,
+            registry_of(broker) as writing,
+        ):
+            await writing.avro(FIRST)
+            await admin.delete_topic("schemas")
+            async with registry_of(broker) as reading:
+                reader = await reading.avro(SECOND)
+                body = (await writing.avro(FIRST)).encode({"number": 1})
+                return await reader.decode(body)
+
+    assert run_virtual(scene()) == {"number": 1, "state": "open"}
+
+
+def test_topic_that_was_created_again_with_two_queues_is_no_registry() -> None:
+    async def run() -> None:
+        async with MemoryBroker() as broker, broker.admin() as admin, registry_of(broker) as one:
+            await admin.delete_topic("schemas")
+            await broker.create_topic("schemas", 2)
+            with pytest.raises(InvalidArgument, match="topic schemas is no registry"):
+                await one.avro(FIRST)
+
+    run_virtual(run())
+
+
 def test_schema_is_stored_once_and_outlives_its_registry() -> None:
     async def run() -> int:
         async with MemoryBroker() as broker:
