@@ -157,12 +157,17 @@ def check(session: CommandSession, role: str, resource: str, identity: str) -> N
 async def _check(session: CommandSession, wanted: RoleGrant, identity: str) -> AccessCheck:
     async with session.admin() as admin:
         answer = await AccessControl(admin).check(wanted, identity)
-    what = f"{answer.identity or 'a client'} {wanted.role} {wanted.resource}"
     by = f": {answer.by.role} on {answer.by.resource}" if answer.by else ""
-    session.output.line(asdict(answer), f"{what}: {'yes' if answer.allowed else 'no'}{by}")
-    if not answer.access_on:
-        session.output.note("access control is off: every client may do everything")
+    held = f"{answer.identity} {wanted.role} {wanted.resource}: {_yes(answer.allowed)}{by}"
+    off = "access control is off: every client may do everything"
+    session.output.line(asdict(answer), held if answer.identity else off)
+    if answer.identity and not answer.access_on:
+        session.output.note(off)
     return answer
+
+
+def _yes(answer: bool) -> str:
+    return "yes" if answer else "no"
 
 
 @tokens.command()
