@@ -208,6 +208,8 @@ def describe_lock(detail: LockDetail) -> Iterator[str]:
         left = detail.lease_left_ms
         end = f"expires in {duration(left)}" if left else "has expired"
         yield f"lease of {lock.client_id} {end}"
+    elif not lock.token:
+        yield "this queue has never had an owner; check the names with baton lock list"
     if detail.owner_evicted:
         yield f"{lock.client_id} is not a member of the group any more"
     if detail.pending_step:

@@ -136,3 +136,9 @@ def test_lock_description_has_the_fields_that_the_table_omits() -> None:
     ]
     over = replace(detail, lease_left_ms=0)
     assert next(lock.describe_lock(over)) == "lease of c1 has expired"
+    unknown = Lock("g", "t", "b", 99, "free", None, None, 0, 0, 0, (), 0, 0)
+    never = LockDetail(unknown, 9, 0, "", "", None, owner_evicted=False, denials=())
+    assert list(lock.describe_lock(never)) == [
+        "this queue has never had an owner; check the names with baton lock list",
+        "the term of the lock manager is 9",
+    ]
