@@ -174,7 +174,7 @@ MUTANTS = (
         broken_offsets.fence_without_its_offset,
         CROWDED_AND_LATE,
         ("section 7",),
-        first_run=48,
+        first_run=88,
     ),
     Mutant("grant before it is persisted", broken_lockmgr.grant_before_persist, CALM, ("V11",)),
     Mutant("answer before it is durable", broken_offsets.answer_before_durable, CALM, ("V8", "V9")),
@@ -250,7 +250,7 @@ MUTANTS = (
         broken_offsets.position_of_any_epoch,
         OLD_CALLS,
         ("V7", "V8"),
-        first_run=6,
+        first_run=11,
     ),
     Mutant(
         "position below recorded", broken_offsets.position_below_recorded, OLD_CALLS, ("V7", "V8")
