@@ -416,7 +416,7 @@ async def test_change_too_large_for_an_answer_is_copied_in_parts(
     leader = await three(scene)
     await hold(leader, *range(50))
     await scene.wait_equal("a", "b", "c")
-    monkeypatch.setattr(leading, "CHANGE_BYTES_MAX", 50_000, raising=False)
+    monkeypatch.setattr(leading, "CHANGE_BYTES_MAX", 4_000, raising=False)
     caplog.clear()
     with caplog.at_level(logging.WARNING, following.__name__):
         request = pb.DeleteTopicRequest(topic="news", topic_id=7)
