@@ -96,8 +96,8 @@ ROLLING = RunOptions(
     service_pauses=2, pause_ms_max=4_000, faults=Faults(slow=0.1, delay_ms_max=150),
 )  # fmt: skip
 UNINFORMED = RunOptions(
-    steps=120, queues=8, consumers=5, policy="STAGED_LATEST", switches=5, joins=8, leaves=8,
-    deaf=14, pause_ms_max=8_000, slow_handlers=0.2, faults=Faults(delay_ms_max=50),
+    steps=120, queues=8, consumers=5, policy="STAGED_LATEST", switches=10, joins=2, leaves=2,
+    deaf=20, pause_ms_max=8_000, slow_handlers=0.2, faults=Faults(delay_ms_max=50),
 )  # fmt: skip
 PAUSES = RunOptions(steps=80, group_pauses=6, deaf=12, pause_ms_max=40_000)
 REPLICATED = RunOptions(steps=40, replicated=True, leader_faults=6, splits=4, service_kills=4)
@@ -186,7 +186,9 @@ MUTANTS = (
     ),
     Mutant("commit without token", broken_offsets.commit_without_token, ZOMBIES, ("V3",)),
     Mutant("pull without token", broken_offsets.pull_without_token, OLD_PULLS, ("V3",)),
-    Mutant("no deadline", broken_clients.no_deadline, SLOW_ZOMBIES, ("V3", "V6", "V7")),
+    Mutant(
+        "no deadline", broken_clients.no_deadline, SLOW_ZOMBIES, ("V3", "V6", "V7"), first_run=5
+    ),
     Mutant("close without draining", broken_clients.close_without_draining, SLOW, ("V6", "V7")),
     Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7")),
     Mutant(
@@ -241,6 +243,7 @@ MUTANTS = (
         broken_clients.gap_after_a_dropped_frame,
         FRAMES_OF_TWO_EPOCHS,
         ("V1", "V4", "L1", "L2"),
+        first_run=3,
     ),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
     Mutant("renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",)),
@@ -274,6 +277,7 @@ MUTANTS = (
         broken_serving.settle_at_the_last_record,
         HOT,
         ("V7", "V8"),
+        first_run=3,
     ),
     Mutant(
         "deliver after the settlement",
@@ -311,7 +315,7 @@ MUTANTS = (
         KEYS_MOVING,
         ("V4", "K2", "L2"),
     ),
-    Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",)),
+    Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",), first_run=5),
     Mutant(
         "riding acks of an old token", broken_offsets.riding_acks_without_token, RIDING, ("V3",)
     ),
@@ -320,8 +324,11 @@ MUTANTS = (
         broken_offsets.delivery_of_any_generation,
         UNINFORMED,
         ("section 14",),
+        first_run=6,
     ),
-    Mutant("grant unassigned", broken_lockmgr.grant_unassigned, INTRUDED, ("section 7",)),
+    Mutant(
+        "grant unassigned", broken_lockmgr.grant_unassigned, INTRUDED, ("section 7",), first_run=38
+    ),
     Mutant("grant without gate", broken_lockmgr.grant_without_gate, ROLLING, ("section 14",)),
     Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",)),
     Mutant(
@@ -361,13 +368,14 @@ MUTANTS = (
         broken_replicas.shrink_while_cut_off,
         replace(TWO_STEPS, min_in_sync=1),
         ("section 12",),
+        first_run=5,
     ),
     Mutant(
         "stay although cut off",
         broken_replicas.stay_although_cut_off,
         TWO_STEPS,
         ("section 12",),
-        first_run=32,
+        first_run=36,
     ),
     Mutant(
         "storage stays although cut off",
@@ -385,7 +393,7 @@ MUTANTS = (
     Mutant("hand over to no node", broken_replicas.hand_over_to_no_node, LONE_DRAINS, ("drain",)),
     Mutant("miss a drain", broken_replicas.miss_a_drain, LONE_DRAINS, ("drain",)),
     Mutant(
-        "let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first_run=14
+        "let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first_run=18
     ),
     Mutant(
         "ack a message before it is replicated",
@@ -410,6 +418,7 @@ MUTANTS = (
         broken_stores.keep_the_longer_log,
         STORES_SPLIT,
         ("section 12", "V4"),
+        first_run=3,
     ),
     Mutant(
         "show what is not confirmed",
@@ -447,6 +456,7 @@ MUTANTS = (
         broken_stores.wait_at_a_cut_off_node,
         STORES_CUT_OFF,
         ("readers",),
+        first_run=3,
     ),
     Mutant(
         "adopt a group without seal",
@@ -465,6 +475,7 @@ MUTANTS = (
         broken_moves.seal_by_a_lower_move,
         LATE_MOVES,
         ("V1", "V2", "V3", "V5", "V7", "V9", "section 5", "L2"),
+        first_run=2,
     ),
     Mutant(
         "adopt a lower move",
