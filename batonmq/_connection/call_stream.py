@@ -42,14 +42,14 @@ TIMEOUT_S_MAX = 86_400.0
 """Longest timeout of a call."""
 END_S = 0.5
 """Longest wait for the end of cancelled calls when the last channel of a loop is closed."""
-OPEN_CHANNELS = WeakKeyDictionary[asyncio.AbstractEventLoop, "WeakSet[StreamingChannel]"]()
-"""The channels of each event loop that are not closed."""
 UNKNOWN_S = 60.0
 """Time until a server without `CallService`, of an earlier version, is tried again."""
 
 _CALL_END = "_AioCall._handle_status_once_received"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _NOTHING = grpc.aio.Metadata()
+_OPEN_CHANNELS = WeakKeyDictionary[asyncio.AbstractEventLoop, "WeakSet[StreamingChannel]"]()
+"""The channels of each event loop that are not closed."""
 Exchange = grpc.aio.StreamStreamCall[pb.ExchangeRequest, pb.ExchangeResponse]
 Open = Callable[[], Exchange]
 
@@ -271,7 +271,7 @@ class StreamingChannel(WrappedChannel):
     ) -> None:
         self.channel, self._credentials = channel, credentials
         self._exchange = pb_grpc.CallServiceStub(channel).Exchange
-        self._open = OPEN_CHANNELS.setdefault(asyncio.get_running_loop(), WeakSet())
+        self._open = _OPEN_CHANNELS.setdefault(asyncio.get_running_loop(), WeakSet())
         self._open.add(self)
         self._stream: CallStream | None = None
         self._tasks: set[asyncio.Task[None]] = set()
